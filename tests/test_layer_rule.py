@@ -35,11 +35,11 @@ EXCEPTIONS = {
 # plain torch, where a kernel fails, of what is a scan inside
 FAMILY_EXCEPTIONS = {
     ("running_mean/eager.py", "slipstream.kernels.gated_scan.op"),
-    ("running_mean/eager.py", "slipstream.kernels.pointwise.token_shift"),
-    ("preconditioner/op.py", "slipstream.kernels.gated_scan.op"),
+    ("running_mean/eager.py", "slipstream.kernels.elementwise.token_shift"),
+    ("elementwise/preconditioner.py", "slipstream.kernels.gated_scan.op"),
     # the rotation before attention, and after those of its kernels that do not rotate gradients
-    ("attention/rotary.py", "slipstream.kernels.pointwise"),
-    ("attention/rotary.py", "slipstream.kernels.pointwise.triton.rotary"),
+    ("attention/rotary.py", "slipstream.kernels.elementwise"),
+    ("attention/rotary.py", "slipstream.kernels.elementwise.triton.rotary"),
 }
 
 

@@ -40,6 +40,8 @@ TIMEOUT = 300.0
 LOCKED = 10.0
 # The folder of kernels/ with what several families share.
 PRIMITIVES = "primitives"
+# The folder of kernels whose files are families of their own.
+ELEMENTWISE = "elementwise"
 # runtime/backends.py's GLUON
 _GLUON = ((3, 6), (3, 9))
 
@@ -151,9 +153,23 @@ def files_of(gluon: bool) -> dict[str, list[Path]]:
     for folder in (root / "kernels").iterdir():
         if (folder / "__init__.py").exists() and folder.name != PRIMITIVES:
             paths = [x for x in folder.rglob("*.py") if not _is_plain_torch(x, folder)]
-            paths = [x for x in paths if gluon or x.relative_to(folder).parts[0] != "sm90"]
-            paths_of[folder.name] = [*paths, *shared]
+            others = [x for x in paths if x.relative_to(folder).parts[0] != "sm90"]
+            if folder.name == ELEMENTWISE:
+                paths_of |= _by_operator(folder, paths, paths if gluon else others, shared)
+            else:
+                paths_of[folder.name] = [*(paths if gluon else others), *shared]
     return paths_of
+
+
+def _by_operator(
+    folder: Path, every: list[Path], paths: list[Path], shared: list[Path]
+) -> dict[str, list[Path]]:
+    """A family for each name of a file of kernels. It has the files whose names begin with that
+    name, and those that belong to no family: inputs of several."""
+    names = {x.stem for x in every if x.parent != folder} - {"__init__"}
+    of = {x: next((n for n in names if x.stem.startswith(n)), None) for x in paths}
+    common = [x for x, name in of.items() if name is None]
+    return {n: [*(x for x, name in of.items() if name == n), *common, *shared] for n in names}
 
 
 def _is_plain_torch(path: Path, family: Path) -> bool:
@@ -173,6 +189,8 @@ def family_of(module: str) -> str:
     "slipstream.kernels.linear.triton.scalar_decay.chunk"."""
     _, _, inside = module.partition(".kernels.")
     folder = inside.partition(".")[0]
+    if folder == ELEMENTWISE:
+        return inside.rpartition(".")[2]
     return CORE if folder in ("", PRIMITIVES) else folder
 
 

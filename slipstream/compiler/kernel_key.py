@@ -14,19 +14,13 @@ KernelKey = tuple[Hashable, ...]
 CORE = "core"
 # Kinds that are not called by their family.
 _FAMILIES = {
-    "glu": "pointwise",
-    "glu_bwd_recompute": "pointwise",
-    "glu_products": "pointwise",
-    "rotary": "pointwise",
-    "token_shift": "pointwise",
-    "place_tokens": "pointwise",
-    "copy_states": "pointwise",
+    "glu_bwd_recompute": "glu",
+    "glu_products": "glu",
     "token_mix": "time_mix",
     "rwkv7": "time_mix",
     "rwkv7_step": "time_mix",
     "low_rank_step": "time_mix",
     "token_mix_step": "time_mix",
-    "embedding": "pointwise",
     "cross_entropy": "loss",
     "linear_kl_div": "loss",
     "projection_norm_step": "projection_step",
@@ -68,7 +62,8 @@ FEATURE_RULES = (
 
 
 def family(kind: KernelKey) -> str:
-    """ "linear" of ("linear.triton", ...): a folder of slipstream/kernels, or CORE."""
+    """ "linear" of ("linear.triton", ...): a folder of slipstream/kernels, a file of kernels of its
+    folder elementwise, or CORE."""
     name = str(kind[0]).partition(".")[0]
     return _FAMILIES.get(name, name)
 

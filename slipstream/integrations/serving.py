@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.elementwise.copy_states import copy_states
 from slipstream.kernels.linear.prefix_states import PrefixStates
-from slipstream.kernels.pointwise.copy_states import copy_states
 from slipstream.ops import mixer_step
 from slipstream.runtime.consistent import BLOCK
 from slipstream.runtime.token_ids import expect_below

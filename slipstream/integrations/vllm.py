@@ -23,7 +23,7 @@ from slipstream.compat.mamba_ssm.ops.triton.selective_state_update import (
     selective_state_update as update_states,
 )
 from slipstream.integrations.serving import packed, slots_of, step, step_drafts, unpacked
-from slipstream.kernels.pointwise.copy_states import copy_states
+from slipstream.kernels.elementwise.copy_states import copy_states
 from slipstream.ops import chunk_gated_delta_rule as chunk_rule
 
 __all__ = [

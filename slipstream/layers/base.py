@@ -37,7 +37,7 @@ from slipstream.common.checks import (
     expect_shape,
     expect_tensor,
 )
-from slipstream.kernels.decay_gate.op import decay_gate
+from slipstream.kernels.elementwise.decay_gate import decay_gate
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections, rounded
 from slipstream.nn.conv import ShortConvolution as ShortConvolution

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.preconditioner.inputs import CENTRE
-from slipstream.kernels.preconditioner.op import squashed
+from slipstream.kernels.elementwise.inputs import CENTRE
+from slipstream.kernels.elementwise.preconditioner import squashed
 from slipstream.layers.base import NormalLinear, reset_decay
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.layers.delta_heads import SteppedDeltaHeads

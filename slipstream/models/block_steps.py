@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.pointwise.place_tokens import place_tokens
+from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.layers.attention import InPlace
 from slipstream.models.consistent import LayerStates, ModelStates, Row, State, normed
 from slipstream.runtime.block_step import BlockStep

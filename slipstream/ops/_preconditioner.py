@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from slipstream.kernels.erase.op import erase
+from slipstream.kernels.elementwise import preconditioner as op
+from slipstream.kernels.elementwise.erase import erase
+from slipstream.kernels.elementwise.inputs import PreconditionerInputs as Inputs
 from slipstream.kernels.gated_scan.dispatch import run as gated_scan
 from slipstream.kernels.linear.channel_gates import takes_as_they_are
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.preconditioner import op
-from slipstream.kernels.preconditioner.inputs import Inputs
 from slipstream.ops._fp32 import widen
 from slipstream.ops._preprocess import expect_inputs, for_value_heads, l2_normalised, scan_impl
 from slipstream.runtime.token_ids import expect_offsets

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.decay_gate.op import decay_gate
-from slipstream.kernels.pointwise.activation import glu
+from slipstream.kernels.elementwise.decay_gate import decay_gate
+from slipstream.kernels.elementwise.glu import glu
 from slipstream.ops.norm import l2_norm
 from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.consistent import consistent_scope

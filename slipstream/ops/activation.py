@@ -10,8 +10,8 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
-from slipstream.kernels.pointwise import linear
-from slipstream.kernels.pointwise.activation import glu
+from slipstream.kernels.elementwise import glu_linear as linear
+from slipstream.kernels.elementwise.glu import glu
 
 # name: the function, and whether an up belongs to it
 ACTIVATIONS = {

@@ -11,7 +11,7 @@ from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.attention.inputs import Asked, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.rotary import softmax_of_rotated
 from slipstream.kernels.attention.run import plan_of_rotated, run
-from slipstream.kernels.pointwise.rotary import unsupported_reason as rotary_unsupported
+from slipstream.kernels.elementwise.rotary import unsupported_reason as rotary_unsupported
 from slipstream.ops.rotary import rotary_heads
 from slipstream.runtime.autograd import by_operation, needs_autograd
 from slipstream.runtime.context_parallel import ContextParallel

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.pointwise.embedding import rows
+from slipstream.kernels.elementwise.embedding import rows
 
 
 @checks.operator

@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.erase.op import erase
+from slipstream.kernels.elementwise.erase import erase
 from slipstream.kernels.linear.channel_gates import as_dplr, takes_as_they_are
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs

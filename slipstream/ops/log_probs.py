@@ -8,7 +8,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
 from slipstream.common.linear_rows import ClassifierInputs
-from slipstream.kernels.log_probs import op
+from slipstream.kernels.elementwise import log_probs as op
 from slipstream.ops.loss import linear_cross_entropy
 from slipstream.runtime.dispatch import choose, triton_or_eager
 from slipstream.runtime.guarded_launch import known_failure

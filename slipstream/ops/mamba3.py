@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.kernels.elementwise.rotation import product, rotate_qk
 from slipstream.kernels.gated_scan.dispatch import run as gated_scan
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.rotation.op import product, rotate_qk
 from slipstream.ops._fp32 import alike, widen
 from slipstream.ops._preprocess import expect_inputs, in_time_order, scan_impl
 from slipstream.ops.token_shift import token_shift

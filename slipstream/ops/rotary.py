@@ -5,7 +5,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.checks import cast
-from slipstream.kernels.pointwise.rotary import (
+from slipstream.kernels.elementwise.rotary import (
     rotary,
     rotary_by_table,
     rotary_reference,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.pointwise.token_shift import previous
+from slipstream.kernels.elementwise.token_shift import previous
 from slipstream.runtime.context_exchange import states_of_pieces, tie
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.token_ids import expect_offsets

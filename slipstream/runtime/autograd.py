@@ -14,7 +14,7 @@ A Function declares forward and backward, and the operator that errors name:
         @once_differentiable
         def backward(ctx, saved, dh): ...
 
-custom_op.autograd_function makes one whose gradients are one call of an operator.
+gradient.autograd_function makes one whose gradients are one call of an operator.
 
 Derivatives are of first order and in reverse mode. Every other way to differentiate a Function
 (torch.func's transforms, forward mode, a second derivative) raises NotImplementedError.

@@ -7,9 +7,10 @@ look inside. A graph made by torch.export has the operator without the autograd.
 operator has its gradient as well (runtime/gradient.py). Plain calls on plain tensors go to the
 implementation at once: the dispatcher would take as long as a launch.
 
-Where a KernelOp's gradient is one call of another, autograd_function makes the autograd.Function.
+Where a KernelOp's gradient is one call of another, with_gradient makes the autograd.Function.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from operator import itemgetter
@@ -20,16 +21,20 @@ import torch
 from torch.autograd.graph import increment_version
 
 from slipstream.common.checks import device_type, expect_own_memory, name_of_caller
-from slipstream.runtime import backends, call_replay, gradient, parallel_compile
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    is_tracing,
-    once_differentiable,
-    save,
-    untraced,
-)
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.runtime import backends, call_replay, dispatch, gradient, parallel_compile
+from slipstream.runtime.autograd import Function, Saved, is_tracing, once_differentiable, untraced
 from slipstream.runtime.backends import device_of, is_current, is_plain_call
+from slipstream.runtime.guarded_launch import known_failure
+from slipstream.runtime.kernel_pair import (
+    KernelPair,
+    Mismatch,
+    Probe,
+    by_name,
+    compare,
+    fresh,
+    gradients_in_torch,
+)
 from slipstream.runtime.launch_cache import of_thread
 from slipstream.runtime.token_ids import raise_pending
 
@@ -274,8 +279,14 @@ class KernelOp(DirectCall):
     Args:
         schema: arguments and returns as torch.library wants them, "(Tensor x) -> Tensor"; the first
             argument is a tensor.
-        impl: called on CPU and CUDA tensors, below autograd; outputs must not alias inputs.
-        fake: the same arguments, shapes only; its strides must be those of `impl`.
+        impl: called on CPU and CUDA tensors, below autograd; outputs must not alias inputs. None is
+            a KernelPair of the further arguments.
+        fake: the same arguments, shapes only; its strides must be those of `impl`. Where there is a
+            plain twin, None has that make them.
+        kernel, plain, kind, packed: as KernelPair has them.
+        probe: a Probe or a Mismatch (runtime/kernel_pair.py). A Probe is run by the operator and
+            its gradient, whichever of their kernels is probed.
+        forward: of a gradient, the operator it belongs to.
         replay, compile_also: as DirectCall has them.
     """
 
@@ -283,31 +294,139 @@ class KernelOp(DirectCall):
         self,
         name: str,
         schema: str,
-        impl: Callable,
-        fake: Callable,
+        impl: Callable | None = None,
+        fake: Callable | None = None,
         *,
+        kernel: str = "",
+        plain: Callable | None = None,
+        kind: Callable[..., KernelKey] | None = None,
+        probe: Probe | Mismatch | None = None,
+        packed: Mapping[str, type] = MappingProxyType({}),
+        forward: "KernelOp | None" = None,
         replay: bool = False,
         compile_also: Callable[[tuple, Any], object] | None = None,
     ) -> None:
+        _LIBRARY.define(f"_{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        self.overload = getattr(getattr(torch.ops, NAMESPACE), f"_{name}").default
+        given, returns = self.overload._schema.arguments, self.overload._schema.returns
+        names = tuple(x.name for x in given)
+        if impl is None:
+            assert plain is not None and kind is not None and probe is not None
+            is_list = len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
+            impl = KernelPair(names, kernel, plain, kind, self._mismatch, packed, is_list)
+            fake = fake or impl.in_torch
+        assert fake is not None
         super().__init__(impl, replay=replay, compile_also=compile_also)
-        self.fake = fake
-        name = f"_{name}"
-        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        self.name, self.fake, self._names, self._overload = name, fake, names, self.overload
+        self._kind, self._probe, self._packed = kind, probe, packed
+        self._forward: KernelOp = forward or self
+        self.backward: Any = None  # the KernelOp that with_gradient makes
+        # of set_gradient, and which of plain's results it returns; None: all
+        self._differentiable: Callable | None = None
+        self._returned: list[int] | None = None
         for device in ("CPU", "CUDA"):
-            _LIBRARY.impl(name, self._without_autocast, device)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-        self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-        _LIBRARY.impl(name, gradient.autograd_kernel(self.overload), "Autograd", with_keyset=True)
-        self._overload = self.overload
-        given = self.overload._schema.arguments
-        self._names = tuple(x.name for x in given)
+            _LIBRARY.impl(f"_{name}", self._without_autocast, device)
+        torch.library.register_fake(f"{NAMESPACE}::_{name}", fake, lib=_LIBRARY)
+        autograd = gradient.autograd_kernel(self.overload)
+        _LIBRARY.impl(f"_{name}", autograd, "Autograd", with_keyset=True)
         aliases = enumerate(x.alias_info for x in given)
-        self._written = {n: self._names[n] for n, x in aliases if x and x.is_write}
+        self._written = {n: names[n] for n, x in aliases if x and x.is_write}
+
+    def with_gradient(
+        self,
+        schema: str,
+        kernel: str,
+        *,
+        results: str,
+        wrt: str,
+        plain: Callable | None = None,
+        fake: Callable | None = None,
+        **fixed: Any,
+    ) -> type[Function]:
+        """The autograd_function of this operator and of slipstream::_name_backward, which becomes
+        ``backward`. It has the kind, the probe and the NamedTuples of this one.
+
+        Args:
+            schema, kernel: of the gradient.
+            plain: None differentiates this operator's. fake: None is a list of tensors like those
+                of wrt that there are.
+        """
+        names, pair, wanted = self._names, self.impl, wrt.split()
+        assert isinstance(pair, KernelPair)
+        # of the schema, which is parsed once it is registered
+        taken = [x.split()[-1] for x in schema[1 : schema.rindex(") ->")].split(", ")]
+        places = [taken.index(x) for x in wanted]
+
+        def like(*args: Any) -> list[torch.Tensor]:
+            given = [args[n] for n in places]
+            return [x.new_empty(x.shape) for x in given if x is not None]
+
+        if plain is None:
+            plain = gradients_in_torch(
+                pair.in_torch,
+                names,
+                [x for x in taken if x != "impl"],
+                results.split(),
+                wanted,
+                fixed,
+            )
+        self.backward = KernelOp(
+            f"{self.name}_backward",
+            schema,
+            kernel=kernel,
+            plain=plain,
+            fake=fake or like,
+            kind=self._kind,
+            probe=self._probe,
+            packed={x: t for x, t in self._packed.items() if t._fields[0] in taken},
+            forward=self,
+            replay=self._replay,
+        )
+        return gradient.autograd_function(self, self.backward, results=results, wrt=wrt, **fixed)
+
+    def candidates(self, reason: Callable[..., str | None]) -> tuple[dispatch.Candidate, ...]:
+        """dispatch.triton_or_eager, where the kernels of a kind may be known to fail.
+
+        Args:
+            reason: of arguments by their names, first one that decides about device and dtype, why
+                the kernels can't take them, or None.
+        """
+        assert self._kind is not None
+        kind = by_name(self._kind, (*inspect.signature(reason).parameters,))
+
+        def unsupported_reason(*call: Any) -> str | None:
+            return reason(*call) or known_failure(lambda: kind(call), call[0].device)
+
+        return dispatch.triton_or_eager(unsupported_reason)
+
+    def _mismatch(self, args: tuple) -> str | None:
+        """What a Guard's probe finds, for a call of these arguments."""
+        if callable(self._probe):
+            assert isinstance(self.impl, KernelPair)
+            return self.impl.named(self._probe)(args)
+        return self._forward._compare(dict(zip(self._names, args)), args[0])
+
+    def _compare(self, known: dict[str, Any], first: torch.Tensor) -> str | None:
+        """A Probe's, of the kind of arguments that are known."""
+        pair, probe = self.impl, self._probe
+        assert isinstance(pair, KernelPair) and isinstance(probe, Mapping)
+        given = {name: known.get(name) for name in self._names}
+        given = fresh({**probe, "impl": dispatch.TRITON_OR_EAGER}, given, first)
+        written = [*self._written.values()]
+        if (call := self._differentiable) is None:
+            return compare(self, pair.in_torch, given, written, gradients=False)
+
+        def plain(*args: Any) -> Any:
+            found = pair.in_torch(*args)
+            return found if self._returned is None else tuple(found[n] for n in self._returned)
+
+        return compare(call, plain, given, written, gradients=True)
 
     def set_gradient(self, differentiable: Callable) -> None:
         """Registers a function of the operator's arguments that returns its first results with
         gradients, for calls that come by the dispatcher. Further results, which only the
         operator's own backward reads, have none."""
+        self._differentiable = differentiable
         gradient.set_gradient(self.overload, differentiable)
 
     def before(self, compile_also: Callable[[tuple, Any], object]) -> DirectCall:
@@ -315,77 +434,3 @@ class KernelOp(DirectCall):
         call = DirectCall(self.impl, replay=self._replay, compile_also=compile_also)
         call._overload, call._names, call._written = self.overload, self._names, self._written
         return call
-
-
-def autograd_function(
-    op: KernelOp, backward_op: KernelOp, *, results: str, wrt: str, **fixed: Any
-) -> type[Function]:
-    """The Function of an operator whose gradients are one call of another operator. It becomes the
-    gradient of the operator itself as well (set_gradient).
-
-    The names in backward_op's schema say what is saved: each is an argument of `op`, one of its
-    results, or dy for the gradient of a result y. Where no gradient came, "Tensor dy" is zeros and
-    "Tensor? dy" is None.
-
-    Args:
-        results: names of op's results, "y final". One without a gradient in backward_op's schema
-            is saved if that names it, and not returned.
-        wrt: the arguments of op whose gradients backward_op returns, without those that are None,
-            which it takes too. What it returns after these is left.
-        fixed: arguments of op that `apply` does not take, and their values.
-    """
-    names, differentiable = results.split(), wrt.split()
-    assert len(names) == len(op.overload._schema.returns)
-    taken = [x for x in op._names if x not in fixed]
-    assert set(differentiable) <= set(taken)
-    kinds = {x.name: str(x.type) for x in backward_op.overload._schema.arguments}
-    returned = [n for n, y in enumerate(names) if f"d{y}" in kinds]
-    dnames = [f"d{names[n]}" for n in returned]
-    saved_names = [x for x in kinds if "Tensor" in kinds[x] and x not in dnames]
-    options = [x for x in kinds if "Tensor" not in kinds[x]]
-    # Places instead of names, a dict of which takes 5 us more of each call: where the arguments of
-    # op are in what it is given, what is kept in (*args, *results), and so on.
-    op_from = [[*taken, *fixed].index(x) for x in op._names]
-    saved_from = [[*taken, *names].index(x) for x in saved_names]
-    options_from = [[*taken, *names].index(x) for x in options]
-    backward_from = [[*saved_names, *options, *dnames].index(x) for x in kinds]
-    # which saved tensor says whether an argument was given; an argument that is not saved was
-    given_from = [saved_names.index(x) if x in saved_names else None for x in differentiable]
-    grads_from = [differentiable.index(x) if x in differentiable else None for x in taken]
-    # a single gradient that did not come is that of a result which nothing depends on
-    required = [n for n, x in enumerate(dnames) if kinds[x] == "Tensor"] if dnames[1:] else []
-    values = (*fixed.values(),)
-
-    def forward(ctx: Any, *args: Any) -> Any:
-        all_args = args + values
-        found: Any = op(*([all_args[n] for n in op_from] if values else args))
-        found = (found,) if isinstance(found, torch.Tensor) else found
-        known = args + found
-        save(ctx, *[known[n] for n in saved_from])
-        ctx.options = [known[n] for n in options_from]
-        ctx.like = [(found[n].shape, found[n].dtype, found[n].device) for n in required]
-        ctx.set_materialize_grads(False)
-        outputs: Any = tuple([found[n] for n in returned])
-        return outputs if len(outputs) > 1 else outputs[0]
-
-    def backward(ctx: Any, saved: Saved, *grads: torch.Tensor | None) -> Any:
-        if grads[0] is None and all(dy is None for dy in grads):
-            return (None,) * len(taken)
-        douts = [*grads]
-        for n, (shape, dtype, device) in zip(required, ctx.like):
-            if douts[n] is None:
-                douts[n] = torch.zeros(shape, dtype=dtype, device=device)
-        known = (*saved, *ctx.options, *douts)
-        found: Any = backward_op(*[known[n] for n in backward_from])
-        left = iter((found,) if isinstance(found, torch.Tensor) else found)
-        given = [next(left) if n is None or saved[n] is not None else None for n in given_from]
-        return tuple([None if n is None else given[n] for n in grads_from])
-
-    name = op.overload.name()
-    body = {"operator": name, "forward": staticmethod(forward)}
-    body["backward"] = staticmethod(once_differentiable(backward))
-    metaclass: Any = type(Function)
-    function = metaclass(name.partition("::")[2], (Function,), body)
-    taken_from = [n for n, x in enumerate(op._names) if x not in fixed]
-    op.set_gradient(lambda *args: function.apply(*[args[n] for n in taken_from]))
-    return function

@@ -5,17 +5,29 @@ operator itself, with inputs that may require gradients. The implementation must
 autograd recording it: kernels are invisible to autograd, and plain torch writes into buffers.
 Each operator therefore has an autograd kernel. It calls the differentiable function that
 `set_gradient` registered, or, without one, gives results whose backward raises an error.
+
+Where the gradients are one call of another operator, autograd_function makes the autograd.Function.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._library.utils import fill_defaults
 
 from slipstream.common.checks import name_of_caller
-from slipstream.runtime.autograd import refuse_tangents, refuse_transforms
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    once_differentiable,
+    refuse_tangents,
+    refuse_transforms,
+    save,
+)
+
+if TYPE_CHECKING:
+    from slipstream.runtime.custom_op import KernelOp
 
 _GRADIENTS: dict[Any, Callable] = {}
 
@@ -77,3 +89,79 @@ class _WithoutGradient(torch.autograd.Function):
             f"{ctx.name}: this result of the operator has no gradient; call the function of "
             "slipstream.ops that uses it, or call it under torch.no_grad()"
         )
+
+
+def autograd_function(
+    op: "KernelOp", backward_op: "KernelOp", *, results: str, wrt: str, **fixed: Any
+) -> type[Function]:
+    """The Function of an operator whose gradients are one call of another operator. It becomes the
+    gradient of the operator itself as well (set_gradient).
+
+    The names in backward_op's schema say what is saved: each is an argument of `op`, one of its
+    results, or dy for the gradient of a result y. Where no gradient came, "Tensor dy" is zeros and
+    "Tensor? dy" is None.
+
+    Args:
+        results: names of op's results, "y final". One without a gradient in backward_op's schema
+            is saved if that names it, and not returned.
+        wrt: the arguments of op whose gradients backward_op returns, without those that are None,
+            which it takes too. What it returns after these is left.
+        fixed: arguments of op that `apply` does not take, and their values.
+    """
+    names, differentiable = results.split(), wrt.split()
+    assert len(names) == len(op.overload._schema.returns)
+    taken = [x for x in op._names if x not in fixed]
+    assert set(differentiable) <= set(taken)
+    kinds = {x.name: str(x.type) for x in backward_op.overload._schema.arguments}
+    returned = [n for n, y in enumerate(names) if f"d{y}" in kinds]
+    dnames = [f"d{names[n]}" for n in returned]
+    saved_names = [x for x in kinds if "Tensor" in kinds[x] and x not in dnames]
+    options = [x for x in kinds if "Tensor" not in kinds[x]]
+    # Places instead of names, a dict of which takes 5 us more of each call: where the arguments of
+    # op are in what it is given, what is kept in (*args, *results), and so on.
+    op_from = [[*taken, *fixed].index(x) for x in op._names]
+    saved_from = [[*taken, *names].index(x) for x in saved_names]
+    options_from = [[*taken, *names].index(x) for x in options]
+    backward_from = [[*saved_names, *options, *dnames].index(x) for x in kinds]
+    # which saved tensor says whether an argument was given; an argument that is not saved was
+    given_from = [saved_names.index(x) if x in saved_names else None for x in differentiable]
+    grads_from = [differentiable.index(x) if x in differentiable else None for x in taken]
+    # a single gradient that did not come is that of a result which nothing depends on
+    required = [n for n, x in enumerate(dnames) if kinds[x] == "Tensor"] if dnames[1:] else []
+    values = (*fixed.values(),)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        all_args = args + values
+        found: Any = op(*([all_args[n] for n in op_from] if values else args))
+        found = (found,) if isinstance(found, torch.Tensor) else found
+        known = args + found
+        save(ctx, *[known[n] for n in saved_from])
+        ctx.options = [known[n] for n in options_from]
+        ctx.like = [(found[n].shape, found[n].dtype, found[n].device) for n in required]
+        ctx.set_materialize_grads(False)
+        outputs: Any = tuple([found[n] for n in returned])
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def backward(ctx: Any, saved: Saved, *grads: torch.Tensor | None) -> Any:
+        if grads[0] is None and all(dy is None for dy in grads):
+            return (None,) * len(taken)
+        douts = [*grads]
+        for n, (shape, dtype, device) in zip(required, ctx.like):
+            if douts[n] is None:
+                douts[n] = torch.zeros(shape, dtype=dtype, device=device)
+        known = (*saved, *ctx.options, *douts)
+        found: Any = backward_op(*[known[n] for n in backward_from])
+        left = iter((found,) if isinstance(found, torch.Tensor) else found)
+        given = [next(left) if n is None or saved[n] is not None else None for n in given_from]
+        return tuple([None if n is None else given[n] for n in grads_from])
+
+    name = op.overload.name()
+    body = {"operator": name, "forward": staticmethod(forward)}
+    body["backward"] = staticmethod(once_differentiable(backward))
+    metaclass: Any = type(Function)
+    function = metaclass(name.partition("::")[2], (Function,), body)
+    taken_from = [n for n, x in enumerate(op._names) if x not in fixed]
+    op.set_gradient(lambda *args: function.apply(*[args[n] for n in taken_from]))
+    if names[1:]:
+        op._returned = returned
+    return function

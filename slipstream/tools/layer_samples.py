@@ -11,14 +11,14 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.kernels.conv.inputs import ConvInputs
 from slipstream.kernels.conv.op import convolution
+from slipstream.kernels.elementwise import glu_mlp as gated_mlp
+from slipstream.kernels.elementwise.copy_states import copy_states
+from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.kernels.linear.context_in_order import LocalSegments
 from slipstream.kernels.linear.dispatch import plan_for
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.op import DEFAULT_CHUNK, Extras, forward_impl
 from slipstream.kernels.mixer_step import block_inputs
-from slipstream.kernels.pointwise import gated_mlp
-from slipstream.kernels.pointwise.copy_states import copy_states
-from slipstream.kernels.pointwise.place_tokens import place_tokens
 from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step.inputs import WGMMA_COLUMNS, NormedInputs
 from slipstream.kernels.time_mix import low_rank, rwkv7

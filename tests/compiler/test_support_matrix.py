@@ -410,7 +410,7 @@ def test_families_have_digests_of_what_their_kernels_are() -> None:
         "matmul",
         "mixer_step",
         "selective_scan",
-        "pointwise",
+        "glu",
     }
     portable = compiler_state.families(False)
     alike = {name for name, digest in found.items() if portable[name] == digest}
@@ -430,7 +430,7 @@ def test_every_family_has_kernels_in_the_matrix() -> None:
 
     ops = ["retention", "kda", "attention", "rms_norm", "swiglu", "cross_entropy", "matmul", "hgrn"]
     ops += ["short_convolution", "selective_scan", "mixer_step", "attnres", "projection_step"]
-    ops += ["linear_log_probs", "gdn2", "rwkv4", "mamba3", "precond_kda"]
+    ops += ["linear_log_probs", "gdn2", "rwkv4", "mamba3", "precond_kda", "embedding"]
     samples = [*(x for name in ops for x in chosen([name])), *LAYER_SAMPLES]
     found = find_kernels(samples, REPRESENTATIVE[:1], "sm_90", backward=False)
     assert not found.failures

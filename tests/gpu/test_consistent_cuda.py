@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from slipstream.kernels.pointwise.place_tokens import place_tokens
+from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.nn import SwiGLU, projections
 from slipstream.nn.consistent import linear, step_products, use_consistent_products
 from slipstream.ops import chunk_simple_gla, short_convolution

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.kernels.pointwise import gated_mlp
+from slipstream.kernels.elementwise import glu_mlp as gated_mlp
 from slipstream.nn import GatedMLP
 
 SM_90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -41,7 +41,7 @@ def error(got: Tensor, want: Tensor) -> float:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """By what the products are made."""
-    from slipstream.kernels.pointwise.sm90 import launch
+    from slipstream.kernels.elementwise.sm90 import glu as launch
 
     seen: list[str] = []
     run = launch.products

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.kernels.attention.rotary import softmax_of_rotated
-from slipstream.kernels.pointwise.rotary import rotary_reference
+from slipstream.kernels.elementwise.rotary import rotary_reference
 from slipstream.layers import Attention
 from slipstream.ops import attention
 from slipstream.ops.rotary import rotary_heads

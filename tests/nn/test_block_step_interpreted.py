@@ -7,7 +7,7 @@ TRITON_INTERPRET=1 python -m tests.nn.test_block_step_interpreted
 
 import torch
 
-from slipstream.kernels.pointwise.place_tokens import place_tokens
+from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.nn.conv import ShortConvolution
 from slipstream.ops import chunk_gated_delta_rule
 from slipstream.runtime.block_step import BlockStep

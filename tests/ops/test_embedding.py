@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.kernels.pointwise.embedding import _call
+from slipstream.kernels.elementwise.embedding import _call
 from slipstream.ops.embedding import embedding
 
 

@@ -12,22 +12,27 @@ import slipstream
 from slipstream.kernels.attention import latent
 from slipstream.kernels.attention import op as attention
 from slipstream.kernels.conv import op as conv
-from slipstream.kernels.decay_gate import op as decay_gate
-from slipstream.kernels.erase import op as erase
+from slipstream.kernels.elementwise import (
+    decay_gate,
+    embedding,
+    erase,
+    log_probs,
+    preconditioner,
+    rotary,
+    rotation,
+    token_shift,
+)
+from slipstream.kernels.elementwise import glu as activation
 from slipstream.kernels.gated_scan import op as scan
 from slipstream.kernels.linear import gated_delta_product, gsa
 from slipstream.kernels.linear import op as linear
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.log_probs import op as log_probs
 from slipstream.kernels.loss import cross_entropy_op, distill
 from slipstream.kernels.loss import op as loss
 from slipstream.kernels.matmul import op as matmul
 from slipstream.kernels.norm import fallback
 from slipstream.kernels.norm import op as norm
 from slipstream.kernels.norm.inputs import NormOptions
-from slipstream.kernels.pointwise import activation, embedding, rotary, token_shift
-from slipstream.kernels.preconditioner import op as preconditioner
-from slipstream.kernels.rotation import op as rotation
 from slipstream.kernels.running_mean import op as running_mean
 from slipstream.kernels.selective_scan import op as selective_scan
 from slipstream.kernels.time_mix import rwkv7
@@ -146,7 +151,7 @@ ROWS: dict[str, tuple[Any, Row]] = {
         Row(lambda: (rand(4, 5), IDS, *LOSS, "eager"), 1),
     ),
     "linear_log_probs": (
-        log_probs._call.overload,
+        log_probs._forward.overload,
         Row(lambda: (rand(4, 3), rand(5, 3), rand(5), IDS, 0.7, -100, "eager"), 2),
     ),
     "linear_kl_div": (distill._CALL.overload, Row(_distill, 1, inputs=3)),

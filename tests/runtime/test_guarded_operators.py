@@ -269,9 +269,13 @@ def test_every_guarded_call_is_in_the_table() -> None:
     files = set()
     for path in Path(kernels.__path__[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if name == "Guard":
-                assert isinstance(node, ast.Call) and len(node.args) == 4, f"{path}: no probe"
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            keywords = {x.arg for x in node.keywords}
+            if name == "Guard" or (name == "KernelOp" and "kernel" in keywords):
+                # of a KernelOp its constructor wants one
+                assert name != "Guard" or len(node.args) == 4, f"{path}: no probe"
                 files.add(str(path.relative_to(kernels.__path__[0])))
     assert files == set(GUARDED)
     named = {x.name.split()[0] for x in FAMILIES}
@@ -302,10 +306,10 @@ GUARDED = {
     "mixer_step/block_inputs.py": ("mixer_step.block_inputs",),
     "projection_step/op.py": ("projection_step.triton",),
     "projection_step/norm_op.py": ("projection_norm_step.triton",),
-    "decay_gate/op.py": ("decay_gate.triton",),
-    "erase/op.py": ("erase.triton",),
-    "preconditioner/op.py": ("preconditioner.triton",),
-    "rotation/op.py": ("rotation.triton",),
+    "elementwise/decay_gate.py": ("decay_gate.triton",),
+    "elementwise/erase.py": ("erase.triton",),
+    "elementwise/preconditioner.py": ("preconditioner.triton",),
+    "elementwise/rotation.py": ("rotation.triton",),
     "running_mean/op.py": ("running_mean.triton",),
     "time_mix/token_mix.py": ("token_mix.triton",),
     "time_mix/rwkv7.py": ("rwkv7.triton",),
@@ -319,13 +323,13 @@ GUARDED = {
     "loss/launch.py": ("cross_entropy.triton",),
     "loss/shard.py": ("cross_entropy.shard",),
     "loss/distill.py": ("linear_kl_div.triton",),
-    "log_probs/op.py": ("log_probs.triton",),
-    "pointwise/activation.py": ("glu.triton",),
-    "pointwise/gated_mlp.py": ("glu_products.sm90",),
-    "pointwise/linear.py": ("glu_bwd_recompute.triton",),
-    "pointwise/rotary.py": ("rotary.triton",),
-    "pointwise/place_tokens.py": ("place_tokens.triton",),
-    "pointwise/copy_states.py": ("copy_states.triton",),
-    "pointwise/token_shift.py": ("token_shift.triton",),
-    "pointwise/embedding.py": ("embedding.triton",),
+    "elementwise/log_probs.py": ("log_probs.triton",),
+    "elementwise/glu.py": ("glu.triton",),
+    "elementwise/glu_mlp.py": ("glu_products.sm90",),
+    "elementwise/glu_linear.py": ("glu_bwd_recompute.triton",),
+    "elementwise/rotary.py": ("rotary.triton",),
+    "elementwise/place_tokens.py": ("place_tokens.triton",),
+    "elementwise/copy_states.py": ("copy_states.triton",),
+    "elementwise/token_shift.py": ("token_shift.triton",),
+    "elementwise/embedding.py": ("embedding.triton",),
 }

@@ -14,13 +14,21 @@ from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOption
 from slipstream.kernels.attention.triton import plan as attention
 from slipstream.kernels.attnres import op as attnres
 from slipstream.kernels.conv import op as conv
-from slipstream.kernels.decay_gate import op as decay_gate
-from slipstream.kernels.erase import op as erase
+from slipstream.kernels.elementwise import (
+    copy_states,
+    decay_gate,
+    erase,
+    log_probs,
+    rotary,
+    rotation,
+    token_shift,
+)
+from slipstream.kernels.elementwise import glu as activation
+from slipstream.kernels.elementwise import glu_mlp as gated_mlp
 from slipstream.kernels.gated_scan import op as gated_scan
 from slipstream.kernels.linear import decode
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton import plan as linear
-from slipstream.kernels.log_probs import op as log_probs
 from slipstream.kernels.loss import launch as loss
 from slipstream.kernels.matmul import op as matmul
 from slipstream.kernels.matmul.inputs import MatmulInputs
@@ -29,11 +37,9 @@ from slipstream.kernels.mixer_step import op as mixer_step
 from slipstream.kernels.mixer_step.inputs import StepInputs
 from slipstream.kernels.norm import op as norm
 from slipstream.kernels.norm.inputs import NormOptions
-from slipstream.kernels.pointwise import activation, copy_states, gated_mlp, rotary, token_shift
 from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step import op as projection
 from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
-from slipstream.kernels.rotation import op as rotation
 from slipstream.kernels.selective_scan import op as selective_scan
 from slipstream.kernels.selective_scan.inputs import ScanInputs
 from slipstream.kernels.time_mix import low_rank, rwkv7, rwkv7_step, token_mix, token_mix_step
@@ -234,7 +240,7 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
         {"x": t(3, 8), "weight": t(8), "gate": t(3, 8)},
         {"x": t(3, 16), "weight": None, "activation": "sigmoid", "gate_first": True},
     ),
-    "glu": (activation._kind, {"x": t(3, 8), "f": "silu"}, {"x": t(3, 16), "f": "gelu"}),
+    "glu": (activation._kind, {"gate": t(3, 8), "f": "silu"}, {"gate": t(3, 16), "f": "gelu"}),
     "glu_products": (
         gated_mlp._kind,
         {"x": t(3, 8), "f": "silu"},

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from slipstream import kernels
+from slipstream.kernels.elementwise import rotary
 from slipstream.kernels.linear.modes import prefix_states as linear
-from slipstream.kernels.pointwise import rotary
 from slipstream.runtime import gradient
 from slipstream.runtime.autograd import Function
-from slipstream.runtime.custom_op import DirectCall, KernelOp, autograd_function
+from slipstream.runtime.custom_op import DirectCall, KernelOp
+from slipstream.runtime.gradient import autograd_function
 
 
 @cache

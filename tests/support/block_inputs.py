@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels.pointwise.place_tokens import place_tokens
+from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.layers import GatedDeltaNet, KimiDeltaAttention
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.ops._preprocess import beta_sigmoid
@@ -27,7 +27,7 @@ def check_inputs(
     layer: DeltaHeads, lower_bound: float | None, dtype: torch.dtype, device: str = "cpu"
 ) -> None:
     """One launch gives for a token the numbers that separate launches give."""
-    from slipstream.kernels.decay_gate.triton import launch as gate
+    from slipstream.kernels.elementwise.triton import decay_gate as gate
 
     torch.manual_seed(0)
     N, T, HV = 2, 64, layer.num_v_heads

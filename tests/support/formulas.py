@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.conv.reference import conv_reference
+from slipstream.kernels.elementwise.rotary import rotary_reference
+from slipstream.kernels.elementwise.token_shift import shift_reference
 from slipstream.kernels.loss.reference import LossInputs, rows_reference
 from slipstream.kernels.norm.reference import layer_reference, rms_reference
-from slipstream.kernels.pointwise.rotary import rotary_reference
-from slipstream.kernels.pointwise.token_shift import shift_reference
 from slipstream.kernels.selective_scan.inputs import ScanInputs
 from slipstream.kernels.selective_scan.reference import selective_scan_reference
 from slipstream.tools.catalog import Sample, flat

@@ -12,8 +12,11 @@ from slipstream import ops
 from slipstream.kernels.attention import latent
 from slipstream.kernels.attention import op as attention_op
 from slipstream.kernels.attnres import op as attnres_op
-from slipstream.kernels.decay_gate import op as decay_gate
-from slipstream.kernels.erase import op as erase_op
+from slipstream.kernels.elementwise import copy_states, decay_gate, embedding, place_tokens
+from slipstream.kernels.elementwise import erase as erase_op
+from slipstream.kernels.elementwise import preconditioner as preconditioner_op
+from slipstream.kernels.elementwise import rotation as rotation_op
+from slipstream.kernels.elementwise.inputs import PreconditionerInputs
 from slipstream.kernels.linear import gsa, householder
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
@@ -23,12 +26,8 @@ from slipstream.kernels.loss import eager as loss_eager
 from slipstream.kernels.loss.cross_entropy_op import LossInputs
 from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.mixer_step.eager import step_eager
-from slipstream.kernels.pointwise import copy_states, embedding, place_tokens
-from slipstream.kernels.preconditioner import op as preconditioner_op
-from slipstream.kernels.preconditioner.inputs import Inputs as PreconditionerInputs
 from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step.inputs import NormedInputs
-from slipstream.kernels.rotation import op as rotation_op
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.running_mean.inputs import MeanInputs
 from slipstream.kernels.time_mix import low_rank, rwkv7, token_mix
@@ -117,7 +116,7 @@ def decay_gates() -> list[Tensor]:
 
 
 def decay_gate_backward(dg: Tensor, *inputs: Any) -> list[Tensor]:
-    return decay_gate._run_backward(dg, *inputs, "eager")
+    return decay_gate._forward.backward.impl(dg, *inputs, "eager")
 
 
 def erased() -> list[Tensor]:
@@ -125,8 +124,8 @@ def erased() -> list[Tensor]:
     return gradients(erase_op.erase(g, k, b), g, k, b)
 
 
-def erase_backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None) -> list[Tensor]:
-    return erase_op._run_backward(da, g, k, b, "eager")
+def erase_backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None) -> list[Tensor | None]:
+    return erase_op._plain_backward(da, g, k, b)
 
 
 def preconditioned() -> list[Tensor]:

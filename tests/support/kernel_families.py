@@ -10,28 +10,28 @@ from torch import Tensor
 
 from slipstream.kernels.attention import cache, eager, latent
 from slipstream.kernels.conv import fallback as conv_plain
-from slipstream.kernels.decay_gate import op as decay_gate
-from slipstream.kernels.erase import op as erase_op
-from slipstream.kernels.gated_scan import eager as scan_eager
-from slipstream.kernels.linear import gsa, householder
-from slipstream.kernels.linear.eager.recurrent import recurrent_forward
-from slipstream.kernels.log_probs import eager as log_probs_eager
-from slipstream.kernels.matmul import eager as matmul_eager
-from slipstream.kernels.mixer_step import block_inputs
-from slipstream.kernels.norm import fallback as norm_plain
-from slipstream.kernels.pointwise import (
-    activation,
+from slipstream.kernels.elementwise import (
     copy_states,
+    decay_gate,
     embedding,
-    linear,
+    glu,
+    glu_linear,
+    log_probs,
     place_tokens,
     rotary,
     token_shift,
 )
-from slipstream.kernels.preconditioner import op as preconditioner_op
+from slipstream.kernels.elementwise import erase as erase_op
+from slipstream.kernels.elementwise import preconditioner as preconditioner_op
+from slipstream.kernels.elementwise import rotation as rotation_op
+from slipstream.kernels.gated_scan import eager as scan_eager
+from slipstream.kernels.linear import gsa, householder
+from slipstream.kernels.linear.eager.recurrent import recurrent_forward
+from slipstream.kernels.matmul import eager as matmul_eager
+from slipstream.kernels.mixer_step import block_inputs
+from slipstream.kernels.norm import fallback as norm_plain
 from slipstream.kernels.projection_step import eager as projection_eager
 from slipstream.kernels.projection_step import norm_op
-from slipstream.kernels.rotation import op as rotation_op
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.selective_scan import eager as selective_eager
 from slipstream.kernels.time_mix import (
@@ -42,6 +42,8 @@ from slipstream.kernels.time_mix import (
     token_mix_step,
 )
 from slipstream.runtime import dispatch
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.kernel_pair import KernelPair
 from tests.support import kernel_calls as calls
 
 KERNELS = "slipstream.kernels"
@@ -74,6 +76,12 @@ class Family:
                 patch.setattr(found, "impl_for", lambda x, f, asked: choose((), x, asked).impls)
             else:
                 patch.setattr(f"{module}.choose", choose)
+
+
+def in_torch(op: KernelOp | None) -> Callable:
+    """The plain twin of an operator, as its kernel is called."""
+    assert op is not None and isinstance(op.impl, KernelPair)
+    return op.impl.plain
 
 
 FAMILIES = [
@@ -127,8 +135,8 @@ FAMILIES = [
         "log_probs.triton",
         calls.sampled("linear_log_probs-entropy"),
         {
-            "log_probs.triton.log_probs:forward": log_probs_eager.forward,
-            "log_probs.triton.log_probs:backward": log_probs_eager.backward,
+            "elementwise.triton.log_probs:forward": log_probs.plain,
+            "elementwise.triton.log_probs:backward": log_probs._plain_backward,
         },
         ("slipstream.ops.log_probs",),
     ),
@@ -138,7 +146,7 @@ FAMILIES = [
     Family(
         "embedding.triton",
         calls.rows_of_table,
-        {"pointwise.triton.embedding:gather": lambda i, w: embedding._nearest(i, w)},
+        {"elementwise.triton.embedding:gather": lambda i, w: embedding._nearest(i, w)},
     ),
     Family(
         "linear.triton none",
@@ -162,41 +170,37 @@ FAMILIES = [
         "decay_gate.triton",
         calls.decay_gates,
         {
-            "decay_gate.triton.launch:forward": decay_gate.plain,
-            "decay_gate.triton.launch:backward": calls.decay_gate_backward,
+            "elementwise.triton.decay_gate:forward": decay_gate.plain,
+            "elementwise.triton.decay_gate:backward": calls.decay_gate_backward,
         },
-        ("slipstream.kernels.decay_gate.op",),
+        ("slipstream.kernels.elementwise.decay_gate",),
     ),
     Family(
         "erase.triton",
         calls.erased,
         {
-            "erase.triton.erase:forward": erase_op.plain,
-            "erase.triton.erase:backward": calls.erase_backward,
+            "elementwise.triton.erase:forward": erase_op.plain,
+            "elementwise.triton.erase:backward": calls.erase_backward,
         },
-        ("slipstream.kernels.erase.op",),
+        ("slipstream.kernels.elementwise.erase",),
     ),
     Family(
         "preconditioner.triton",
         calls.preconditioned,
         {
-            "preconditioner.triton.launch:forward": lambda inputs, *rest: (
-                preconditioner_op._run_forward(*inputs, *rest, "eager")
-            ),
-            "preconditioner.triton.launch:backward": lambda inputs, *rest: (
-                preconditioner_op._run_backward(*inputs, *rest, "eager")
-            ),
+            "elementwise.triton.preconditioner:forward": preconditioner_op._plain_forward,
+            "elementwise.triton.preconditioner:backward": preconditioner_op._plain_backward,
         },
-        ("slipstream.kernels.preconditioner.op",),
+        ("slipstream.kernels.elementwise.preconditioner",),
     ),
     Family(
         "rotation.triton",
         calls.rotations,
         {
-            "rotation.triton.rotation:forward": rotation_op.plain,
-            "rotation.triton.rotation:backward": lambda *x: rotation_op._run_backward(*x, "eager"),  # pyright: ignore
+            "elementwise.triton.rotation:forward": rotation_op.plain,
+            "elementwise.triton.rotation:backward": in_torch(rotation_op._forward.backward),
         },
-        ("slipstream.kernels.rotation.op",),
+        ("slipstream.kernels.elementwise.rotation",),
     ),
     Family(
         "running_mean.triton",
@@ -272,14 +276,14 @@ FAMILIES = [
     Family(
         "place_tokens.triton",
         calls.placed_tokens,
-        {"pointwise.triton.place_tokens:place_tokens": place_tokens._eager},
-        ("slipstream.kernels.pointwise.place_tokens",),
+        {"elementwise.triton.place_tokens:place_tokens": place_tokens._plain},
+        ("slipstream.kernels.elementwise.place_tokens",),
     ),
     Family(
         "copy_states.triton",
         calls.copied_states,
-        {"pointwise.triton.copy_states:copy_states": copy_states._eager},
-        ("slipstream.kernels.pointwise.copy_states",),
+        {"elementwise.triton.copy_states:copy_states": copy_states._eager},
+        ("slipstream.kernels.elementwise.copy_states",),
     ),
     Family(
         "gated_scan.triton",
@@ -334,31 +338,31 @@ FAMILIES = [
         "glu.triton",
         calls.sampled("swiglu"),
         {
-            "pointwise.triton.glu:glu": activation._eager,
-            "pointwise.triton.glu:glu_backward": activation._eager_backward,
+            "elementwise.triton.glu:glu": glu._eager,
+            "elementwise.triton.glu:glu_backward": in_torch(glu.forward.backward),
         },
-        ("slipstream.kernels.pointwise.activation",),
+        ("slipstream.kernels.elementwise.glu",),
     ),
     Family(
         "glu_bwd_recompute.triton",
         calls.sampled("glu_linear"),
         {
-            "pointwise.triton.glu:glu": activation._eager,
-            "pointwise.triton.glu:glu_backward": activation._eager_backward,
-            "pointwise.triton.glu:glu_bwd_recompute": linear._eager_recompute,
+            "elementwise.triton.glu:glu": glu._eager,
+            "elementwise.triton.glu:glu_backward": in_torch(glu.forward.backward),
+            "elementwise.triton.glu:glu_bwd_recompute": glu_linear._plain_again,
         },
-        ("slipstream.kernels.pointwise.activation",),
+        ("slipstream.kernels.elementwise.glu",),
     ),
     Family(
         "token_shift.triton",
         calls.sampled("token_shift"),
-        {"pointwise.triton.token_shift:shift": token_shift._eager},
-        ("slipstream.kernels.pointwise.token_shift",),
+        {"elementwise.triton.token_shift:shift": token_shift._eager},
+        ("slipstream.kernels.elementwise.token_shift",),
     ),
     Family(
         "rotary.triton",
         calls.sampled("rotary_embedding"),
-        {"pointwise.triton.rotary:rotate": rotary._eager},
+        {"elementwise.triton.rotary:rotate": rotary._eager},
         ("slipstream.ops.rotary",),
     ),
     Family(
@@ -383,7 +387,7 @@ WRITTEN: dict[Any, tuple[int, ...]] = {
     calls.mixer_step: (0,),
     rwkv7_step.plain: (0,),
     block_inputs._eager: (1,),
-    place_tokens._eager: (1,),
+    place_tokens._plain: tuple(range(7, 13)),
     copy_states._eager: (2,),
     gsa._eager_softmax: (1,),
     gsa._eager_backward: (1,),

@@ -2,7 +2,7 @@
 
 import torch
 
-from slipstream.kernels.rotation import op
+from slipstream.kernels.elementwise import rotation as op
 
 
 def check_large_angles(device: str = "cpu") -> None:

@@ -14,7 +14,7 @@ from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOption
 from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.kernels.attention.rotary import softmax_of_rotated
 from slipstream.kernels.attention.triton.sums import softmax_dq_of_sums_kernel
-from slipstream.kernels.pointwise.rotary import rotary_reference
+from slipstream.kernels.elementwise.rotary import rotary_reference
 from slipstream.layers import Attention
 from slipstream.layers.base import NormalLinear
 from tests.support.interpreted import error

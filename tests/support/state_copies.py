@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from slipstream.kernels.pointwise.copy_states import _mismatch, copy_states
+from slipstream.kernels.elementwise.copy_states import _mismatch, copy_states
 from tests.support.user_inputs import stepped, transposed
 
 # an odd number of heads, and sizes of several tiles, of which the last ones are not full

@@ -62,7 +62,7 @@ def surrounded(x: Tensor) -> Tensor:
 def function(row: Sample) -> Callable[..., Any]:
     """The operator, by its kernels."""
     if row.op == "embedding":
-        from slipstream.kernels.pointwise.triton.embedding import gather
+        from slipstream.kernels.elementwise.triton.embedding import gather
 
         return lambda input_ids, weight: gather(input_ids, weight)
     return row.fn

@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.attention import op
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.pointwise import rotary
+from slipstream.kernels.elementwise import rotary
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, once_differentiable, save
 from slipstream.runtime.custom_op import DirectCall
@@ -89,7 +89,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         lambda: rotary._mismatch(x, cos, False),
     ) as usable:
         if usable:
-            from slipstream.kernels.pointwise.triton.rotary import rotate
+            from slipstream.kernels.elementwise.triton.rotary import rotate
 
             rotate(x, cos, sin, None, False, False, x)
             return

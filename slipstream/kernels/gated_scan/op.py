@@ -16,7 +16,8 @@ from slipstream.kernels.gated_scan.eager import scan_backward, scan_forward
 from slipstream.kernels.gated_scan.reference import compute_dtype
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import needs_autograd
-from slipstream.runtime.custom_op import KernelOp, autograd_function
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.gradient import autograd_function
 from slipstream.runtime.guarded_launch import Guard
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from slipstream.kernels.loss import launch
 from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import DirectCall, KernelOp, autograd_function
+from slipstream.runtime.custom_op import DirectCall, KernelOp
+from slipstream.runtime.gradient import autograd_function
 from slipstream.runtime.token_ids import expect_ids, launched
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.elementwise.token_shift import shift
 from slipstream.kernels.gated_scan.op import scan
-from slipstream.kernels.pointwise.token_shift import shift
 from slipstream.runtime.custom_op import KernelOp
 
 

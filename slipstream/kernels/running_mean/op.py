@@ -22,8 +22,9 @@ from slipstream.kernels.running_mean import eager
 from slipstream.kernels.running_mean.inputs import NUM_INPUTS, MeanInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import needs_autograd, transformed
-from slipstream.runtime.custom_op import KernelOp, autograd_function, schema_of
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.gradient import autograd_function
 from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
 

@@ -18,7 +18,8 @@ from slipstream.kernels.selective_scan.inputs import ScanInputs, compute_dtype, 
 from slipstream.kernels.selective_scan.sm90 import plan as sm90
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import needs_autograd
-from slipstream.runtime.custom_op import KernelOp, autograd_function, schema_of
+from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime.gradient import autograd_function
 from slipstream.runtime.guarded_launch import Guard
 
 

@@ -32,8 +32,9 @@ from slipstream.runtime.autograd import (
     once_differentiable,
     save,
 )
-from slipstream.runtime.custom_op import KernelOp, autograd_function, schema_of
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime.gradient import autograd_function
 from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
 # of the source: a decay is at least exp(-exp(-1/2)) = 0.545

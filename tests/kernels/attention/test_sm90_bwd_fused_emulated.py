@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.pointwise.rotary import rotary_reference
+from slipstream.kernels.elementwise.rotary import rotary_reference
 from tests.gluon_emulator.threads import Descriptor, launch_together
 from tests.support.attention_calls import Call, check, incoming, want
 from tests.support.sm90_attention import CALLS, at, desc, factors, flags, found, offsets, ptr, sizes

@@ -6,7 +6,7 @@ from slipstream.compiler.aot import compile_kernel
 from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-MODULE = "slipstream.kernels.decay_gate.triton.gate"
+MODULE = "slipstream.kernels.elementwise.triton.decay_gate"
 PARAMETERS = {"a_ptr": "*bf16", "bias_ptr": "*bf16"}
 # channels that all counts are a multiple of, and those of a tile
 SIZES = [(1, 32), (16, 512)]

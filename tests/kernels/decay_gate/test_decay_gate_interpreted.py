@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.decay_gate import op
+from slipstream.kernels.elementwise import decay_gate as op
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import error, run
 
@@ -71,7 +71,7 @@ def main() -> None:
     check_small()
     x, A, bias = torch.randn(2, 3, 2, 4), torch.randn(2), torch.randn(8)
     torch.library.opcheck(op._forward.overload, (x, A, bias, None, "triton"))
-    torch.library.opcheck(op._backward.overload, (x, x, A, None, -2.0, "triton"))
+    torch.library.opcheck(op._forward.backward.overload, (x, x, A, None, -2.0, "triton"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream import ops
-from slipstream.kernels.erase import op
+from slipstream.kernels.elementwise import erase as op
 
 NAMES = ("chunk_gdn2", "fused_recurrent_gdn2", "chunk_precond_kda", "fused_recurrent_precond_kda")
 

@@ -6,7 +6,7 @@ from slipstream.compiler.aot import compile_kernel
 from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-MODULE = "slipstream.kernels.erase.triton.erase"
+MODULE = "slipstream.kernels.elementwise.triton.erase"
 
 
 @pytest.mark.parametrize("has_b", [False, True])

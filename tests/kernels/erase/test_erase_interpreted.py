@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.kernels.erase import op
+from slipstream.kernels.elementwise import erase as op
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import error, run
 
@@ -36,9 +36,9 @@ def main() -> None:
         check(shape, has_b, torch.float32)
         check(shape, has_b, torch.float16)
     x = torch.randn(2, 3, 2, 4)
-    assert op._mismatch(x, x.half(), x.half()) is None
+    assert op._forward._mismatch((x, x.half(), x.half(), "triton")) is None
     torch.library.opcheck(op._forward.overload, (x, x, x, "triton"))
-    torch.library.opcheck(op._backward.overload, (x, x, x, None, "triton"))
+    torch.library.opcheck(op._forward.backward.overload, (x, x, x, None, "triton"))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def test_log_probs_compile(V: int, backward: bool) -> None:
         tensors["grad_ptr"] = "*bf16"
     BV, warps = next((BV, warps) for most, BV, warps in logit_chunks.TILES if most >= V)
     got = compile_kernel(
-        "slipstream.kernels.log_probs.triton.log_probs:log_probs_kernel",
+        "slipstream.kernels.elementwise.triton.log_probs:log_probs_kernel",
         tensors,
         {"V": V, "BV": BV, "INNER": 8, "STAGES": logit_chunks.STAGES},
         scalars={"stride": "i32", "grad_stride": "i32", "ignore_index": "i32", "scale": "fp32"},

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.pointwise import gated_mlp
+from slipstream.kernels.elementwise import glu_mlp as gated_mlp
 from slipstream.nn import linear as modules
 from slipstream.runtime.consistent import consistent
 

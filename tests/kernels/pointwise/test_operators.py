@@ -10,15 +10,15 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.kernels.conv import op as conv
-from slipstream.kernels.loss import cross_entropy_op as loss
-from slipstream.kernels.pointwise import (
-    activation,
+from slipstream.kernels.elementwise import (
     copy_states,
-    linear,
+    glu,
     place_tokens,
     rotary,
     token_shift,
 )
+from slipstream.kernels.elementwise import glu_linear as linear
+from slipstream.kernels.loss import cross_entropy_op as loss
 from slipstream.ops.activation import glu_linear
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import error, run
@@ -30,10 +30,12 @@ LOSS = (-100, 0.1, 5.0, 0.01, 0.9)
 def cases() -> Iterator[tuple[str, Any, tuple]]:
     """Name, operator, and its arguments but for impl."""
     x, other = torch.randn(1, 9, 6), torch.randn(1, 9, 6)
-    yield "glu", activation.forward.overload, (x, other, "silu")
-    yield "glu of one", activation.forward.overload, (x, None, "relu2")
-    yield "glu backward", activation.backward.overload, (other, x, other, "gelu")
-    yield "glu backward of one", activation.backward.overload, (other, x, None, "relu2")
+    backward = glu.forward.backward
+    assert backward is not None
+    yield "glu", glu.forward.overload, (x, other, "silu")
+    yield "glu of one", glu.forward.overload, (x, None, "relu2")
+    yield "glu backward", backward.overload, (other, x, other, "gelu")
+    yield "glu backward of one", backward.overload, (other, x, None, "relu2")
     yield "glu again", linear._call.overload, (other, x, x + 1, "silu")
     yield "glu again of one", linear._call.overload, (other, x, None, "relu2")
     heads, cos, places = torch.randn(1, 5, 2, 8), torch.randn(9, 3), torch.randint(0, 9, (1, 5))

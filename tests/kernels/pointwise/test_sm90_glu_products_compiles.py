@@ -1,25 +1,24 @@
 """A gated MLP's products compiled for sm_90 without one: instructions, spills, shared memory."""
 
 import pytest
-import torch
 
 from slipstream.compiler import arch as arches
 from slipstream.compiler.aot import compile_kernel
 from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-MODULE = "slipstream.kernels.pointwise.sm90.glu_products"
+MODULE = "slipstream.kernels.elementwise.sm90.glu"
 
 
 @pytest.mark.parametrize(("f", "dtype"), [("silu", "bf16"), ("gelu", "fp16")])
 def test_glu_products_compile(f: str, dtype: str) -> None:
-    from slipstream.kernels.pointwise.sm90 import launch
+    from slipstream.kernels.elementwise.sm90 import glu as launch
     from slipstream.kernels.primitives.gluon_compat import gl
 
-    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    types = {"bf16": gl.bfloat16, "fp16": gl.float16}
 
     def descriptor(*block: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), launch._GLUON[types[dtype]])
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), types[dtype])
         return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
     BK = launch.BK

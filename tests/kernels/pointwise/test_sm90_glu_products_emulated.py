@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.gluon_emulator import linear, threads
 
-MODULE = "slipstream.kernels.pointwise.sm90.glu_products"
+MODULE = "slipstream.kernels.elementwise.sm90.glu"
 BK = 16
 # rows, columns, and what they are summed over: of several tiles a program, with and without edges
 SIZES = [(256, 512, 48), (128, 288, 16), (200, 288, 40), (64, 96, 8)]

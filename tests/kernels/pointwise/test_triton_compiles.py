@@ -6,7 +6,7 @@ from slipstream.compiler.aot import compile_kernel
 from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-PACKAGE = "slipstream.kernels.pointwise.triton"
+PACKAGE = "slipstream.kernels.elementwise.triton"
 archs = pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 
 

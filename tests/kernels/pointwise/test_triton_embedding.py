@@ -21,7 +21,7 @@ def test_triton_embedding_reads_rows_and_finds_wrong_ids() -> None:
 @pytest.mark.sample(which=lambda arch, ids: ids == "*i64" or arch == "sm_90")
 def test_embedding_compiles(arch: str, ids: str) -> None:
     got = compile_kernel(
-        "slipstream.kernels.pointwise.triton.embedding:embedding_kernel",
+        "slipstream.kernels.elementwise.triton.embedding:embedding_kernel",
         {"ids_ptr": ids, "weight_ptr": "*bf16", "y_ptr": "*bf16", "records_ptr": "*i64"},
         {"D": 4096, "BR": 2, "BD": 1024},
         scalars={"weight_stride": "i32:16"},
@@ -59,7 +59,7 @@ def message() -> str:
 
 
 def main() -> None:
-    from slipstream.kernels.pointwise.triton import embedding
+    from slipstream.kernels.elementwise.triton import embedding
     from slipstream.runtime import token_ids_kernel
 
     for modules in (token_ids_kernel, embedding):

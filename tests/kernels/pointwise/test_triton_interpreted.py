@@ -55,7 +55,7 @@ def main() -> None:
 
 def check_heads() -> None:
     """q, k and v of one tensor, whose gradients are written into one, against rotary_embedding."""
-    from slipstream.kernels.pointwise.rotary import split_rotary
+    from slipstream.kernels.elementwise.rotary import split_rotary
 
     wide, sizes = torch.randn(2, 7, 3 * 6 * 12, requires_grad=True), (3, 2, 1)
     for features, rows in ((12, 1), (8, 2)):

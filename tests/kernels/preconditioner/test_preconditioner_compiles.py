@@ -6,7 +6,7 @@ from slipstream.compiler.aot import compile_kernel
 from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-MODULE = "slipstream.kernels.preconditioner.triton.preconditioner"
+MODULE = "slipstream.kernels.elementwise.triton.preconditioner"
 FORWARD = {"k": 16, "y": 16, "by": 16} | dict.fromkeys(
     ("g", "beta", "centre", "s_in", "s_out", "sums"), 32
 )

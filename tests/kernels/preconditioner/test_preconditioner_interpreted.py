@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.preconditioner import op
-from slipstream.kernels.preconditioner.inputs import Inputs
+from slipstream.kernels.elementwise import preconditioner as op
+from slipstream.kernels.elementwise.inputs import PreconditionerInputs as Inputs
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import error, run
 
@@ -46,11 +46,11 @@ def main() -> None:
         check(B, T, K, cu, False, torch.float32)
         check(B, T, K, cu, True, torch.float16)
     k, g = torch.randn(1, 5, 1, 16), -torch.rand(1, 5, 1)
-    assert op._mismatch(k) is None
     options = (None, None, None, 1.5, 1e-3)
+    assert op._forward._mismatch((k, g, -g, *options, True, True, "triton")) is None
     torch.library.opcheck(op._forward.overload, (k, g, -g, *options, True, True, "triton"))
     last = k * k, k, None, k, "triton"
-    torch.library.opcheck(op._backward.overload, (k, g, -g, *options, *last))
+    torch.library.opcheck(op._forward.backward.overload, (k, g, -g, *options, *last))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from slipstream.compiler.aot import compile_kernel
 from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-MODULE = "slipstream.kernels.rotation.triton.rotation"
+MODULE = "slipstream.kernels.elementwise.triton.rotation"
 FORWARD = {"q": 16, "k": 16, "q_out": 16, "k_out": 16, "theta": 32, "dots": 32}
 BACKWARD = dict.fromkeys(("q", "k", "dq_out", "dk_out", "dq", "dk"), 16) | dict.fromkeys(
     ("theta", "ddots", "dtheta"), 32

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.kernels.rotation import op
+from slipstream.kernels.elementwise import rotation as op
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import error, run
 from tests.support.large_angles import check_large_angles
@@ -41,7 +41,7 @@ def check_sums() -> None:
     x_q, x_k = y_q.float()[:, 0], y_k.float()[:, 0]
     weights = torch.randn(64, 64)
     d_q, d_k = ((w @ x)[:, None] for w, x in ((weights, x_k), (weights.T, x_q)))
-    of_scores = op._backward(q, k, angle, d_q, d_k, torch.zeros_like(dots), "triton")[2]
+    of_scores = op._forward.backward(q, k, angle, d_q, d_k, torch.zeros_like(dots), "triton")[2]
     assert of_scores.sum(0).abs().max() < 1e-5 * of_scores.abs().sum(0).max()
 
 
@@ -53,10 +53,10 @@ def main() -> None:
         check(shape, P, torch.float32)
         check(shape, P, torch.float16)
     q, k, theta = torch.randn(2, 1, 4), torch.randn(2, 1, 4), torch.randn(2, 2)
-    assert op._mismatch(q, theta) is None
+    assert op._forward._mismatch((q, q, theta, "triton")) is None
     torch.library.opcheck(op._forward.overload, (q, k, theta, "triton"))
     grads = torch.randn(2, 1, 4), torch.randn(2, 1, 4), torch.randn(2, 1, 1)
-    torch.library.opcheck(op._backward.overload, (q, k, theta, *grads, "triton"))
+    torch.library.opcheck(op._forward.backward.overload, (q, k, theta, *grads, "triton"))
 
 
 if __name__ == "__main__":

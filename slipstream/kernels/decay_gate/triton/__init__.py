@@ -1,1 +1,0 @@
-"""The gate in Triton."""

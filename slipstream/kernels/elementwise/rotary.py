@@ -1,0 +1,266 @@
+"""Rotary position embedding: pairs of features turn by an angle that grows with the position.
+
+    out1 = x1 cos - x2 sin        out2 = x2 cos + x1 sin
+
+The pair is (i, i + R/2) of the first R features, or (2i, 2i + 1) if interleaved. The gradient is
+the same turn backwards, so nothing is kept but cos and sin.
+
+slipstream::_rotary is the operator of the Triton kernel, and its own gradient.
+slipstream::_split_rotary_backward joins the gradients of queries, keys and values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.autograd import (
+    Function,
+    Saved,
+    as_base,
+    by_operation,
+    needs_autograd,
+    once_differentiable,
+    save,
+)
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.guarded_launch import Guard, known_failure
+from slipstream.runtime.token_ids import SYNC
+
+
+def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [B, T, H, D]; cos, sin [B or 1, T, 1, R/2] with R <= D."""
+    half = cos.shape[-1]
+    x1, x2 = _pairs(x, half, interleaved)
+    rotated = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    head = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
+    return torch.cat([head, x[..., 2 * half :]], dim=-1)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """As the reference, without a gradient for cos and sin."""
+    if by_operation():
+        return rotary_reference(x, cos, sin, interleaved)
+    return _Rotary.apply(x, cos, sin, interleaved)
+
+
+class _Rotary(Function):
+    operator = "slipstream::rotary"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        save(ctx, cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, interleaved, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = saved
+        return _rotate(dy, cos, sin, ctx.interleaved, -1), None, None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
+    half = cos.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x1, x2 = _pairs(x, half, interleaved)
+    y1, y2 = _pairs(y, half, interleaved)
+    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-sign)
+    torch.mul(x2, cos, out=y2).addcmul_(x1, sin, value=sign)
+    y[..., 2 * half :] = x[..., 2 * half :]
+    return y
+
+
+def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    return x[..., :half], x[..., half : 2 * half]
+
+
+def table_rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
+    """[S, R/2] or [B or 1, T, R/2] -> [B or 1, T, R/2]"""
+    if table.dim() == 3:
+        return table
+    return table[None, : x.shape[1]] if positions is None else table[positions]
+
+
+def rotary_by_table(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, impl: str
+) -> Tensor:
+    """x [B, T, H, D]; cos, sin [S, R/2] and positions [1 or B, T], or [B or 1, T, R/2]; impl is
+    triton, or triton|eager."""
+    if needs_autograd(x):
+        return _RotaryByTable.apply(x, cos, sin, positions, interleaved, impl)
+    return _call(x, cos, sin, positions, interleaved=interleaved, back=False, impl=impl)
+
+
+class _RotaryByTable(Function):
+    operator = "slipstream::rotary"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        interleaved: bool,
+        impl: str,
+    ) -> Tensor:
+        save(ctx, cos, sin, positions)
+        ctx.interleaved, ctx.impl = interleaved, impl
+        return _call(x, cos, sin, positions, interleaved=interleaved, back=False, impl=impl)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx = _call(dy, *saved, interleaved=ctx.interleaved, back=True, impl=ctx.impl)
+        return dx, None, None, None, None, None
+
+
+def split_rotary(
+    qkv: Tensor, cos: Tensor, sin: Tensor, sizes: tuple[int, int, int], impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads of queries and keys of qkv [B, T, H, D], turned, and those of values, sizes[i] of each;
+    cos, sin [B or 1, T, R/2]. Backward writes their gradients side by side at once."""
+    return _SplitRotary.apply(qkv, cos, sin, sizes, impl)
+
+
+class _SplitRotary(Function):
+    operator = "slipstream::rotary"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        sizes: tuple[int, int, int],
+        impl: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        save(ctx, cos, sin)
+        ctx.impl = impl
+        qk, v = qkv.split([sizes[0] + sizes[1], sizes[2]], 2)
+        q, k = _call(qk, cos, sin, None, interleaved=False, back=False, impl=impl).split(
+            sizes[:2], 2
+        )
+        return as_base(q), as_base(k), v.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, saved: Saved, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return _join(dq, dk, dv, *saved, impl=ctx.impl), None, None, None, None
+
+
+def _join_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, impl: str
+) -> Tensor:
+    sizes = [x.shape[2] for x in (dq, dk, dv)]
+    dqkv = dq.new_empty(*dq.shape[:2], sum(sizes), dq.shape[3])
+    outputs = dqkv.split(sizes, 2)
+    with Guard(
+        impl,
+        dq.device,
+        lambda: _kind(dq, cos.shape[-1], False),
+        lambda: _mismatch(dq, cos, False),
+    ) as usable:
+        for dx, dy in zip(outputs, (dq, dk)):
+            if usable:
+                from slipstream.kernels.elementwise.triton.rotary import rotate
+
+                rotate(dy, cos, sin, None, False, True, dx)
+            else:
+                dx.copy_(_eager(dy, cos, sin, None, False, True))
+        _copy(outputs[2], dv)
+    return dqkv
+
+
+def _copy(x: Tensor, y: Tensor) -> None:
+    """x.copy_(y), by words of 8 bytes: torch's own copy of 2 at a time reaches half of the
+    memory's bandwidth."""
+    each = 8 // x.element_size()
+    even = not any(n % each for t in (x, y) for n in (*t.stride()[:-1], t.storage_offset()))
+    if even and x.shape[-1] % each == 0 and x.stride(-1) == y.stride(-1) == 1:
+        x, y = x.view(torch.int64), y.view(torch.int64)
+    x.copy_(y)
+
+
+def _fake_join(dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> Tensor:
+    return dq.new_empty(*dq.shape[:2], sum(x.shape[2] for x in (dq, dk, dv)), dq.shape[3])
+
+
+def _eager(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    back: bool,
+) -> Tensor:
+    """As the kernel is called; no gradients."""
+    compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if positions is not None:
+        positions = positions.clamp(0, cos.shape[0] - 1)
+    c, s = (table_rows(table, x, positions).to(compute_dtype)[:, :, None] for table in (cos, sin))
+    return _rotate(x.to(compute_dtype), c, s, interleaved, -1 if back else 1).to(x.dtype)
+
+
+def _kind(x: Tensor, half: int, interleaved: bool) -> KernelKey:
+    return ("rotary.triton", x.dtype, x.shape[-1], half, interleaved and "interleaved")
+
+
+def _mismatch(x: Tensor, cos: Tensor, interleaved: bool) -> str | None:
+    """The probe: a few tokens at other positions than their own."""
+    angle = torch.randn(40, cos.shape[-1], device=x.device)
+    tables = angle.cos().to(cos.dtype), angle.sin().to(cos.dtype)
+    positions = torch.randint(0, 40, (1, 19), device=x.device)
+    rows = [y.float()[positions][:, :, None] for y in tables]
+    probe_inputs = {"x": numeric_probe.random_like(x, 1, 19, 3, x.shape[-1])}
+    return numeric_probe.mismatch(
+        lambda t: rotary_by_table(t["x"], *tables, positions, interleaved, TRITON_OR_EAGER),
+        lambda t: rotary(t["x"], *rows, interleaved=interleaved),
+        probe_inputs,
+    )
+
+
+def unsupported_reason(x: Tensor, half: int, interleaved: bool = False) -> str | None:
+    """Why the Triton kernel can't take a call, or None if it can."""
+    if half == 0:
+        return "no features turn"
+    return known_failure(lambda: _kind(x, half, interleaved), x.device)
+
+
+_call = KernelOp(
+    "rotary",
+    "(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool back, str impl) "
+    "-> Tensor",
+    fake=lambda x, *_: x.new_empty(x.shape),
+    kernel="slipstream.kernels.elementwise.triton.rotary:rotate",
+    plain=_eager,
+    kind=lambda x, cos, interleaved: _kind(x, cos.shape[-1], interleaved),
+    probe=_mismatch,
+    replay=not SYNC,
+)
+
+
+_join = KernelOp(
+    "split_rotary_backward",
+    "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, str impl) -> Tensor",
+    _join_backward,
+    _fake_join,
+    replay=True,
+)
+
+
+def _of_operator(*args: Any) -> Tensor:
+    """As slipstream::_rotary is called."""
+    x, cos, sin, positions, interleaved, back, impl = args
+    return _RotaryByTable.apply(x, cos, -sin if back else sin, positions, interleaved, impl)
+
+
+_call.set_gradient(_of_operator)

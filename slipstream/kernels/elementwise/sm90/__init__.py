@@ -1,0 +1,1 @@
+"""Kernels for sm_90; imported only when one is chosen."""

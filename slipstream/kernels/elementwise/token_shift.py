@@ -1,0 +1,175 @@
+"""The previous token: y_t = x_{t-1}, and at a sequence's first token its state.
+
+slipstream::_token_shift is the operator of the Triton kernel. Backwards, with the final state's
+gradient in the state's place, it is its own gradient: dx_t = dy_{t+1}.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
+from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.dispatch import PLAIN, choose
+from slipstream.runtime.numeric_probe import random_like
+
+
+def shift_reference(
+    x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """x [B, T, D], state [N, D] -> y [B, T, D] and the last token of each sequence [N, D]."""
+    if cu_seqlens is None:
+        first = x.new_zeros(x.shape[0], x.shape[2]) if state is None else state
+        past = torch.cat([first[:, None], x], dim=1)
+        return past[:, :-1], past[:, -1]
+    offsets = cu_seqlens.tolist()
+    outputs = [
+        shift_reference(x[:, begin:end], None if state is None else state[n : n + 1], None)
+        for n, (begin, end) in enumerate(pairwise(offsets))
+    ]
+    if not outputs:
+        return torch.zeros_like(x), x.new_zeros(0, x.shape[2])
+    return torch.cat([y for y, _ in outputs], dim=1), torch.cat([last for _, last in outputs])
+
+
+def shift(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same without a look at the offsets' values."""
+    if cu_seqlens is None or x.shape[1] == 0:
+        return _dense(x, state, cu_seqlens)
+    begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    if state is None:
+        state = x.new_zeros(begin.shape[0], x.shape[2])
+    live = (end > begin)[:, None]
+    # bounded on both sides: on a GPU wrong offsets are known only later
+    last = torch.where(live, x[0].index_select(0, (end - 1).clamp(0, x.shape[1] - 1)), state)
+    # one more row takes what empty sequences would write
+    moved = torch.cat([x[0, :1], x[0]])  # row t: token t - 1
+    row = torch.where(live[:, 0], begin, x.shape[1]).clamp(0, x.shape[1])
+    return moved.index_copy(0, row, state)[None, : x.shape[1]], last
+
+
+def _dense(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    if x.shape[1] == 0:
+        return x, x.new_zeros(_sequences(x, cu_seqlens), x.shape[2]) if state is None else state
+    # of x[:, :-1] torch.export would want two tokens or more, so three of x
+    moved = F.pad(x, (0, 0, 1, -1))
+    if state is not None:
+        moved = moved.select_scatter(state, 1, 0)
+    # a copy: a state that were a view would keep all of x alive
+    return moved, x[:, -1].clone()
+
+
+def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def previous(
+    x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str | None
+) -> tuple[Tensor, Tensor]:
+    """y and the last tokens, by the implementation that is chosen."""
+    impl = choose(_CANDIDATES, (x, cu_seqlens), impl, "token_shift", x).impls
+    if impl not in PLAIN:
+        return kernel_shift(x, state, cu_seqlens, impl)
+    return (shift_reference if impl == "reference" else shift)(x, state, cu_seqlens)
+
+
+def kernel_shift(
+    x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str
+) -> tuple[Tensor, Tensor]:
+    """impl: triton, or triton|eager."""
+    if needs_autograd(x, state):
+        return _Shift.apply(x, state, cu_seqlens, impl)
+    return _call(x, state, cu_seqlens, back=False, impl=impl)
+
+
+class _Shift(Function):
+    operator = "slipstream::token_shift"
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str
+    ) -> tuple[Tensor, Tensor]:
+        y, last = _call(x, state, cu_seqlens, back=False, impl=impl)
+        save(ctx, cu_seqlens)
+        ctx.shape, ctx.dtype, ctx.impl = x.shape, x.dtype, impl
+        ctx.set_materialize_grads(False)
+        return y, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, saved: Saved, dy: Tensor | None, dlast: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            if dlast is None:
+                return None, None, None, None
+            dy = dlast.new_zeros(ctx.shape)
+        dx, dstate = _call(dy, dlast, *saved, back=True, impl=ctx.impl)
+        return dx, dstate if ctx.needs_input_grad[1] else None, None, None
+
+
+def _eager(
+    x: Tensor, edge: Tensor | None, cu_seqlens: Tensor | None, back: bool
+) -> tuple[Tensor, Tensor]:
+    if back:  # the sequences from their ends on
+        x, edge, cu_seqlens = x.flip(1), edge, _from_the_end(cu_seqlens)
+        edge = edge if edge is None or cu_seqlens is None else edge.flip(0)
+    y, end = shift(x, edge, cu_seqlens)
+    if back:
+        y, end = y.flip(1), end if cu_seqlens is None else end.flip(0)
+    return y.clone(memory_format=torch.contiguous_format), end.clone()
+
+
+def _from_the_end(cu_seqlens: Tensor | None) -> Tensor | None:
+    return None if cu_seqlens is None else (cu_seqlens[-1:] - cu_seqlens).flip(0)
+
+
+def _kind(x: Tensor) -> KernelKey:
+    return ("token_shift.triton", x.dtype, x.shape[-1] % 16 == 0)
+
+
+def _unsupported_reason(x: Tensor, cu_seqlens: Tensor | None) -> str | None:
+    """Why the Triton kernel can't take a call, or None if it can."""
+    if 0 in (x.shape[0], x.shape[2]) or (cu_seqlens is not None and cu_seqlens.shape[0] < 2):
+        return "there are no features or sequences"
+    if torch.version.hip:
+        return "its kernel does not compile for AMD's GPUs at all sizes"
+    return None
+
+
+def _fake(
+    x: Tensor, edge: Tensor | None, cu_seqlens: Tensor | None, back: bool, impl: str
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(_sequences(x, cu_seqlens), x.shape[2])
+
+
+_call = KernelOp(
+    "token_shift",
+    "(Tensor x, Tensor? edge, Tensor? cu_seqlens, bool back, str impl) -> (Tensor, Tensor)",
+    fake=_fake,
+    kernel="slipstream.kernels.elementwise.triton.token_shift:shift",
+    plain=_eager,
+    kind=_kind,
+    # three packed sequences, one of them empty, with states
+    probe={
+        "x": (1, 40, 0),
+        "edge": lambda x: random_like(x, 3, x.shape[-1]),
+        "cu_seqlens": lambda x: torch.tensor([0, 17, 17, 40], device=x.device),
+        "back": False,
+    },
+    replay=True,
+)
+_CANDIDATES = _call.candidates(_unsupported_reason)
+
+
+def _of_operator(*args: Any) -> tuple[Tensor, ...]:
+    """As slipstream::_token_shift is called."""
+    *tensors, back, impl = args
+    return () if back else _Shift.apply(*tensors, impl)
+
+
+_call.set_gradient(_of_operator)

@@ -1,1 +1,0 @@
-"""The vector that a delta rule with gates per channel erases, for each token."""

@@ -1,1 +1,0 @@
-"""The vector that is erased, in Triton."""

@@ -1,1 +1,0 @@
-"""Operators on single tokens, and those that move tokens: rotary, activations, shift, embedding."""

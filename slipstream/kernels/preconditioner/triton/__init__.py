@@ -1,1 +1,0 @@
-"""The preconditioner in Triton."""

@@ -1,0 +1,216 @@
+"""What a KernelOp runs: a launch of kernels, or its plain twin where this machine's compilers fail.
+
+A launch is named by its module and function, "slipstream.kernels.x.triton.x:forward": Triton is
+imported where one is wanted. The plain twin is the same computation in torch. Both take the
+operator's arguments without impl, of which those that are the fields of a NamedTuple come as one.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.compiler.compiler_state import KernelKey
+from slipstream.runtime import numeric_probe
+from slipstream.runtime.guarded_launch import Guard, plain_gradients
+
+# The tensors of a probe that are not as the call's are, by the arguments' names. A tuple is a
+# shape: 0 is the call's own size, counted from the last, and a final ... all of its further sizes.
+# A function is given the call's tensor, or the first one where there is none, and makes another.
+# Anything else is the value itself.
+Probe = Mapping[str, Any]
+# Or what says how kernels and plain torch differ, by the names of its parameters.
+Mismatch = Callable[..., str | None]
+
+
+class KernelPair:
+    """A function of an operator's arguments: by the kernels inside of a Guard, else in plain torch.
+
+    Args:
+        names: of the operator's arguments, among them impl.
+        kernel, plain: as this module has them; what they return is None where there is no result.
+        kind: of the arguments that its parameters name, what a verdict on the kernels holds for.
+        mismatch: given the operator's arguments, compares kernels and plain torch.
+        packed: name of a NamedTuple of arguments -> its type.
+        is_list: whether results that are None are left out; else they are of no elements.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        kernel: str,
+        plain: Callable,
+        kind: Callable[..., KernelKey],
+        mismatch: Callable[[tuple], str | None],
+        packed: Mapping[str, type],
+        is_list: bool,
+    ) -> None:
+        self._module, _, self._function = kernel.partition(":")
+        self.plain, self._mismatch, self._is_list = plain, mismatch, is_list
+        self._impl = names.index("impl")
+        self.arguments, places = _arguments(names, packed)
+        self._packed = [place for place in places if place[0] is not None]
+        self._names = *names, *packed
+        self._kind = self.named(kind)
+
+    def __call__(self, *args: Any) -> Any:
+        call = self.arguments(args)
+        kind, mismatch = partial(self._kind, args), partial(self._mismatch, args)
+        with Guard(args[self._impl], args[0].device, kind, mismatch) as usable:
+            if usable:
+                return self._results(self.launch()(*call))
+        return _contiguous(self._results(self.plain(*call)))
+
+    def named(self, function: Callable) -> Callable[[tuple], Any]:
+        """The function of the operator's arguments and NamedTuples that its parameters name."""
+        of = by_name(function, self._names)
+        return lambda args: of((*args, *[kind(*args[at:end]) for kind, at, end in self._packed]))
+
+    def launch(self) -> Callable:
+        module = sys.modules.get(self._module) or import_module(self._module)
+        return getattr(module, self._function)
+
+    def in_torch(self, *args: Any) -> Any:
+        """The plain twin's, of the operator's arguments."""
+        return _contiguous(self._results(self.plain(*self.arguments(args))))
+
+    def _results(self, found: Any) -> Any:
+        if found is None or isinstance(found, Tensor):
+            return found
+        if self._is_list:
+            return [x for x in found if x is not None]
+        if any(x is None for x in found):
+            first = next(x for x in found if x is not None)
+            return tuple([first.new_empty(0) if x is None else x for x in found])
+        return found
+
+
+def _contiguous(found: Any) -> Any:
+    """As the operator's fake has them."""
+    if found is None or isinstance(found, Tensor):
+        return found if found is None else found.contiguous()
+    return type(found)([x.contiguous() for x in found])
+
+
+# An argument's place, or those of a NamedTuple's first one and behind its last one, and its type.
+_Place = tuple[Any, int, int]
+
+
+def _arguments(
+    names: tuple[str, ...], packed: Mapping[str, type]
+) -> tuple[Callable[[tuple], tuple], list[_Place]]:
+    """The arguments of kernels and plain torch, from the operator's, and their places."""
+    begins: dict[str, _Place] = {}
+    for kind in packed.values():
+        fields: tuple[str, ...] = kind._fields  # pyright: ignore[reportAttributeAccessIssue]
+        begin = names.index(fields[0])
+        assert names[begin : begin + len(fields)] == fields, f"{kind}: {names}"
+        begins[fields[0]] = kind, begin, begin + len(fields)
+    places: list[_Place] = []
+    at = 0
+    while at < len(names):
+        place = begins.get(names[at], (None, at, at + 1))
+        places += [place] * (names[at] != "impl")
+        at = place[2]
+    if not packed and names[-1] == "impl":
+        return _without_last, places
+    return partial(_packed, places), places
+
+
+def _without_last(args: tuple) -> tuple:
+    return args[:-1]
+
+
+def _packed(places: list[_Place], args: tuple) -> tuple:
+    return tuple([args[at] if kind is None else kind(*args[at:end]) for kind, at, end in places])
+
+
+def by_name(function: Callable, names: tuple[str, ...]) -> Callable[[Sequence[Any]], Any]:
+    """The function of values of these names, of which it takes those that it has parameters for."""
+    places = [names.index(x) for x in inspect.signature(function).parameters]
+
+    def call(values: Sequence[Any]) -> Any:
+        return function(*[values[n] for n in places])
+
+    return call
+
+
+def fresh(probe: Probe, given: Mapping[str, Any], first: Tensor) -> dict[str, Any]:
+    """The arguments of a small problem of the kind of `given`. first: for those that are None."""
+    return {name: _fresh(probe.get(name, (...,)), x, first) for name, x in given.items()}
+
+
+def _fresh(wanted: Any, x: Any, first: Tensor) -> Any:
+    if callable(wanted):
+        return wanted(first if x is None else x)
+    if not isinstance(wanted, tuple):
+        return wanted
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    if wanted[-1] is ...:
+        shape = (*wanted[:-1], *x.shape[len(wanted) - 1 :])
+    else:
+        shape = [n or x.shape[i - len(wanted)] for i, n in enumerate(wanted)]
+    return numeric_probe.random_like(x, *shape)
+
+
+def compare(
+    kernels: Callable,
+    plain: Callable,
+    given: Mapping[str, Any],
+    written: Sequence[str],
+    gradients: bool,
+) -> str | None:
+    """How two functions of the same arguments differ, in what they return and what they write."""
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    bars = {
+        name: numeric_probe.BARS[x.dtype][0] for name, x in tensors.items() if x.is_floating_point()
+    }
+    # what is compared is rounded to the shortest of the dtypes, the first one's in `mismatch`
+    tensors = {(first := max(bars, key=bars.__getitem__)): tensors[first]} | tensors
+    written = [name for name in written if name in tensors]
+
+    def run(function: Callable, t: numeric_probe.Given) -> tuple[Any, ...]:
+        found = function(*(dict(given) | dict(t)).values())
+        results = () if found is None else (found,) if isinstance(found, Tensor) else found
+        return (*[x for x in results if x is None or x.numel()], *[t[name] for name in written])
+
+    return numeric_probe.mismatch(
+        lambda t: run(kernels, t), lambda t: run(plain, t), tensors, gradients=gradients
+    )
+
+
+def gradients_in_torch(
+    plain: Callable[..., Any],
+    names: Sequence[str],
+    backward_names: Sequence[str],
+    results: Sequence[str],
+    wrt: Sequence[str],
+    fixed: Mapping[str, Any],
+) -> Callable[..., list[Tensor]]:
+    """The plain twin of a backward: the gradients of the forward's plain twin, by autograd.
+
+    Args:
+        plain: of the forward's arguments, which `names` are. fixed: those the backward has not.
+        backward_names: of the backward's arguments but impl, among them dy for a result y.
+    """
+
+    def backward(*call: Any) -> list[Tensor]:
+        given = dict(zip(backward_names, _flat(call), strict=True)) | {**fixed, "impl": "eager"}
+
+        def run(*leaves: Any) -> Any:
+            values = given | dict(zip(wrt, leaves, strict=True))
+            return plain(*[values[x] for x in names])
+
+        return plain_gradients(run, [given[x] for x in wrt], [given.get(f"d{y}") for y in results])
+
+    return backward
+
+
+def _flat(call: Sequence[Any]) -> list[Any]:
+    """Without the NamedTuples."""
+    return [y for x in call for y in (x if isinstance(x, tuple) else [x])]
