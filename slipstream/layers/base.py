@@ -120,7 +120,7 @@ def expect_first_value(x: Tensor, first_value: Tensor | None, channels: int) -> 
 
 
 def expect_state(state: object, rows: int) -> None:
-    """What a call would take, and give other numbers; the rest is looked for where a call fails."""
+    """Refuses states for which a call would give other numbers; a call refuses others itself."""
     if not isinstance(state, dict):
         raise TypeError(f"state: want the dict of an earlier call, got {type(state).__name__}")
     for name, tensor in () if torch.compiler.is_compiling() else state.items():
@@ -266,7 +266,7 @@ class Mixer(nn.Module):
             raise
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
-        """What forward returns: each layer's own part."""
+        """Computes what forward returns: each layer's own part."""
         raise NotImplementedError
 
     def step(

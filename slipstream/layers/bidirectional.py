@@ -64,8 +64,8 @@ class Bidirectional(Mixer):
         first_value: Tensor | None = None,
         output_value: bool = False,
     ) -> Any:
-        """As Mixer. The last two are RWKV7.forward's, of layers that take them: both directions
-        read first_value, and the value returned is the mean of theirs."""
+        """Computes as Mixer does. The last two are RWKV7.forward's, of layers that take them: both
+        directions read first_value, and the value returned is the mean of theirs."""
         call = MixerCall(cu_seqlens, context, positions, state, use_cache)
         return self._mixed(x, call, first_value=first_value, output_value=output_value)
 
@@ -180,7 +180,7 @@ def _both(x: Tensor, turned: Tensor) -> Tensor:
 
 
 def _turned(parts: Tensor, tokens: int) -> Tensor:
-    """Where each token stands if every part is turned; it is its own inverse."""
+    """The place of each token if every part is turned; this order is its own inverse."""
     at = torch.arange(tokens, device=parts.device)
     part = torch.searchsorted(parts[1:].contiguous(), at, right=True)
     part = part.clamp(max=max(parts.shape[0] - 2, 0))

@@ -1,4 +1,4 @@
-"""What a layer is called with besides its tokens, and what layers make of it."""
+"""The arguments of a layer's call besides its tokens, and what layers derive from them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class MixerCall(NamedTuple):
         return {name: x for name, x in tensors.items() if x is not None}
 
     def next_lengths(self, x: Tensor) -> Tensor:
-        """How many tokens each sequence has after this call, int64 [N]."""
+        """Number of tokens that each sequence has after this call, int64 [N]."""
         if self.cu_seqlens is None:
             here = torch.full((x.shape[0],), x.shape[1], device=x.device)
         else:
@@ -58,7 +58,7 @@ class MixerCall(NamedTuple):
         return here if self.state is None else here + self.state["length"]
 
     def token_positions(self, x: Tensor) -> Tensor:
-        """Where each token stands in its sequence, int64 [1 or B, T]."""
+        """The place of each token in its sequence, int64 [1 or B, T]."""
         if self.positions is not None:
             return self.positions
         if self.context is not None:

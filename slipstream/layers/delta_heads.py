@@ -1,4 +1,4 @@
-"""What GatedDeltaNet, KimiDeltaAttention and similar layers share: their heads, and their steps."""
+"""Heads and steps that GatedDeltaNet, KimiDeltaAttention and similar layers share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -95,9 +95,9 @@ class DeltaHeads(Mixer):
     def _block_terms(
         self, qkv: Tensor, g: Tensor, beta: Tensor, lower_bound: float | None = None
     ) -> tuple[list[Tensor], Tensor] | None:
-        """In a step of a consistent model q, k, v, log decays and betas of the whole blocks that
-        its tokens are in, and the window of the convolution, by one launch. None where what makes
-        them has to be called one after the other.
+        """Returns for a step of a consistent model q, k, v, log decays and betas of the whole
+        blocks that its tokens are in, and the window of the convolution, by one launch. None where
+        what makes them has to be called one after the other.
 
         qkv [N, 1, C], g [N, 1, HV] or [N, 1, HV, K] and beta [N, 1, HV] as projected.
         """
@@ -167,7 +167,7 @@ class DeltaHeads(Mixer):
 
 
 class SteppedDeltaHeads(DeltaHeads):
-    """With a step of one token by ops.mixer_step, where there is a convolution."""
+    """Adds a step of one token by ops.mixer_step, where there is a convolution."""
 
     verifies_drafts = True
     steps_rounded = True

@@ -164,7 +164,7 @@ class Mamba3(Mixer):
 
 
 def mimo_order(state_size: int) -> Tensor:
-    """Which of mamba_ssm's channels of B and C is each of ours, with several ranks."""
+    """Index of mamba_ssm's channel of B and C for each of ours, with several ranks."""
     return torch.arange(state_size, device="cpu").view(2, -1).T.flatten()
 
 

@@ -70,7 +70,8 @@ class KeyPreconditioner(nn.Module):
 def preconditioned_step(
     q: Tensor, k: Tensor, written: Tensor, v: Tensor, state: Tensor, g: Tensor, beta: Tensor
 ) -> Tensor:
-    """As the operators: q, k, written [N, 1, H, K], g [N, 1, HV] or [N, 1, HV, K] -> o."""
+    """Computes a step of the operators: q, k, written [N, 1, H, K], g [N, 1, HV] or [N, 1, HV, K]
+    -> o."""
     if v.shape[2] != k.shape[2]:
         group = v.shape[2] // k.shape[2]
         q, k, written = (y.repeat_interleave(group, dim=2) for y in (q, k, written))

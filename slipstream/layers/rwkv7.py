@@ -130,7 +130,7 @@ class RWKV7(Mixer):
         first_value: Tensor | None = None,
         output_value: bool = False,
     ) -> Any:
-        """As Mixer: y and state, and with `output_value` v [B, T, D] as a third."""
+        """Returns y and state as Mixer does, and with `output_value` v [B, T, D] as a third."""
         call = MixerCall(cu_seqlens, context, positions, state, use_cache)
         return self._mixed(x, call, first_value=first_value, output_value=output_value)
 

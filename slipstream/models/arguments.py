@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = ("cache_position", "token_type_ids", "max_length_q", "max_leng
 
 
 def check_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Those of PACKING among them, if the others may be left out of account.
+    """Returns those that PACKING names, and refuses others that would change the result.
 
     Raises:
         NotImplementedError: output_attentions. TypeError: an argument that is not known.
@@ -76,7 +76,7 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _expect_tensors(given: dict[str, object]) -> None:
-    """All dense, and all with values or none."""
+    """Refuses sparse tensors, and meta tensors beside others."""
     first = None
     for name, x in given.items():
         if x is None:
@@ -229,8 +229,8 @@ def cache_of_call(
 
 
 def expect_state(state: dict[str, Tensor] | None) -> dict[str, Tensor]:
-    """What a block returns beside a cache. A checkpointed one returns none: transformers 5.17
-    checkpoints blocks without gradients too, 5.24 does not.
+    """Returns the state that a block made beside a cache. A checkpointed one returns none:
+    transformers 5.17 checkpoints blocks without gradients too, 5.24 does not.
 
     Raises:
         ValueError: there is none.

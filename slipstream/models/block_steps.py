@@ -135,7 +135,7 @@ class OpenBlocks:
         return any(n % BLOCK == BLOCK - 1 for n in self.lengths)
 
     def step(self, model: Any, input_ids: Tensor, positions: Tensor | None, closes: bool) -> Tensor:
-        """One token for each row: ids and positions [N, 1] -> hidden states [N, 1, D].
+        """Computes a token for each row: ids and positions [N, 1] -> hidden states [N, 1, D].
 
         closes: what it says before this step.
         """

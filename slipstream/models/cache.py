@@ -64,7 +64,7 @@ class LayerState(CacheLayerMixin):
         self._tensors: dict[str, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, or a file: without autograd's graph."""
+        """The contents of a copy or a file: without autograd's graph."""
         tensors = tree_map_only(Tensor, Tensor.detach, self._tensors)
         return vars(self) | {"_tensors": rounded.as_bytes(tensors)}
 
@@ -98,7 +98,7 @@ class LayerState(CacheLayerMixin):
         return self._tensors is not None and rounded.has_rounded(self._tensors)
 
     def wide(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """As `view` of no more tokens, for a layer's forward: nothing in 8 bits."""
+        """Returns `view` of no more tokens for a layer's forward, with nothing in 8 bits."""
         return rounded.wide(self.view(0), dtype)
 
     def write(self, state: dict[str, Tensor], mixer: Mixer) -> bool:
@@ -133,7 +133,7 @@ class LayerState(CacheLayerMixin):
         return moved
 
     def _rounded(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As this keeps it; token_states get the scales."""
+        """Rounds a state as this keeps it; token_states get the scales."""
         if not rounded.has_rounded(state):
             state = rounded.rounded(state, self.rounding, self.rounded_keys)
         scales = (name + rounded.SCALE for name in self.rounded_keys)
@@ -194,7 +194,7 @@ class LayerState(CacheLayerMixin):
         return True
 
     def copied(self, row: int) -> "LayerState":
-        """One row alone, with no more room than it uses."""
+        """Copies one row, with no more room than it uses."""
         part = None
         if self.state is not None:
             part = {n: x[row : row + 1] for n, x in self.view(0).items()}
@@ -375,7 +375,7 @@ class StateCache(OpenRows):
         self.lengths = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, or a file: without graphs and what they read, which have no copy."""
+        """The contents of a copy or a file: without graphs and their tensors, which have none."""
         rows = tree_map_only(Tensor, Tensor.detach, self.open_rows)  # blocks may know more
         own = {"graphs": {}, "made_for": None, "greedy": None, "drafts": None, "_blocks": None}
         return vars(self) | own | {"_rows": rows, "_stepped": False}
@@ -414,7 +414,7 @@ class StateCache(OpenRows):
                 layer.seen += tokens
 
     def copy(self, row: int = 0) -> "StateCache":
-        """One row of it alone, a copy: to be kept as the state after a prefix, or to go on with."""
+        """Copies one row: to be kept as the state after a prefix, or to go on with."""
         if self.rows:
             row = expect_row(row, self.rows)
         made = StateCache(0, None, *self.rounding)

@@ -96,7 +96,7 @@ class Row(NamedTuple):
         return self._replace(earlier=before._replace(earlier=None) if keep else None)
 
     def without(self, count: int) -> "Row":
-        """Without the last tokens.
+        """Returns the row without its last tokens.
 
         Raises:
             ValueError: the state from which the tokens that stay would be run again is gone.
@@ -148,8 +148,8 @@ def run(
     context: Any = None,
     hidden_states: bool = False,
 ) -> Tensor:
-    """As SlipstreamModel._run, from the rows in cache.open_rows, which it replaces. It applies the
-    norm of the embedding, and waits for the offsets.
+    """Does what SlipstreamModel._run does, from the rows in cache.open_rows, which it replaces. It
+    applies the norm of the embedding, and waits for the offsets.
 
     Raises:
         NotImplementedError: with a context, hidden_states or a cache in 8 bits.
@@ -250,7 +250,7 @@ def normed(model: Any, h: Tensor) -> Tensor:
 
 
 def _together(model: Any, rows: list[Row], keep: bool) -> tuple[list[Tensor], list[Row]]:
-    """As _by_blocks, of all rows, whole blocks first; keep: whether the rows after are wanted."""
+    """Runs _by_blocks for all rows, whole blocks first; keep: whether the rows after are wanted."""
     if not keep:
         y, _ = _call(model, rows, [row.h.shape[1] for row in rows], [0] * len(rows), False)
         return y, rows

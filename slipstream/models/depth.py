@@ -38,7 +38,7 @@ class AttentionResiduals(nn.Module):
         return attnres(query, sources, weight, rms_eps=self.eps)
 
     def with_added(self, layer: int, sources: list[Tensor], added: Tensor) -> list[Tensor]:
-        """All v_i after a layer has added to the last, or to a new one."""
+        """Returns all v_i after a layer has added to the last, or to a new one."""
         if layer % self.group == 0:
             return [*sources, added]
         return [*sources[:-1], sources[-1] + added]

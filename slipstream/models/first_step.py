@@ -71,7 +71,7 @@ def compile_blocks(
     context: ContextParallel | None,
     cache: Any,
 ) -> None:
-    """Before a model's first forward through its blocks, of which h [B, T, D] is the input."""
+    """Compiles the blocks before a model's first forward through them, with h [B, T, D]."""
     if torch.compiler.is_compiling() or model.config.consistent:
         return
     if cache is None and _trains(model, h):

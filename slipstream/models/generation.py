@@ -31,7 +31,7 @@ class Generation(_Base):
     decoding: Decoding
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' generate.
+        """Generates as transformers' generate does.
 
         The decoding step is captured, on CUDA in a CUDA graph, once for each batch size, and later
         calls with that batch size replay it; `self.decoding` counts captures and replays, says why
@@ -326,7 +326,7 @@ class Generation(_Base):
     def _valid_auto_compile_criteria(
         self, model_kwargs: dict[str, Any], generation_config: Any
     ) -> bool:
-        """Only if it is asked for: minutes of compilation for what graphs do at once."""
+        """Compiles only if asked to: graphs do at once what takes minutes to compile."""
         if generation_config.compile_config is None:
             return False
         return super()._valid_auto_compile_criteria(model_kwargs, generation_config)

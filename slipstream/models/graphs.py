@@ -376,8 +376,8 @@ def decoding_step(model: Any, cache: StateCache) -> tuple[Callable[..., Tensor],
 def _named_modules(
     module: nn.Module, name: str = "", found: dict[nn.Module, str] | None = None
 ) -> dict[nn.Module, str]:
-    """As torch's, in its order. Every generate asks several times, and torch's walk, a generator
-    within another for each level, takes three times as long."""
+    """Lists modules as torch's does, in its order. Every generate asks several times, and torch's
+    walk, a generator within another for each level, takes three times as long."""
     found = {} if found is None else found
     found[module] = name
     for key, child in module._modules.items():

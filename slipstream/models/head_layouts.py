@@ -1,4 +1,4 @@
-"""How the parameters of each mixer and MLP divide into heads: what tensor parallelism shards.
+"""The division of each mixer's and MLP's parameters into heads, for tensor parallelism.
 
 A Layout says of a parameter which dimension has the heads, and which blocks of it have heads of
 their own: the rows of qkv_proj are those of all queries, then all keys, then all values, and each

@@ -210,7 +210,7 @@ def decode(
 
 
 def _drafts_of(cache: StateCache, pending: int) -> Drafts:
-    """Those of the cache, whose tensors graphs have; another number, or states that have moved,
+    """Drafts of the cache, whose tensors graphs have; another number, or states that have moved,
     need other graphs."""
     found: Drafts | None = cache.drafts
     each = [layer.state or {} for layer in cache.layers]

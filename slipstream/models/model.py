@@ -66,7 +66,7 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
         cu_seqlens: Tensor | None,
         others: dict[str, Any],
     ) -> Sequences | None:
-        """Where the sequences of the arguments of a forward lie; `others` has those of PACKING."""
+        """Finds the sequences in the arguments of a forward; `others` has those of PACKING."""
         packing = check_arguments(others)
         offsets = given_offsets(batch, tokens, cu_seqlens, **packing)
         past = 0 if cache is None else cache.get_seq_length()
@@ -82,8 +82,8 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **options: Any) -> Any:
-        """As transformers', whose distributed_config=DistributedConfig(tp_size=n) divides the heads
-        among n processes (shard_heads); each reads the whole checkpoint."""
+        """Loads as transformers' does, whose distributed_config=DistributedConfig(tp_size=n)
+        divides the heads among n processes (shard_heads); each reads the whole checkpoint."""
         found = super().from_pretrained(*args, **options)
         shard_planned_heads(found[0] if isinstance(found, tuple) else found)
         return found
@@ -91,8 +91,8 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
     def save_pretrained(
         self, save_directory: str | PathLike[str], *args: Any, **options: Any
     ) -> Any:
-        """As transformers'. Where heads are sharded every rank calls it, and the first writes
-        whole tensors."""
+        """Saves as transformers' does. Where heads are sharded every rank calls it, and the first
+        writes whole tensors."""
         if is_sharded(self):
             whole = whole_state_dict(self, options.get("state_dict"))
             if self.config.tie_word_embeddings:  # transformers knows it by their memory
@@ -220,7 +220,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         cache: StateCache,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """One token for each row of a cache that has some: ids [N, 1] -> hidden states [N, 1, D].
+        """Computes a token for each row of a cache that has some: ids [N, 1] -> hidden states
+        [N, 1, D].
 
         What a decoding step does on a device, and nothing else: the cache's tensors are updated in
         place, no argument is checked and no token counted (StateCache.step_on), so that it can be a
@@ -235,7 +236,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             return self._advance(h, cache, False, position_ids, sys.maxsize)[0]
 
     def verify(self, input_ids: Tensor, cache: StateCache, drafts: decoding.Drafts) -> Tensor:
-        """As `step`, of T tokens of which the first alone is known to be right: ids [N, T] ->
+        """Does `step` for T tokens, of which only the first is known to be right: ids [N, T] ->
         hidden states [N, T, D]. The next call moves the states on by drafts.accepted of them.
 
         A model with consistent=True has no states but those of whole blocks: NotImplementedError.
@@ -255,7 +256,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         positions: Tensor | None,
         columns: int,
     ) -> tuple[Tensor, list[Tensor]]:
-        """As _run, without gradients; the cache is updated in place."""
+        """Does _run without gradients; the cache is updated in place."""
         cache.reserve(columns)
         tokens = h.shape[1]
         if sequences is not None and not (cache.records and sequences.ends_alone(columns)):
@@ -289,7 +290,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         positions: Tensor | None,
         room: int | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """As _run, for tokens of every row that follow those in the cache, updated in place."""
+        """Does _run for tokens that follow those in the cache, which is updated in place."""
         every, first_value, sources, normed = [], None, self._sources(h), None
         for i, ((block, norm), layer) in enumerate(zip(with_norms_behind(self, h), cache.layers)):
             h = self._mixed(i, h, sources)

@@ -118,7 +118,7 @@ class OpenRows(Cache):
             self._set_lengths([self.lengths[n] for n in rows])
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        """Of a pool's rows; its layers count as many columns as the longest has."""
+        """Sets the lengths of a pool's rows; its layers count the columns of the longest."""
         self.lengths = lengths
         for layer in self.layers:
             layer.seen = max(lengths, default=0)
@@ -173,7 +173,8 @@ class OpenRows(Cache):
         super().reorder_cache(beam_idx)
 
     def _expect_fits(self, cache: Any) -> None:
-        """Before anything is written: a cache of one row, of a model like that of this pool."""
+        """Refuses, before anything is written, all but a cache of one row of a model like this
+        pool's."""
         if not isinstance(cache, OpenRows):
             raise TypeError(f"put: want a StateCache or None, got {type(cache).__name__}")
         if cache.rows != 1:

@@ -60,7 +60,7 @@ class Sequences(NamedTuple):
 
 
 class Absent:
-    """Those columns of a cache in which a row has no token, as Sequences.absent has them: they are
+    """Columns of a cache in which a row has no token, as Sequences.absent has them: they are
     forgotten with the last columns.
 
     calls: the columns before one that had such, how many it had, and what is absent.
@@ -74,7 +74,7 @@ class Absent:
             self.calls.append((begin, columns, absent))
 
     def after(self, columns: int) -> Tensor | None:
-        """How many of the columns after so many are absent, [N].
+        """Counts the absent ones of the columns after so many, [N].
 
         Raises:
             ValueError: packed sequences lie on both sides.
@@ -102,7 +102,7 @@ class Absent:
         ]
 
     def map(self, move: Callable[[Tensor], Tensor]) -> "Absent":
-        """The same for other rows."""
+        """Returns the same for other rows."""
         made = Absent()
         made.calls = [(begin, count, move(x)) for begin, count, x in self.calls]
         return made
@@ -178,7 +178,7 @@ def _may_wait(x: Tensor) -> bool:
 
 
 def _real_tokens(attention_mask: Tensor, batch: int, tokens: int, past: int) -> Tensor | None:
-    """Which of the last `tokens` columns are no padding, bool [B, T]; None if all are."""
+    """Mask of the last `tokens` columns that are no padding, bool [B, T]; None if all are."""
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch:
         raise ValueError(
             f"attention_mask: want shape ({batch}, tokens), got {tuple(attention_mask.shape)}"

@@ -96,7 +96,7 @@ def _by_calls(
 def _by_one_call(
     prefixes: PrefixCache, cache: StateCache, input_ids: Tensor, ends: range
 ) -> Iterator[StateCache]:
-    """The same by one call."""
+    """Computes the same by one call."""
     begin, end, every = ends[0] - prefixes.every, ends[-1], prefixes.every
     offsets = torch.tensor([0, end - begin], device=input_ids.device)
     rows = prefix_states.every(input_ids.new_empty(0), offsets, end - begin, every).rows

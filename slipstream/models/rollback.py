@@ -1,4 +1,4 @@
-"""How a recurrent layer forgets tokens: from a copy of its state it runs again over those it keeps.
+"""Makes a recurrent layer forget tokens: it runs again from a copy of an earlier state.
 
     segments    each a copy of the state at some token, and what the mixer was called with since
 
@@ -134,7 +134,7 @@ class Rollback:
         self.segments[-1].records[-1].mlp_x = x.clone()
 
     def segments_to(self, token: int) -> list[Segment]:
-        """Those up to the one that `token` tokens end in; none where no token is left.
+        """Returns those up to the one that `token` tokens end in; none where no token is left.
 
         Raises:
             ValueError: there is no state as old as that, or a call with padding or gradients
@@ -170,7 +170,7 @@ class Rollback:
         return last.state, last.records
 
     def of_row(self, row: int) -> "Rollback":
-        """What crop needs of one row alone, copied."""
+        """Copies what crop needs of one row."""
         made = Rollback()
         made.first = self.first
         made.segments = [
@@ -189,7 +189,7 @@ class Rollback:
 
 
 def forgotten_tokens(layer: Any, tokens_to_remove: int) -> int:
-    """How many tokens a LayerState forgets by crop(tokens_to_remove); raises what crop does."""
+    """Number of tokens that crop(tokens_to_remove) forgets of a LayerState; raises what it does."""
     seen, n = layer.seen, tokens_to_remove
     stay = n if n > 0 else seen + n
     if stay < 0:

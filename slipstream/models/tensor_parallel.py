@@ -198,7 +198,7 @@ class _Dealer:
         return _Parameter(owner, name, names, layout.dim)
 
     def _whole(self, parameter: Any, values: Tensor | None = None) -> nn.Parameter:
-        """All of a parameter, or those of its values, on every rank."""
+        """Gathers a whole parameter, or these values of it, on every rank."""
         from torch.distributed.tensor import Replicate
 
         if values is not None:

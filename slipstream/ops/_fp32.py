@@ -24,7 +24,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """All of them in float64 if one is, else as they are."""
+    """Widens all of them to float64 if one is, else returns them as they are."""
     wide = any(x.dtype == torch.float64 for x in tensors)
     return tuple(x.double() for x in tensors) if wide else tensors
 

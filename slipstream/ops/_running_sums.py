@@ -16,7 +16,7 @@ from slipstream.runtime.token_ids import expect_offsets
 
 
 class Packing(NamedTuple):
-    """Where sequences begin: side by side, packed, or divided among ranks."""
+    """The place where sequences begin: side by side, packed, or divided among ranks."""
 
     cu_seqlens: Tensor | None
     context: ContextParallel | None
@@ -52,7 +52,7 @@ def running_mean(
 def running_sums(
     k: Tensor, v: Tensor | None, w: Tensor | None, start: Tensor, packing: Packing
 ) -> eager.RunningSums:
-    """As eager.running_sums, across ranks too."""
+    """Computes eager.running_sums, across ranks too."""
     cu_seqlens, context, impl = packing
     # of a shift, which is a copy: the reference would look at the offsets
     copied = None if impl == "reference" else impl

@@ -140,7 +140,7 @@ def causal_conv1d_fn(
 
 
 def _padded(initial_states: Tensor, shape: Sequence[int], x: Tensor) -> Tensor:
-    """As short_convolution has states: of W inputs, the oldest of which is not read."""
+    """Returns states as short_convolution has them: W inputs, whose oldest is not read."""
     checks.expect_shape("initial_states", initial_states, shape)
     checks.expect_floating({"initial_states": initial_states})
     checks.expect_one_device({"x": x, "initial_states": initial_states})
@@ -270,7 +270,7 @@ def _step(
     indices: Tensor | None,
     impl: str | None,
 ) -> Tensor:
-    """One token, x [B, D]."""
+    """Computes one token, x [B, D]."""
     W, (slots, _, S) = weight.shape[1], conv_state.shape
     options: dict[str, Any] = {"activation": activation, "state_indices": indices, "impl": impl}
     if S == W:

@@ -177,7 +177,7 @@ def short_convolution_update(
     state_indices: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """One token of short_convolution for each of N sequences; the state is updated in place.
+    """Computes a token of short_convolution for each of N sequences, and updates states in place.
 
     Args:
         x: [N, D] or [N, 1, D], any floating dtype.

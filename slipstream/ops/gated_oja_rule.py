@@ -116,7 +116,7 @@ def _terms(
     normalise_q: bool,
     normalise_k: bool,
 ) -> LinearInputs:
-    """As given, with q and k for each value head."""
+    """Returns the given tensors, with q and k repeated for each value head."""
     beta = beta_or_ones(beta, v)
     if gv is None:
         gv = torch.zeros_like(v, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32)

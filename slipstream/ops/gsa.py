@@ -165,7 +165,7 @@ def _plan(
 
 
 def _narrowed(given: GSAInputs, dtype: torch.dtype) -> GSAInputs:
-    """With everything but gates and states in dtype, and for each head of q."""
+    """Casts all but gates and states to dtype, and repeats k and v for each head of q."""
     if given.q.shape[2] != given.k.shape[2]:
         given = _grouped(given)
     if any(x.dtype != dtype for x in given[:4]):
@@ -185,7 +185,7 @@ def _grouped(given: GSAInputs) -> GSAInputs:
 def _run_wide(
     given: GSAInputs, options: LinearOptions, recurrent: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """In float32 throughout."""
+    """Computes in float32 throughout."""
     q, group = given.q, given.q.shape[2] // given.k.shape[2]
     if given.g is None:
         s, g = _abc(given.s, options.reverse)

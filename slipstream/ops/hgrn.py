@@ -60,5 +60,5 @@ def fused_recurrent_hgrn(
     context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same as chunk_hgrn in every respect; both names are in use."""
+    """Computes chunk_hgrn: both names are in use."""
     return run(x, g, initial_state, output_final_state, reverse, cu_seqlens, impl, context)

@@ -182,7 +182,7 @@ def _in_two(
     options: LinearOptions,
     recurrent: bool,
 ) -> Parts:
-    """As _in_one, in 16 bits: that of o and of the sums is then not the only rounding."""
+    """Computes _in_one's results by two calls in 16 bits, which round more than o and the sums."""
     ones = terms.v.new_ones(*terms.v.shape[:3], COLUMNS)
     z = None if z is None else z.expand(*z.shape[:-1], COLUMNS)
     o, kv = run(terms._replace(initial_state=kv), options, recurrent=recurrent)

@@ -109,7 +109,7 @@ def fused_recurrent_rwkv4(
     context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, States | None]:
-    """The same as chunk_rwkv4 in every respect; fla has this name."""
+    """Computes chunk_rwkv4: fla has this name."""
     return chunk_rwkv4(
         w, u, k, v, initial_state=initial_state, output_final_state=output_final_state,
         reverse=reverse, cu_seqlens=cu_seqlens, context=context, impl=impl,

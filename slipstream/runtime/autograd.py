@@ -95,7 +95,7 @@ def refuse_tangents(operator: str, args: tuple) -> None:
 
 
 def refuse_transforms(operator: str, args: tuple) -> None:
-    """The same, and under torch.func's transforms. Whoever calls a Function asks this before, most
+    """Refuses the same, and torch.func's transforms. Callers of a Function ask this before, most
     by needs_autograd."""
     if is_compiling() or not transformed():
         return

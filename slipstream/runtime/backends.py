@@ -108,7 +108,7 @@ def sm90_unsupported(x: Tensor) -> str | None:
 
 @cache
 def _warn(text: str) -> None:
-    """Once a process."""
+    """Warns once a process."""
     from slipstream.compiler.compiler_state import KernelDisabledWarning
 
     warnings.warn(text, KernelDisabledWarning, stacklevel=2)

@@ -59,7 +59,7 @@ class Messages:
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
-        """On a GPU the stream waits, not the host."""
+        """Waits: on a GPU the stream does, not the host."""
         for work in self._works:
             work.wait()
         self._works, self._sent = [], []
@@ -109,7 +109,7 @@ class _Tie(Function):
 
 
 def sum_of_ranks(x: Tensor, share: "Share") -> Tensor:
-    """The same on every rank; gradients that arrive there are added up."""
+    """Adds x of all ranks, on every rank; gradients that arrive there are added up."""
     return _SumOfRanks.apply(x, share)
 
 

@@ -79,7 +79,7 @@ def lengths_of_segments(share: Share) -> list[list[int]]:
 def of_segments(
     context: ContextParallel | None, call: Callable[..., Any], *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """What a call of tokens [B, T, ...] returns, if the plan has segments a segment at a time:
+    """Calls for tokens [B, T, ...], if the plan has segments a segment at a time:
     libraries may round a product by how many there are at once."""
     share = None if context is None else context.share(tensors[0].shape[1])
     if share is None or share.segment_tokens is None or not share.lengths[share.rank]:

@@ -21,7 +21,7 @@ from slipstream.runtime.context_share import Share
 
 
 class ContextParallel:
-    """How the tokens of a batch are divided among ranks, in the order of ranks.
+    """The plan by which ranks, in their order, divide the tokens of a batch.
 
     Every rank makes the plan with the same arguments, and passes it with its own tokens.
 
@@ -145,7 +145,7 @@ class ContextParallel:
         return x
 
     def repeated(self, n: int) -> "ContextParallel":
-        """The same plan where every token counts as n."""
+        """Returns the plan where every token counts as n."""
         found = copy(self)
         found._shares, found._elsewhere, found._whole = {}, {}, {}
         if self.segment_tokens is not None:
@@ -156,7 +156,8 @@ class ContextParallel:
         return found
 
     def reversed(self) -> "ContextParallel":
-        """The same where time runs backwards: for this rank's tokens from the last to the first."""
+        """Returns the plan where time runs backwards: for this rank's tokens from the last to the
+        first."""
         found = copy(self)
         found._shares, found._elsewhere, found._whole = {}, {}, {}
         found.rank, found._backwards = self.size - 1 - self.rank, not self._backwards

@@ -1,4 +1,4 @@
-"""Which tokens of which sequences a rank has, by a plan (context_parallel.py)."""
+"""The tokens and sequences that a rank has by a plan (context_parallel.py)."""
 
 import itertools
 from bisect import bisect_right
@@ -60,7 +60,8 @@ class Share:
         return self._hash
 
     def reversed(self) -> "Share":
-        """The same where time runs backwards: the last rank is first, and so the last sequence."""
+        """Returns the share where time runs backwards: the last rank is first, and so the last
+        sequence."""
         total = self.offsets[-1]
         offsets = tuple(total - x for x in reversed(self.offsets)) if self.packed else None
         last = len(self.lengths) - 1
@@ -87,7 +88,7 @@ class Share:
         self.expect_begins("segment_tokens", self.segment_tokens)
 
     def expect_begins(self, name: str, tokens: int) -> None:
-        """The same check for another number of tokens; `name` is for the error."""
+        """Does this check for another number of tokens; `name` is for the error."""
         for rank, at in enumerate(self.begins[:-1]):
             begin = self.offsets[max(bisect_right(self.offsets, at) - 1, 0)]
             if at < self.offsets[-1] and (at - begin) % tokens:
@@ -145,7 +146,7 @@ class Share:
         return i > 0 or not self.earlier
 
     def tokens_of(self, rank: int, n: int) -> int:
-        """How many of sequence n a rank has."""
+        """Number of tokens of sequence n that a rank has."""
         begin, end = self.begins[rank : rank + 2]
         return max(0, min(end, self.offsets[n + 1]) - max(begin, self.offsets[n]))
 
@@ -186,7 +187,7 @@ class Share:
         return dict(zip(ranks[::order], found.split(received[::order])))
 
     def positions(self, device: torch.device) -> Tensor:
-        """Where each token here stands in its sequence, int64 [1, T]."""
+        """The place of each token here in its sequence, int64 [1, T]."""
         found = [
             torch.arange(n, device=device) + max(self.begin - self.offsets[i], 0)
             for i, n in ((i, self.tokens_of(self.rank, i)) for i in self.pieces)
@@ -205,7 +206,7 @@ class Share:
         return target
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """All ranks' tokens [B, T, ...], of x [B, tokens here, ...], with gradients."""
+        """Gathers all ranks' tokens [B, T, ...], of x [B, tokens here, ...], with gradients."""
         most = max(self.lengths)
         padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, most - x.shape[1]))
         found = gather(padded, self)
@@ -265,8 +266,8 @@ class Share:
 
 
 class Crossings(NamedTuple):
-    """How sequences cross ranks: whether any goes from one rank to the next, and how often one does
-    at most. The same on every rank, so that all exchange or none does."""
+    """Crossings of sequences from rank to rank: whether any goes from one rank to the next, and how
+    often one does at most. The same on every rank, so that all exchange or none does."""
 
     any: bool
     longest: int

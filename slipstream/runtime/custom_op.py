@@ -128,7 +128,7 @@ class DirectCall:
         return result
 
     def _by_position(self, args: tuple, named: dict[str, Any]) -> tuple:
-        """All arguments, of which the last ones are named, in the schema's order."""
+        """Puts all arguments, whose last ones are named, into the schema's order."""
         if tuple(named) != (wanted := self._names[len(args) :]):
             raise TypeError(f"{self._overload}: want {wanted} by name, got {tuple(named)}")
         return (*args, *named.values())
@@ -237,7 +237,7 @@ class _Traced(Function):
 
 
 def _without_negation(args: tuple, device: str) -> tuple:
-    """As torch's dispatcher does: negated views as copies, which are written back."""
+    """Copies negated views, as torch's dispatcher does, and writes the copies back."""
     # torch negates where it computes; kernels, which Triton interprets on a CPU, do not
     if device == "cpu" and not backends.INTERPRETED:
         return args
@@ -430,7 +430,7 @@ class KernelOp(DirectCall):
         gradient.set_gradient(self.overload, differentiable)
 
     def before(self, compile_also: Callable[[tuple, Any], object]) -> DirectCall:
-        """The same operator, called where a backward follows."""
+        """Returns the operator for calls that a backward follows."""
         call = DirectCall(self.impl, replay=self._replay, compile_also=compile_also)
         call._overload, call._names, call._written = self.overload, self._names, self._written
         return call

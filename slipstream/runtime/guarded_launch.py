@@ -138,7 +138,7 @@ def _rank_of_several() -> int | None:
 
 
 def _compiler_error(error: Exception) -> str | None:
-    """How a compiler failed; None if the error is not a compiler's."""
+    """Description of a compiler's failure; None if the error is not a compiler's."""
     if isinstance(error, Unusable):
         return str(error)
     if reason := _of_machine(error):

@@ -1,4 +1,4 @@
-"""All kernels of a call compiled side by side, before the first of them is launched.
+"""Compiles all kernels of a call side by side, before the first of them is launched.
 
 Triton compiles a kernel when it is launched, one after the other; most of that time is spent
 outside of Python's lock. So the first call of its kind runs twice: once in which launches only
@@ -218,7 +218,7 @@ class _Later:
 
 
 def _settle(future: Future, task: _Task) -> None:
-    """Once: a pool without another thread keeps what it was given, and raises."""
+    """Settles it once: a pool without another thread keeps what it was given, and raises."""
     if not task.claimed.acquire(blocking=False):
         return
     try:

@@ -15,7 +15,7 @@ from slipstream.runtime.launch_cache import of_thread
 
 
 class HeadShard(NamedTuple):
-    """Which part of the heads a rank has."""
+    """The part of the heads that a rank has."""
 
     group: Any
     rank: int

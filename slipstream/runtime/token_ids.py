@@ -84,7 +84,7 @@ def expect_below(
     step: int = 1,
     rows: Tensor | None = None,
 ) -> None:
-    """No index [N] or [N, W] into a pool of `size` is past it; on CUDA the next call raises.
+    """Refuses an index [N] or [N, W] past a pool of `size`; on CUDA the next call raises.
 
     A negative one means none. Nothing is looked at while torch.compile traces.
 
@@ -116,8 +116,8 @@ def expect_below(
 
 
 def expect_unique(name: str, indices: Tensor, of: str) -> None:
-    """No index [N] twice, but for negative ones; looked at on the host alone, since on a device it
-    would be a sync.
+    """Refuses an index [N] that comes twice, but for negative ones; only on the host, since on a
+    device it would be a sync.
 
     Raises:
         ValueError: has all of them.
@@ -224,7 +224,7 @@ def launched() -> None:
 
 
 def slots_for(ids: Tensor) -> Tensor:
-    """Where kernels on the ids' device leave what they find: int64 [1 + SLOTS * WORDS]."""
+    """Slots where kernels on the ids' device leave what they find: int64 [1 + SLOTS * WORDS]."""
     if type(ids) is not Tensor:  # traced on a device that is not there
         return ids.new_empty(1 + SLOTS * WORDS, dtype=torch.int64)
     index = ids.get_device()

@@ -1,4 +1,4 @@
-"""Which weights become which: a rule has both directions."""
+"""Rules that say which weight becomes which, in both directions."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
