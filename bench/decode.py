@@ -5,7 +5,6 @@
     python bench/decode.py --only generate    generate of whole models, with and without graphs
     python bench/decode.py --only mixer       mixers' steps with the heads of a GPU, beside a copy
     python bench/decode.py --only verify      drafts by mixer_step, and by states after each token
-    python bench/decode.py --only int8        steps on states in int8, and their error
     python bench/decode.py --only prompts     many short prompts in a call, beside fla
     python bench/decode.py --only drafts      two models trained here: drafts of the smaller one
 
@@ -64,7 +63,6 @@ GENERATED = ("gated_deltanet", "kda", "gla", "mamba2", "rwkv7", "retention", "at
 WAYS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("gated_deltanet", "consistent", {"consistent": True}, {}),
     ("attention", "consistent", {"consistent": True}, {}),
-    ("gated_deltanet", "int8 states", {}, {"cache_config": {"state_dtype": "int8"}}),
     ("attention", "int8 keys", {}, {"cache_config": {"key_dtype": "int8"}}),
     ("gated_deltanet", "drafts of the prompt", {}, {"prompt_lookup_num_tokens": 4}),
     ("gated_deltanet", "drafts of a model", {}, {"assistant_model": True}),
@@ -210,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for (label, fn), size in product(scans, SCANS):
         measure = partial(scan_rows, label, fn, size, report)
         works.append((f"scan {label} {size}", "step_gpu", measure))
-    files = {"step": "step_gpu", "prompts": "prompts_gpu", "error": "int8_error"}
+    files = {"step": "step_gpu", "prompts": "prompts_gpu"}
     works += [(name, files[kind], measure) for name, kind, measure in serving_works(report)]
     if not report.options.once:
         works.append(("drafts", "drafts_gpu", partial(decode_drafts.rows, report)))

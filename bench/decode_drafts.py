@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import DEVICE, Report, Row, first, in_graph, language_model, synchronize
+from harness import DEVICE, Report, Row, first, language_model, synchronize
 from torch import Tensor
 
 # width, layers, heads: about 0.1 B parameters, and a fifth of them
@@ -20,7 +20,6 @@ SECONDS = 40  # of a model's training at most, and a fifth of --seconds
 PROMPTS, PROMPT, NEW_TOKENS = 4, 256, 256
 BATCHES = (1, 8, 64)
 GUESSES = (2, 4)
-INT8_TOKENS = 32768
 LOG2 = 0.6931471805599453
 
 
@@ -164,38 +163,6 @@ def empty(cache: Any) -> None:
         layer.is_initialized = True
 
 
-@torch.no_grad()
-def int8_row(model: Any, data: Tensor, report: Report) -> Row:
-    """Bits a byte of long texts, read one byte at a time, with states in float32 and in int8."""
-    from slipstream.models import StateCache
-
-    rows, tokens = (2, 8) if report.options.small else (4, INT8_TOKENS)
-    ids = data[: rows * (tokens + 1)].view(rows, -1)
-    found = []
-    for dtype in (None, torch.int8):
-        cache = StateCache(len(model.model.layers), tokens + 64, dtype)
-        model(ids[:, :1], cache=cache, use_cache=True)
-        at = torch.zeros(1, dtype=torch.long, device=ids.device)
-        total = torch.zeros((), dtype=torch.float64, device=ids.device)
-
-        def step(cache: Any = cache, at: Tensor = at, total: Tensor = total) -> None:
-            h = model.model.step(ids.index_select(1, at), cache)
-            logits = model.lm_head(h)[:, 0].float()
-            total.add_(F.cross_entropy(logits, ids.index_select(1, at + 1)[:, 0]))
-            at.add_(1)
-
-        empty(cache)
-        replay = in_graph(step)
-        empty(cache)
-        at.zero_()
-        total.zero_()
-        for _ in range(tokens):
-            replay()
-        found.append(total.item() / tokens / LOG2)
-    row = {"what": "int8 states", "B": rows, "tokens": tokens, "bits": round(found[0], 5)}
-    return row | {"int8 bits": round(found[1], 5), "lost": round(found[1] - found[0], 5)}
-
-
 def rows(report: Report) -> Iterator[Row]:
     data = text()
     cut = len(data) - len(data) // 20
@@ -227,4 +194,3 @@ def rows(report: Report) -> Iterator[Row]:
             row = {"what": "graphs", "drafts": count, "B": B, "step ms": round(plain, 4)}
             row |= {"verify ms": round(ms, 4), "draft ms": round(guess, 4)}
             yield row | {"tokens/s": round(1e3 * speed, 1), "of none": round(speed / B * plain, 3)}
-    yield int8_row(draft, ids, report)

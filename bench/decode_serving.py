@@ -1,4 +1,4 @@
-"""An engine's calls, for decode.py: mixers, drafts, states in int8, short prompts."""
+"""An engine's calls, for decode.py: mixers, drafts, short prompts."""
 
 import importlib
 import os
@@ -31,7 +31,6 @@ GPUS = (1, 2, 4, 8)
 DRAFTS = 4
 # sequences of 1 to 256 tokens: how many
 PROMPTS = (4, 8, 16, 32)
-INT8_TOKENS = 131072
 _RAW = {"use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True, "norm_eps": 1e-6}
 OPTIONS: dict[str, dict[str, Any]] = {
     "gated_deltanet": _RAW,
@@ -160,79 +159,6 @@ def verify_row(B: int, H: int, HV: int, report: Report) -> Row:
     return row | {"differs": f"{off:.1e}"}
 
 
-def int8_row(name: str, B: int, H: int, HV: int, report: Report) -> Row:
-    """recurrent_step on states in int8 and in float32."""
-    B, H, HV = few(B, report), few(H, report), few(HV, report)
-    state = torch.randn(B, HV, K, K, device=DEVICE)
-    codes, scale, residual = ops.quantize_state(state)
-    q, k, v = normal(B, 1, H, K), normal(B, 1, H, K), normal(B, 1, HV, K)
-    given = {"g": -torch.rand(B, 1, HV, device=DEVICE), "beta": torch.rand(B, 1, HV, device=DEVICE)}
-    if name == "kda":
-        given["g"] = -torch.rand(B, 1, HV, K, device=DEVICE)
-    step = torch.no_grad()(
-        partial(ops.recurrent_step, q, k, v, use_qk_l2norm_in_kernel=True, **given)
-    )
-    rest = {"state_scale": scale, "state_residual": residual}
-    calls = {
-        "float32": in_graph(partial(step, state=state)),
-        "int8": in_graph(partial(step, state=codes, **rest)),
-    }
-    ms = report.times(calls)
-    row: dict[str, object] = {"what": f"int8 {name}", "shape": f"B{B} H{H} HV{HV}"}
-    if not ms:
-        return row
-    row |= {"ms": round(ms["int8"], 5), "float32 ms": round(ms["float32"], 5)}
-    return row | {"float32 / int8": round(ms["float32"] / ms["int8"], 3)}
-
-
-@torch.no_grad()
-def int8_error_row(report: Report) -> Row:
-    """Relative error of o after many tokens one by one, beside states in float32: of 1,024 tokens
-    up to each length; the gates of a fresh GatedDeltaNet."""
-    B, H, each = 2, 4, 1024
-    total = INT8_TOKENS
-    if report.options.small:
-        each, total = 8, 16
-    shape = (B, each, H)
-    codes, scale, residual = ops.quantize_state(torch.zeros(B, H, K, K, device=DEVICE))
-    states: dict[str, dict[str, Any]] = {
-        "int8": {"state": codes, "state_scale": scale, "state_residual": residual},
-        "float32": {"state": torch.zeros(B, H, K, K, device=DEVICE)},
-    }
-    rate = torch.empty(H, device=DEVICE).uniform_(1, 16)
-    low, high = torch.tensor([1e-3, 1e-1], device=DEVICE).log()
-    tokens = {name: torch.empty(*shape, K, device=DEVICE) for name in "qkv"}
-    tokens |= {name: torch.empty(shape, device=DEVICE) for name in ("g", "beta")}
-    made = {name: torch.empty(*shape, K, device=DEVICE) for name in states}
-
-    def run() -> None:
-        for t in range(each):
-            now: dict[str, Any] = {name: x[:, t : t + 1] for name, x in tokens.items()}
-            for name, state in states.items():
-                made[name][:, t : t + 1] = ops.recurrent_step(**now, **state)
-
-    def draw() -> None:
-        for name in "qk":
-            tokens[name].copy_(F.normalize(torch.randn(*shape, K, device=DEVICE), dim=-1))
-        tokens["v"].normal_()
-        step = (low + (high - low) * torch.rand(shape, device=DEVICE)).exp()
-        tokens["g"].copy_(-rate * step)
-        tokens["beta"].copy_(torch.rand(shape, device=DEVICE))
-
-    draw()
-    replay = in_graph(run)
-    for state in states.values():
-        for x in state.values():
-            x.zero_()
-    row: dict[str, object] = {"what": "int8 error", "shape": f"B{B} H{H}"}
-    for end in range(each, total + 1, each):
-        draw()
-        replay()
-        if end & (end - 1) == 0:
-            row[f"after {end}"] = f"{error(made['int8'], made['float32']):.2e}"
-    return row
-
-
 def prompt_arguments(name: str, lengths: list[int]) -> tuple[dict[str, Tensor], Tensor]:
     """Arguments of packed sequences, and their offsets."""
     T, H, HV = sum(lengths), 16 if name == "gated_delta_rule" else 32, 32
@@ -301,12 +227,6 @@ def works(report: Report) -> list[tuple[str, str, Call]]:
     if HAVE_TRITON and DEVICE.type == "cuda":
         for B in (16, 128):
             found.append((f"verify B{B}", "step", partial(verify_row, B, 16, 32, report)))
-    for name, H in (("gated_delta_rule", 16), ("kda", 32)):
-        for B in (64, 256):
-            measure = partial(int8_row, name, B, H, 32, report)
-            found.append((f"int8 {name} B{B}", "step", measure))
-    if not report.options.once:
-        found.append(("int8 error", "error", partial(int8_error_row, report)))
     for name, N in product(("gated_delta_rule", "kda"), PROMPTS):
         found.append((f"prompts {name} {N}", "prompts", partial(prompts_row, name, N, report)))
     return found

@@ -21,7 +21,7 @@ GROUPS = {
         "gated_oja_rule precond_gated_delta_rule precond_kda iplr_delta_rule dplr_delta_rule rwkv7"
     ),
     "Decoding with a pool of states": (
-        "recurrent_step mixer_step rwkv7_step projection_step quantize_state prefix_states"
+        "recurrent_step mixer_step rwkv7_step projection_step prefix_states"
     ),
     "State-space models": "selective_scan mamba3",
     "Softmax attention": "attention latent_attention flash_attn",

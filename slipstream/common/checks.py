@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from slipstream.common import int8_states
-
 P = ParamSpec("P")
 R = TypeVar("R")
 # Under this name a function may have another, which `operator` calls for consistent=True.
@@ -268,41 +266,6 @@ def expect_floating(tensors: Mapping[str, Tensor | None]) -> None:
     for name, x in tensors.items():
         if x is not None and not x.is_floating_point():
             raise TypeError(f"{name}: want a floating dtype, got {x.dtype}")
-
-
-def expect_state(
-    state: Tensor, scale: Tensor | None, residual: Tensor | None, v_first: bool
-) -> None:
-    """A pool of states [slots, HV, K, V], or [slots, HV, V, K] if v_first, of a floating dtype, or
-    of int8 with what int8_states.encode makes beside it."""
-    if state.dtype != torch.int8:
-        for name, x in (("state_scale", scale), ("state_residual", residual)):
-            if x is not None:
-                raise ValueError(f"{name}: wants state in int8, got {state.dtype}")
-        if not state.is_floating_point():
-            raise TypeError(f"state: want a floating dtype or int8, got {state.dtype}")
-        return
-    if scale is None or residual is None:
-        raise ValueError(
-            "state: in int8 it wants state_scale and state_residual too: all three are what "
-            "slipstream.ops.quantize_state returns"
-        )
-    names = "state", "state_scale", "state_residual"
-    expect_int8_state(state, scale, residual, v_first, names)
-
-
-def expect_int8_state(
-    codes: Tensor, scale: Tensor, residual: Tensor, v_first: bool, names: tuple[str, str, str]
-) -> None:
-    """Expects tensors of int8_states.encode: codes are [..., K, V], or [..., V, K] if v_first."""
-    *batch, K, V = codes.mT.shape if v_first else codes.shape
-    words = 3 * int8_states.rows_of(K)
-    expect_shape(names[1], scale, (*batch, V))
-    expect_shape(names[2], residual, (*batch, V, words) if v_first else (*batch, words, V))
-    dtypes = torch.int8, torch.bfloat16, torch.uint8
-    for name, x, dtype in zip(names, (codes, scale, residual), dtypes):
-        if x.dtype != dtype:
-            raise TypeError(f"{name}: want {dtype}, got {x.dtype}")
 
 
 def expect_one_dtype(tensors: Mapping[str, Tensor | None]) -> None:

@@ -44,7 +44,6 @@ class Attention(Mixer):
     token_states = ("k", "v")
     leaves_states = True
     verifies_drafts = True
-    steps_rounded = True
     rounded_keys = ("k", "v")
 
     def __init__(
@@ -137,7 +136,7 @@ class Attention(Mixer):
 
     def _on_rounded(self, q: Tensor, k: Tensor, v: Tensor, state: State) -> Tensor:
         """o of a cache in 8 bits, with the new keys behind it."""
-        given = rounded.rounded({"k": k, "v": v}, rounded.rounding_of(state), self.rounded_keys)
+        given = rounded.rounded({"k": k, "v": v}, rounded.key_dtype_of(state), self.rounded_keys)
         append(given, state)
         scales = {"k_scale": state["k_scale"], "v_scale": state["v_scale"]}
         return self._with_cache(q, state, **scales)

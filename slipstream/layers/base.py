@@ -138,7 +138,7 @@ def expect_state(state: object, rows: int) -> None:
 
 
 def _in_8_bits(state: State, name: str) -> bool:
-    return rounded.is_rounded(state, name) or name.endswith(rounded.PARTS)
+    return rounded.is_rounded(state, name) or name.endswith(rounded.SCALE)
 
 
 def _blame(
@@ -206,8 +206,6 @@ class Mixer(nn.Module):
     token_states: ClassVar[tuple[str, ...]] = ()
     # whether `step` takes drafts (nn/decoding.py) where it is fused
     verifies_drafts: ClassVar[bool] = False
-    # whether `step` of one token takes a recurrent state in int8 (nn/rounded.py) as it is
-    steps_rounded: ClassVar[bool] = False
     # whether a call leaves its states on the way (runtime/prefix_scope.py); those of tokens are
     # cut instead
     leaves_states: ClassVar[bool] = False
@@ -299,7 +297,7 @@ class Mixer(nn.Module):
     ) -> Any:
         """`step` where nobody waits for a call of this module or of its convolution."""
         short = (x.shape[1] == 1 and self.mode != "chunk") or decoding.verifies()
-        if short and (self.steps_rounded or not rounded.has_rounded(state)):
+        if short:
             return self.decode(x, state, positions, **options)
         return self._call_in_place(x, state, positions, **options)
 
@@ -360,7 +358,7 @@ class Mixer(nn.Module):
         start = rounded.wide(state, x.dtype)
         y, after, *value = self(x, positions=positions, state=start, use_cache=True, **options)
         if start is not state:
-            after = rounded.rounded(after, rounded.rounding_of(state), self.rounded_keys)
+            after = rounded.rounded(after, rounded.key_dtype_of(state), self.rounded_keys)
         for name, tensor in after.items():
             of_tokens = name.removesuffix(rounded.SCALE) in self.token_states
             used = tensor[:, : state[name].shape[1]] if of_tokens else tensor

@@ -170,7 +170,6 @@ class SteppedDeltaHeads(DeltaHeads):
     """Adds a step of one token by ops.mixer_step, where there is a convolution."""
 
     verifies_drafts = True
-    steps_rounded = True
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any

@@ -47,7 +47,6 @@ class DeltaNet(Mixer):
 
     verifies_drafts = True
     leaves_states = True
-    steps_rounded = True
 
     def __init__(
         self,

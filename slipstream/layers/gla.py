@@ -52,7 +52,6 @@ class GatedLinearAttention(Mixer):
 
     verifies_drafts = True
     leaves_states = True
-    steps_rounded = True
 
     def __init__(
         self,

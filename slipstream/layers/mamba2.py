@@ -45,7 +45,6 @@ class Mamba2(Mixer):
 
     verifies_drafts = True
     leaves_states = True
-    steps_rounded = True
 
     def __init__(
         self,

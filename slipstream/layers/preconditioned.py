@@ -87,7 +87,6 @@ class _Preconditioned(SteppedDeltaHeads):
     """The base of both layers. Their other base class has the other projections."""
 
     leaves_states = False  # not the preconditioner's
-    steps_rounded = False
 
     def __init__(
         self, *args: Any, squash_x: float = 1.5, squash_eps: float = 1e-6, **options: Any

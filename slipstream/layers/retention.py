@@ -53,7 +53,6 @@ class MultiScaleRetention(Mixer):
     norm_weight: nn.Parameter | None
 
     leaves_states = True
-    steps_rounded = True
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from slipstream.kernels.time_mix.low_rank import LowRankInputs, low_rank
 from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.layers.base import Mixer, assign, expect_first_value, heads_of
 from slipstream.layers.call import MixerCall, State
-from slipstream.nn import decoding, projections, rounded
+from slipstream.nn import decoding, projections
 from slipstream.nn.consistent import product
 from slipstream.nn.linear import plain_linear, plain_module
 from slipstream.nn.recompute import Recompute
@@ -60,7 +60,6 @@ class RWKV7(Mixer):
 
     takes_first_value = True
     leaves_states = True
-    steps_rounded = True
 
     def __init__(
         self,
@@ -196,7 +195,6 @@ class RWKV7(Mixer):
         if (
             not projections.takes_step(x)
             or (v_lora is None and first_value is not None)
-            or rounded.has_rounded(state)
             or not all(map(plain_module, loras))
             or not all(map(_plain_matrix, matrices))
             or any(layer.weight.dtype != x.dtype for layer in matrices)

@@ -224,7 +224,6 @@ class Block(GradientCheckpointingLayer):
         """Whether a step's norms and residual connections can be parts of other launches."""
         return (
             layer.rollback is None
-            and (self.mixer.steps_rounded or not layer.rounds)
             and not self.mixer.takes_first_value
             and (self.mlp is None or type(self.mlp) is SwiGLU)
             and self.mixer.fuses(h)

@@ -36,27 +36,20 @@ class LayerState(CacheLayerMixin):
 
     Args:
         max_length: S; None begins with what the first call needs and grows.
-        state_dtype: torch.int8 keeps recurrent states of matrices in int8, with what rounding
-            leaves over (ops.quantize_state): `recurrent` with `recurrent_scale` and
-            `recurrent_residual`. None is the dtype that the layer returns.
         key_dtype: torch.int8 or torch.float8_e4m3fn keeps keys and values of `attention` so, each
-            with a scale of its token and head, `k_scale`: half of bfloat16's bytes.
+            with a scale of its token and head, `k_scale`: half of bfloat16's bytes. None is the
+            dtype that the layer returns.
     """
 
     is_sliding = False
     is_compileable = True
 
-    def __init__(
-        self,
-        max_length: int | None = None,
-        state_dtype: torch.dtype | None = None,
-        key_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, max_length: int | None = None, key_dtype: torch.dtype | None = None) -> None:
         super().__init__()
         if max_length is not None and max_length < 1:
             raise ValueError(f"max_length: want 1 or more, or None, got {max_length}")
-        self.max_length, self.rounding = max_length, rounded.Rounding(state_dtype, key_dtype)
-        self.rounding.check()
+        rounded.expect_key_dtype(key_dtype)
+        self.max_length, self.key_dtype = max_length, key_dtype
         self.seen = 0  # columns of the batch so far, padding included
         self.token_states: tuple[str, ...] = ()
         self.rounded_keys: tuple[str, ...] = ()  # of the mixer
@@ -91,11 +84,6 @@ class LayerState(CacheLayerMixin):
             return self._tensors
         end = self.seen + tokens if room is None else room
         return {n: x[:, :end] if n in self.token_states else x for n, x in self._tensors.items()}
-
-    @property
-    def rounds(self) -> bool:
-        """Whether a tensor is kept in 8 bits."""
-        return self._tensors is not None and rounded.has_rounded(self._tensors)
 
     def wide(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Returns `view` of no more tokens for a layer's forward, with nothing in 8 bits."""
@@ -135,7 +123,7 @@ class LayerState(CacheLayerMixin):
     def _rounded(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Rounds a state as this keeps it; token_states get the scales."""
         if not rounded.has_rounded(state):
-            state = rounded.rounded(state, self.rounding, self.rounded_keys)
+            state = rounded.rounded(state, self.key_dtype, self.rounded_keys)
         scales = (name + rounded.SCALE for name in self.rounded_keys)
         more = (name for name in scales if name in state and name not in self.token_states)
         self.token_states = (*self.token_states, *more)
@@ -204,7 +192,7 @@ class LayerState(CacheLayerMixin):
 
     def of(self, seen: int, tensors: dict[str, Tensor] | None) -> "LayerState":
         """A state of the same kind, holding copies of tensors after `seen` tokens."""
-        made = LayerState(None, *self.rounding)
+        made = LayerState(None, self.key_dtype)
         made.seen, made.token_states = seen, self.token_states
         made.rounded_keys = self.rounded_keys
         if tensors is not None:
@@ -217,7 +205,7 @@ class LayerState(CacheLayerMixin):
     def empty_rows(self, rows: int, max_length: int | None) -> "LayerState":
         """A state with the given number of rows: tensors like these, all zero."""
         assert self._tensors is not None
-        made = LayerState(max_length, *self.rounding)
+        made = LayerState(max_length, self.key_dtype)
         made.token_states, made.rounded_keys = self.token_states, self.rounded_keys
         like = made._rounded({name: x.detach()[:1] for name, x in self._tensors.items()})
         made.is_initialized, made._tensors = True, {}
@@ -348,8 +336,6 @@ class StateCache(OpenRows):
         num_layers: of the model.
         max_length: tokens that softmax layers get room for at once; None lets them grow. Recurrent
             layers need none.
-        state_dtype: torch.int8 keeps recurrent states in int8, about a third of float32's bytes
-            (LayerState); None as layers return them.
         key_dtype: torch.int8 or torch.float8_e4m3fn keeps keys and values of softmax attention in 8
             bits (LayerState); None as layers return them.
     """
@@ -360,12 +346,11 @@ class StateCache(OpenRows):
         self,
         num_layers: int,
         max_length: int | None = None,
-        state_dtype: torch.dtype | None = None,
         key_dtype: torch.dtype | None = None,
     ) -> None:
         expect_count("num_layers", num_layers)
-        self.max_length, self.rounding = max_length, rounded.Rounding(state_dtype, key_dtype)
-        super().__init__(layers=[LayerState(max_length, *self.rounding) for _ in range(num_layers)])
+        self.max_length, self.key_dtype = max_length, key_dtype
+        super().__init__(layers=[LayerState(max_length, key_dtype) for _ in range(num_layers)])
         # of decoding steps, by what they were captured for: models/graphs.py
         self.graphs: dict[Any, Any] = {}
         self.made_for: Any = None
@@ -417,7 +402,7 @@ class StateCache(OpenRows):
         """Copies one row: to be kept as the state after a prefix, or to go on with."""
         if self.rows:
             row = expect_row(row, self.rows)
-        made = StateCache(0, None, *self.rounding)
+        made = StateCache(0, None, self.key_dtype)
         made.layers = [layer.copied(row) for layer in self.layers]
         if self.open_rows is not None:  # whose tensors no call changes
             made.open_rows = [self.open_rows[row]]
@@ -439,7 +424,7 @@ class StateCache(OpenRows):
         """
         self._expect_tensors("pool")
         rows = expect_count("rows", rows)
-        made = StateCache(0, max_length, *self.rounding)
+        made = StateCache(0, max_length, self.key_dtype)
         made.layers = [layer.empty_rows(rows, max_length) for layer in self.layers]
         made.lengths = [0] * rows
         return made
@@ -451,8 +436,9 @@ class StateCache(OpenRows):
             raise ValueError("put: want a cache that StateCache.pool() made")
         row = expect_row(row, len(self.lengths))
         if cache is not None:
-            getattr(cache, "rounding", self.rounding).expect("put", self.rounding)
             self._expect_fits(cache)
+            if cache.key_dtype != self.key_dtype:
+                raise ValueError(f"put: want key_dtype {self.key_dtype}, got {cache.key_dtype}")
         self.lengths[row] = 0 if cache is None else cache.get_seq_length()
         self._set_lengths(self.lengths)
         self.reserve(0)

@@ -166,8 +166,8 @@ def run(
         ends = list(pairwise(cu_seqlens.tolist()))
         parts = [h[:, begin:end] for begin, end in ends]
         places = [None if positions is None else positions[:, begin:end] for begin, end in ends]
-    if cache is not None and any(cache.rounding):
-        raise NotImplementedError("state_dtype, key_dtype: want None for a consistent model")
+    if cache is not None and cache.key_dtype is not None:
+        raise NotImplementedError("key_dtype: want None for a consistent model")
     rows = (None if cache is None else cache.open_rows) or [Row.empty(h)] * len(parts)
     if len(rows) != len(parts):
         raise ValueError(f"cache: want {len(rows)} sequences as before, got {len(parts)}")

@@ -14,7 +14,6 @@ from slipstream.models import greedy, lookup
 from slipstream.models.cache import CACHE, StateCache
 from slipstream.models.graphs import Decoding, own_modules
 from slipstream.models.packing import text_positions
-from slipstream.nn.rounded import Rounding
 
 DRAFTS = "drafts are verified in steps of several tokens, of which there are no graphs"
 HOLES = "drafts want no padding after a prompt's tokens: they are left out"
@@ -37,9 +36,8 @@ class Generation(_Base):
         calls with that batch size replay it; `self.decoding` counts captures and replays, says why
         there was no graph (`reason`), turns them off (`enabled`) and gives memory back (`free`).
 
-        cache_config={"state_dtype": "int8"} keeps recurrent states in int8, about a third of the
-        bytes. {"key_dtype": "int8"} or "float8_e4m3fn" keeps keys and values in about half of
-        bfloat16's bytes (StateCache).
+        cache_config={"key_dtype": "int8"} or "float8_e4m3fn" keeps keys and values in about half
+        of bfloat16's bytes (StateCache).
 
         cache= is one of an earlier call, or of PrefixCache, also before transformers 5.24, which
         calls it past_key_values; input_ids have its tokens too. A row of it serves all beams and
@@ -101,12 +99,12 @@ class Generation(_Base):
             return made
         if drafted and not self._looks_up(generation_config):
             self.decoding.refuse(self.decoding.drafts_failure or DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
-        rounding = rounding_of(generation_config)
+        key_dtype = key_dtype_of(generation_config)
         whose = generation_config.return_dict_in_generate or not own_modules(self)  # pyright: ignore[reportArgumentType]
         if whose or not self.decoding.can_lend:
-            cache = StateCache(len(self.model.layers), max_cache_length, *rounding)  # pyright: ignore[reportAttributeAccessIssue]
+            cache = StateCache(len(self.model.layers), max_cache_length, key_dtype)  # pyright: ignore[reportAttributeAccessIssue]
         else:
-            cache = self.decoding.lend(self, batch_size * copies, max_cache_length, rounding)  # pyright: ignore[reportArgumentType]
+            cache = self.decoding.lend(self, batch_size * copies, max_cache_length, key_dtype)  # pyright: ignore[reportArgumentType]
         if getattr(generation_config, "is_assistant", False):
             cache.activate_past_recording()
         model_kwargs[CACHE] = cache
@@ -295,7 +293,7 @@ class Generation(_Base):
         ):
             if isinstance(cache, StateCache) and self.decoding.lends(cache):
                 # what it keeps of the tokens for `crop` is no part of a cache with graphs
-                kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length, *cache.rounding)
+                kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length, cache.key_dtype)
                 self.decoding.refuse(DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
             return by_transformers()
         out = self._prefill(input_ids, generation_config, kwargs, is_first_iteration=True)
@@ -315,7 +313,7 @@ class Generation(_Base):
         except Exception as e:  # of any kind: transformers' loop needs no graph
             self.decoding.fail_drafts(e)
         # here, where the error no longer keeps what ran when it came
-        kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length, *cache.rounding)
+        kwargs[CACHE] = StateCache(len(cache.layers), cache.max_length, cache.key_dtype)
         del cache, out, logits
         return by_transformers()
 
@@ -364,17 +362,16 @@ class Generation(_Base):
         return inputs
 
 
-def rounding_of(generation_config: Any) -> Rounding:
-    """The options of a StateCache in `cache_config`."""
+def key_dtype_of(generation_config: Any) -> torch.dtype | None:
+    """The option of a StateCache in `cache_config`."""
     given = getattr(generation_config, "cache_config", None) or {}
-    known = {"state_dtype": ("int8",), "key_dtype": ("int8", "float8_e4m3fn")}
-    if not isinstance(given, dict) or given.keys() - known.keys():
-        raise ValueError(f"cache_config: want a dict of {', '.join(known)}, got {given}")
-    for name, x in given.items():
-        if x not in (None, *known[name]):
-            raise ValueError(f"cache_config: want one of {known[name]} for {name}, got {x!r}")
-    dtypes = {name: None if x is None else getattr(torch, x) for name, x in given.items()}
-    return Rounding(dtypes.get("state_dtype"), dtypes.get("key_dtype"))
+    known = (None, "int8", "float8_e4m3fn")
+    if not isinstance(given, dict) or given.keys() - {"key_dtype"}:
+        raise ValueError(f"cache_config: want a dict of key_dtype, got {given}")
+    name = given.get("key_dtype")
+    if name not in known:
+        raise ValueError(f"cache_config: want one of {known} for key_dtype, got {name!r}")
+    return None if name is None else getattr(torch, name)
 
 
 class Flag:

@@ -26,7 +26,6 @@ from torch.nn.modules.module import _has_any_global_hook
 from slipstream.models.cache import StateCache
 from slipstream.models.consistent import logits_of
 from slipstream.nn.consistent import has_consistent_product
-from slipstream.nn.rounded import AS_RETURNED, Rounding
 from slipstream.runtime.token_ids import launched, raise_pending
 
 # caches that a model keeps for its next generate, each of another number of rows
@@ -159,20 +158,16 @@ class Decoding:
             cache.drafts, cache.made_for = None, now
 
     def lend(
-        self,
-        model: nn.Module,
-        rows: int,
-        max_length: int,
-        rounding: Rounding = AS_RETURNED,
+        self, model: nn.Module, rows: int, max_length: int, key_dtype: torch.dtype | None = None
     ) -> StateCache:
         """An empty cache, the one of the last generate with as many rows if it is large enough."""
         cache = self.caches.pop(rows, None)
         if cache is not None and _of_inference(cache) and not torch.is_inference_mode_enabled():
             cache = None  # such tensors may be written in that mode alone
         small = cache is not None and (cache.max_length or 0) < max_length
-        if cache is None or small or cache.rounding != rounding:
+        if cache is None or small or cache.key_dtype != key_dtype:
             layers = len(model.model.layers)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
-            cache = StateCache(layers, -(-max_length // MULTIPLE) * MULTIPLE, *rounding)
+            cache = StateCache(layers, -(-max_length // MULTIPLE) * MULTIPLE, key_dtype)
         self.claim(model, cache)
         cache.reset()
         self._lent = rows, cache
@@ -242,7 +237,7 @@ class Decoding:
             and self.lends(cache)
             and cache.get_seq_length() == 0
             and not cache.records
-            and not any(cache.rounding)
+            and cache.key_dtype is None
         )
 
     def prompt(

@@ -10,7 +10,6 @@ from torch import Tensor
 from slipstream.kernels.linear import prefix_states
 from slipstream.models.cache import LayerState, StateCache
 from slipstream.models.rollback import MLP_SHIFT
-from slipstream.nn import rounded
 from slipstream.runtime.prefix_scope import Prefixes, leaving
 
 
@@ -24,7 +23,7 @@ class PrefixCache:
         model: a SlipstreamForCausalLM, whose weights stay as they are.
         every: tokens from one stored state to the next, a multiple of 64.
         max_bytes: of all stored states; the least recently used go first.
-        state_dtype, key_dtype: as StateCache.
+        key_dtype: as StateCache.
 
     Cost: one call of the model for what no stored state has, or one for each `every` tokens where a
     layer cannot leave states on its way (and with consistent=True); a copy of the states every so
@@ -36,13 +35,12 @@ class PrefixCache:
         model: Any,
         every: int = 64,
         max_bytes: int = 1 << 30,
-        state_dtype: torch.dtype | None = None,
         key_dtype: torch.dtype | None = None,
     ) -> None:
         if every < 1 or every % 64:
             raise ValueError(f"every: want a multiple of 64, got {every}")
         self.model, self.every, self.max_bytes = model, every, max_bytes
-        self.rounding = state_dtype, key_dtype
+        self.key_dtype = key_dtype
         self.caches: OrderedDict[tuple[int, ...], StateCache] = OrderedDict()
         self.reused = 0  # tokens that no prefill had to run again
 
@@ -58,7 +56,7 @@ class PrefixCache:
         ids = tuple(input_ids[0].tolist())
         end = (len(ids) - 1) // self.every * self.every
         at = next((n for n in range(end, 0, -self.every) if ids[:n] in self.caches), 0)
-        cache = StateCache(len(self.model.model.layers), None, *self.rounding)
+        cache = StateCache(len(self.model.model.layers), None, self.key_dtype)
         if at:
             self.caches.move_to_end(ids[:at])
             cache = self.caches[ids[:at]].copy()
@@ -106,7 +104,7 @@ def _by_one_call(
     left = {name: iter(x) for name, x in found.tensors.items()}
     whole = [_states_of(layer, left) for layer in cache.layers]
     for i, n in enumerate(ends):
-        made = StateCache(0, None, *prefixes.rounding)
+        made = StateCache(0, None, prefixes.key_dtype)
         made.layers = [
             _prefix(layer, n, {name: x[i : i + 1] for name, x in states.items()})
             for layer, states in zip(cache.layers, whole)
@@ -116,8 +114,7 @@ def _by_one_call(
 
 def _states_of(layer: LayerState, left: dict[str, Iterator[Tensor]]) -> dict[str, Tensor]:
     """States [count, ...] from a layer's call, by the names of its state."""
-    parts = tuple(rounded.RECURRENT + x for x in rounded.PARTS)
-    names = [x for x in layer.state or {} if x not in (*layer.token_states, *parts, "length")]
+    names = [x for x in layer.state or {} if x not in (*layer.token_states, "length")]
     return {x: next(left["shift" if x == MLP_SHIFT else x]) for x in names}
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.nn import rounded
 from slipstream.nn.conv import ShortConvolution
 from slipstream.ops.conv import short_convolution_update
 from slipstream.ops.mixer_step import mixer_step
@@ -51,8 +50,8 @@ def mixer(
     if drafts is not None:
         tokens = {"q": q, "k": k, "v": v}
         tokens |= {name: options.pop(name) for name in OF_TOKENS if options.get(name) is not None}
-        return drafts.mixer(tokens, **rounded.of_step(state), **options).flatten(-2)
-    return mixer_step(q, k, v, **rounded.of_step(state), **options).flatten(-2)
+        return drafts.mixer(tokens, state=state["recurrent"], **options).flatten(-2)
+    return mixer_step(q, k, v, state=state["recurrent"], **options).flatten(-2)
 
 
 def recurrence(
@@ -70,7 +69,7 @@ def recurrence(
     """As ops.recurrent_step: q, k, a, b [N, 1, H, K], v [N, 1, HV, V], the recurrent state
     [N, HV, K, V] of a layer's, g [N, 1, HV] or [N, 1, HV, K], beta [N, 1, HV] -> o [N, 1, HV, V]"""
     options: dict[str, Any] = {"g": g, "beta": beta, "a": a, "b": b, "scale": scale}
-    return recurrent_step(q, k, v, **rounded.of_step(state), **options)
+    return recurrent_step(q, k, v, state=state["recurrent"], **options)
 
 
 def output_norm(

@@ -84,8 +84,6 @@ from slipstream.ops.precond_gated_delta_rule import (
 from slipstream.ops.precond_kda import chunk_precond_kda as chunk_precond_kda
 from slipstream.ops.precond_kda import fused_recurrent_precond_kda as fused_recurrent_precond_kda
 from slipstream.ops.projection_step import projection_step as projection_step
-from slipstream.ops.quantize_state import dequantize_state as dequantize_state
-from slipstream.ops.quantize_state import quantize_state as quantize_state
 from slipstream.ops.recurrent_step import recurrent_step as recurrent_step
 from slipstream.ops.retention import chunk_retention as chunk_retention
 from slipstream.ops.retention import fused_recurrent_retention as fused_recurrent_retention

@@ -18,8 +18,6 @@ def mixer_step(
     v: Tensor,
     *,
     state: Tensor,
-    state_scale: Tensor | None = None,
-    state_residual: Tensor | None = None,
     state_indices: Tensor | None = None,
     num_pending: int = 0,
     num_accepted: Tensor | None = None,
@@ -87,11 +85,8 @@ def mixer_step(
         q, k: [B, T, H, K], as projected, any floating dtype; decoding has T == 1. Views of one
             projection are taken as they are.
         v: [B, T, HV, V], HV a multiple of H: head hv reads q, k of head hv // (HV // H).
-        state: the pool [slots, HV, K, V], any floating dtype or int8; any strides between slots
-            and heads.
-        state_scale, state_residual: the rest of a pool in int8, as quantize_state returns them:
-            bfloat16 [slots, HV, V] and uint8 [slots, HV, 3 R, V], or [slots, HV, V, 3 R] if
-            state_v_first.
+        state: the pool [slots, HV, K, V], any floating dtype; any strides between slots and
+            heads.
         state_indices: the slot of each sequence [B] in both pools, int32 or int64, no slot twice;
             where it is negative nothing is read or written and y is 0. Sequence n has slot n if
             None, and the pools then have B slots. May change between replays of a CUDA graph.
@@ -130,8 +125,8 @@ def mixer_step(
 
     Returns:
         y [B, T - num_pending, HV, V] in q's dtype, or out. All is computed in float32, or in
-        float64 for q in float64, and rounded once: in y, the states and the windows. States in
-        int8 keep 11 bits (quantize_state). On sm_90 pending and new tokens in 16 bits with gates
+        float64 for q in float64, and rounded once: in y, the states and the windows. On
+        sm_90 pending and new tokens in 16 bits with gates
         of heads, K and V of 64 or 128, are one product with the state, off by 2^-16 of its terms.
 
     Raises:
@@ -153,8 +148,8 @@ def mixer_step(
     if norm_eps is not None:
         checks.expect_not_negative("norm_eps", norm_eps)
     inputs = StepInputs(
-        q, k, v, state, state_scale, state_residual, state_indices, num_accepted, conv_state,
-        conv_weight, conv_bias, g, A_log, dt_bias, beta, write, D, z, norm_weight,
+        q, k, v, state, state_indices, num_accepted, conv_state, conv_weight, conv_bias,
+        g, A_log, dt_bias, beta, write, D, z, norm_weight,
     )  # fmt: skip
     dt_min, dt_max = (0.0, float("inf")) if dt_limit is None else dt_limit
     options = StepOptions(

@@ -14,8 +14,6 @@ def recurrent_step(
     v: Tensor,
     *,
     state: Tensor,
-    state_scale: Tensor | None = None,
-    state_residual: Tensor | None = None,
     state_indices: Tensor | None = None,
     g: Tensor | None = None,
     gv: Tensor | None = None,
@@ -56,10 +54,7 @@ def recurrent_step(
         v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k, p, a, b of head
             hv // (HV // H).
         state: the pool [slots, HV, K, V], float32 or another floating dtype that states are kept
-            in, or int8; any strides between slots and heads. It is overwritten.
-        state_scale, state_residual: the rest of a pool in int8, as quantize_state returns them:
-            bfloat16 [slots, HV, V] and uint8 [slots, HV, 3 R, V], or [slots, HV, V, 3 R] if
-            state_v_first. They are overwritten too.
+            in; any strides between slots and heads. It is overwritten.
         state_indices: the slot of each sequence [N], int32 or int64, no slot twice; where it is
             negative no state is read or written and o is 0. Sequence n has slot n if None, and the
             pool then has N slots.
@@ -83,9 +78,8 @@ def recurrent_step(
         ValueError, TypeError: an argument does not fit the others; the message names it.
         NotImplementedError: a gradient is wanted.
 
-    Cost: 4 to 8 T HV K V flops; HV K V numbers of state read and written for each sequence, of
-    4 bytes in float32 and about 1.4 in int8. States in int8 are rounded once a call.
+    Cost: 4 to 8 T HV K V flops; HV K V numbers of state read and written for each sequence.
     """
     terms = LinearInputs(q, k, v, g=g, gv=gv, beta=beta, p=p, a=a, b=b, u=u, cu_seqlens=cu_seqlens)
-    pool = Pool(state, state_scale, state_residual, state_indices, state_v_first)
+    pool = Pool(state, state_indices, state_v_first)
     return run(terms, pool, scale, use_qk_l2norm_in_kernel, impl)

@@ -46,11 +46,10 @@ def _step(
     variant: str = "",
     B: str = "B",
     T: str = "1",
-    state: str = "state=BGKV:state",
     **options: Any,
 ) -> Sample:
     """A mixer's step of T tokens, which has no gradients."""
-    pools = f"{state} conv_state=BEW conv_weight=EW"
+    pools = "state=BGKV:state conv_state=BEW conv_weight=EW"
     tensors = f"q=B1HK k=B1HK v=B1GV {pools} A_log=G z=B1GV {tensors}".replace("=B1", f"=B{T}")
     tensors = tensors.replace("=B", f"={B}")
     fixed = _names(tensors)
@@ -121,13 +120,11 @@ GATE = "x=BTD gate=BTD weight=D:one"
 _GLU = "gate=BTC up=BTC"
 _DELTA_STEP = "beta=B1G norm_weight=V:one"
 _UNIT_STEP = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "norm_eps": 1e-6}
-_INT8 = "state=BGKV:codes state_scale=BGV:scale state_residual=BGYV:bytes"
 _RWKV7_STEP = (
     "r=BD w=BD k=BD v=BD a=BD g=BD state=BHVV:state w_bias=D a_bias=D k_k=D k_a=D r_k=HV "
     "norm_weight=D:one norm_bias=D"
 )
 _FIRST_VALUE = "v_gate=BD first_value=BD v_bias=D"
-_INT8_POOL = "state state_scale state_residual"
 SELECTIVE = "u=BTD delta=BTD A=D4:rate B=BT4 C=BT4"
 ROTARY = "x=BTHK cos=SF sin=SF positions=BT:positions"
 LOSS = "logits=TZ target=T:targets"
@@ -206,9 +203,9 @@ OPERATORS = [
           num_pending=4, **_UNIT_STEP),
     _step("g=B1G dt_bias=G D=G conv_bias=E norm_weight=GV:one", "mamba2", channel_order="vkq",
           dt_scales_v=True, norm_before_gate=False, norm_eps=1e-5, scale=1.0),
-    _step(f"g=B1G dt_bias=G {_DELTA_STEP}", "int8", state=_INT8, **_UNIT_STEP),
-    _traced("recurrent_step", f"q=B1HK k=B1HK v=B1GV g=B1G:gate beta=B1G:beta {_INT8}",
-            variant="int8", written=_INT8_POOL, fixed=f"q k v g beta {_INT8_POOL}"),
+    _traced("recurrent_step", "q=B1HK k=B1HK v=B1GV state=BGKV:state state_indices=B:rows "
+            "g=B1GK:gate gv=B1GV:gate beta=B1GV:beta", written="state",
+            options={"use_qk_l2norm_in_kernel": True}, fixed="q k v g gv beta state"),
     # tests/support/rwkv7_steps.py holds these two against their formulas
     _traced("rwkv7_step", _RWKV7_STEP, written="state", fixed=_names(_RWKV7_STEP)),
     _traced("rwkv7_step", f"{_RWKV7_STEP} {_FIRST_VALUE}", variant="first value", written="state",

@@ -343,7 +343,4 @@ LAYER_SAMPLES = [
              options={"interleaved": True}),
     _flagged("chunk_kda", "bounded", f"{UNIT} g=BTGK beta=BTG:beta A_log=G dt_bias=GK", STATE,
              options={"use_gate_in_kernel": True, "lower_bound": -5.0}),
-    _flagged("recurrent_step", "pool", "q=B1HK k=B1HK v=B1GV state=BGKV:state "
-             "state_indices=B:rows g=B1GK:gate gv=B1GV:gate beta=B1GV:beta", written="state",
-             options={"use_qk_l2norm_in_kernel": True}, fixed="q k v g gv beta state"),
 ]  # fmt: skip

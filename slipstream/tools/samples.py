@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.common import int8_states
 
 CPU = torch.device("cpu")
 
@@ -75,7 +74,6 @@ class Shape:
             "E": 2 * self.H * self.K + (self.HV or self.H * (1 + self.grouped)) * self.V,
             "L": 1 << 16,
             "Q": 576,
-            "Y": 3 * int8_states.rows_of(self.K),
             "Z": self.Z,
             "W": 4,
             **{str(n): n for n in range(1, 10)},
@@ -171,11 +169,9 @@ FILL: Mapping[str, Callable[[list[int], Making], Tensor]] = {
     "rows": lambda size, m: torch.arange(size[0], device=m.device).view(size),
     "used": lambda size, m: m.used(size),
     "cached": lambda size, m: m.cached(size),
-    # a state in int8
+    # keys and values in 8 bits
     "codes": lambda size, m: m.integers(size, 100),
     "float8": lambda size, m: m.normal(size),
-    "scale": lambda size, m: 1e-3 * (m.uniform(size) + 0.1),
-    "bytes": lambda size, m: m.integers(size, 256),
 }
 # Fills that are float32 whatever the operator computes in.
 _WIDE = ("gate", "bounded", "state", "sum")
@@ -185,8 +181,6 @@ _DTYPES = {
     **dict.fromkeys(("lengths", "prefixes", "rows"), torch.int32),
     "codes": torch.int8,
     "float8": torch.float8_e4m3fn,
-    "bytes": torch.uint8,
-    "scale": torch.bfloat16,
 }
 
 

@@ -43,8 +43,6 @@ def test_every_public_operator_has_a_sample() -> None:
     # attention and the short convolution under other names
     without |= {x for x in public if x.startswith(("flash_attn_", "causal_conv1d"))}
     without |= {"rotary_embedding", "rotary_tables"}
-    # layouts of states, without kernels or gradients: tests/ops/test_quantize_state.py
-    without |= {"quantize_state", "dequantize_state"}
     assert {x.op for x in SAMPLES} <= public
     assert public - without - {x.op for x in SAMPLES} == set()
 
@@ -86,7 +84,7 @@ def test_doctor_agrees_about_every_operator(
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     status, text = invoke("doctor", "--no-interpreted")
-    assert "recurrent_step-int8" in text
+    assert "recurrent_step" in text
     assert status == 0, [x for x in text.splitlines() if x.startswith("FAIL")]
 
 

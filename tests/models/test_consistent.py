@@ -333,7 +333,7 @@ def test_other_models_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="consistent"):
         model(sequences(1), output_hidden_states=True)
     with pytest.raises(NotImplementedError, match="consistent"):
-        model(sequences(1), cache=StateCache(1, state_dtype=torch.int8))
+        model(sequences(1), cache=StateCache(1, key_dtype=torch.int8))
     model.train()
     model.model.gradient_checkpointing = True
     with pytest.raises(NotImplementedError, match="gradient checkpointing"):

@@ -61,8 +61,6 @@ _GATED = "q=BTHK:unit k=BTHK:unit v=BTGV g=BTG{0}:gate beta=BTG:beta A_log=G dt_
 _RAW = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
 _RAW |= {"use_beta_sigmoid_in_kernel": True}
 
-_PARTS = zip(("codes", "scale", "residual"), ops.quantize_state(torch.randn(2, 8, 4)))
-_QUANTIZED = {name: (x, None) for name, x in _PARTS}
 MORE = [
     Case(Sample("attention", "q=BTGK k=BTHK v=BTHV g=BTG:gate sinks=G alibi_slopes=G:beta"),
          {"key_lengths": (_LENGTHS, None)}),
@@ -121,23 +119,21 @@ MORE = [
          {"mask": (torch.ones(5, dtype=torch.bool), None)}),
     Case(Sample("glu_linear", "gate=BTC up=BTC weight=DC bias=D")),
     Case(Sample("token_shift", "x=BTD", "ND")),
-    Case(Sample("quantize_state", "state=NGKV")),
-    Case(Sample("dequantize_state", ""), _QUANTIZED),
 ]  # fmt: skip
 # samples that differ in the dtype of a gate, or in what is too wide for one tile, are the same here
-_NOT_HERE = ("1TL", "BTX", "narrow", "lengths", "codes")
+_NOT_HERE = ("1TL", "BTX", "narrow", "lengths")
 CASES = [Case(x) for x in SAMPLES if not any(word in x.tensors for word in _NOT_HERE)] + MORE
 CASES = list({case.name: case for case in CASES}.values())
 # arguments of which several ranks, or any number of rows, are right
 ANY_RANK = {
-    "quantize_state": "state", "attnres": "residuals",
+    "attnres": "residuals",
     "linear_log_probs": "weight", "embedding": "input_ids weight",
     "glu_linear": "weight", "l2_norm": "x",
     "matmul": "a b scale_a scale_b",
     "rotary_tables": "positions", "squared_relu": "x", "rms_norm": "x", "layer_norm": "x",
     "group_norm": "x", "cross_entropy": "", "linear_cross_entropy": "weight",
     "rotary_embedding": "x", "token_shift": "x", "causal_conv1d_fn": "x",
-    "causal_conv1d_update": "x", "recurrent_step": "g",
+    "causal_conv1d_update": "x", "recurrent_step": "g beta",
     "fused_recurrent_gated_delta_rule": "beta A_log dt_bias", "chunk_kda": "A_log dt_bias",
     "chunk_gated_delta_rule": "A_log dt_bias", "latent_attention": "latent",
     "flash_attn_with_kvcache": "k_cache v_cache", "flash_attn_varlen_func": "k v",
@@ -175,7 +171,10 @@ OTHER_SHAPES: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 # arguments whose first dimension no other one has
-OWN_ROWS = {"projection_step-x-weights": ("x", "weights")}
+OWN_ROWS = {
+    "projection_step-x-weights": ("x", "weights"),
+    "recurrent_step-q-k-v-state-state_indices-g-gv-beta": ("state",),
+}
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda x: x.name)
 

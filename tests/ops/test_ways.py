@@ -83,8 +83,6 @@ NO_GRADIENTS = {
     "causal_conv1d_update": "a decoding step: the state is overwritten",
     "packed_positions": "makes integers",
     "rotary_tables": "makes tables of torch's own operations",
-    "quantize_state": "makes integers",
-    "dequantize_state": "reads integers",
 }
 
 

@@ -257,9 +257,7 @@ LINEAR = {
 }
 
 
-def update(
-    terms: Any, state: Tensor, int8_scale: Any, residual: Any, indices: Any, scale: float, unit: Any
-) -> Tensor:
+def update(terms: Any, state: Tensor, indices: Any, scale: float, unit: Any) -> Tensor:
     o, final = recurrent_forward(terms._replace(initial_state=state), scale)
     state.copy_(final)
     return o

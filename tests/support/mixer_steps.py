@@ -186,8 +186,8 @@ def check_drafts_leave_no_trace(impl: str, n: Sizes) -> None:
 KERNEL = "slipstream.kernels.mixer_step.triton.step:mixer_step_kernel"
 NARROW = ("q", "k", "v", "g", "beta", "z", "y", "conv_weight", "norm_weight", "window")
 FLOATS = ("lower_bound", "normalizer", "dt_min", "dt_max")
-DTYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16, "*i8": torch.int8}
-STRIDES = [f"stride_{x}" for x in ("state", "head", "window", "scale", "residual")]
+DTYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16}
+STRIDES = [f"stride_{x}" for x in ("state", "head", "window")]
 ROWS = ("row_q", "row_k", "row_v", "row_g", "row_beta", "row_write", "row_z", "row_y")
 ROWS += ("cache_slots",)
 
@@ -207,8 +207,6 @@ def compile_step(
     tensors = {f"{name}_ptr": "*bf16" for name in NARROW}
     tensors |= {f"{name}_ptr": "*fp32" for name in ("state", "A", "dt_bias")}
     tensors |= {"state_ptr": pool, "index_ptr": "*i32", "counter_ptr": "*i32"}
-    if pool == "*i8":
-        tensors |= {"scale_ptr": "*bf16", "residual_ptr": "*u8"}
     if group > 1 or tile.BV < V:
         tensors["scratch_ptr"] = "*fp32"
     flags = {

@@ -31,10 +31,6 @@ def unsupported_reason(call: tuple[StepInputs, StepOptions]) -> str | None:
         return f"it takes at most {MAX_TAPS} taps"
     if inputs.state.stride()[-2:] != (inputs.state.shape[-1], 1):
         return "the last two dimensions of state are not contiguous"
-    for name in ("state_scale", "state_residual"):
-        x = getattr(inputs, name)
-        if x is not None and not x[0].is_contiguous():
-            return f"a slot of {name} is not contiguous"
     return known_failure(lambda: op.kind(inputs), inputs.q.device)
 
 
@@ -50,8 +46,7 @@ def run(inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str 
     """y [B, T, HV, V], in out if that is given; the pools are updated."""
     key = signature((*inputs, out), *options, impl)
     if key is not None:
-        pools = (inputs.state, inputs.state_scale, inputs.state_residual)
-        key = (*key, *(x.stride() for x in pools if x is not None))
+        key = (*key, inputs.state.stride())
     tensors = (*inputs, out)
     plan = _PLANS.get(key, lambda: _plan(inputs, options, out, impl), tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
@@ -122,9 +117,6 @@ def check(inputs: StepInputs, options: StepOptions, out: Tensor | None) -> None:
         x = tensors.pop(name)
         if x is not None and x.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name}: want int32 or int64, got {x.dtype}")
-    checks.expect_state(state, inputs.state_scale, inputs.state_residual, v_first)
-    for name in ("state", "state_scale", "state_residual"):
-        tensors.pop(name)
     checks.expect_floating(tensors)
 
 

@@ -14,9 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.common import int8_states
 from slipstream.common.checks import plain_int
-from slipstream.common.int8_states import Int8State
 from slipstream.common.pool_rows import PoolRows
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions, channel_offsets
 
@@ -150,14 +148,9 @@ def _recurrence(
 ) -> Tensor:
     """o [B, T, HV, V]."""
     T = inputs.q.shape[1]
-    pool, int8_pool = inputs.pool(options.state_v_first), inputs.int8_pool(options.state_v_first)
-    rounded = None
-    if int8_pool is not None:
-        rounded = Int8State(*(rows.read(x) for x in int8_pool))
-        state = int8_states.decode(rounded, inputs.dtype)
-    else:
-        # the pool itself, where that is in this dtype
-        state = rows.read(pool).to(inputs.dtype)
+    pool = inputs.pool(options.state_v_first)
+    # the pool itself, where that is in this dtype
+    state = rows.read(pool).to(inputs.dtype)
     after = state
     if accepted is not None:
         after, state = state.clone(), state.clone()
@@ -190,12 +183,7 @@ def _recurrence(
         state.addcmul_(k[..., None], x[:, :, None])
         if accepted is not None:
             after = torch.where((accepted == t + 1)[:, None, None, None], state, after)
-    if int8_pool is not None and rounded is not None:
-        for target, x, old in zip(int8_pool, int8_states.encode(after), rounded):
-            if accepted is not None:  # a state that stays is not rounded again
-                x = torch.where((accepted > 0).view(-1, *([1] * (x.dim() - 1))), x, old)
-            rows.write(target, x)
-    elif after is not pool:
+    if after is not pool:
         rows.write(pool, after)
     o = outputs[0][:, None] if T == 1 else torch.stack(outputs, 1)
     return o if options.scale == 1 else o * options.scale

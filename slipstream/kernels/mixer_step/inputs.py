@@ -5,14 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.common.int8_states import Int8State
-
 
 class StepInputs(NamedTuple):
     """Tensors of one call; what is None takes no part.
 
     q, k: [B, T, H, K]. v, z: [B, T, HV, V]. state: [slots, HV, K, V], or [slots, HV, V, K].
-    state_scale, state_residual: of a state in int8 (common/int8_states.py).
     state_indices, num_accepted: [B]. conv_state: [slots, C, W or W - 1]. conv_weight: [C, W].
     conv_bias: [C].
     g: [B, T, HV] or [B, T, HV, K]. A_log, D: [HV]. dt_bias: [HV] or [HV, K]. beta: [B, T, HV].
@@ -24,8 +21,6 @@ class StepInputs(NamedTuple):
     k: Tensor
     v: Tensor
     state: Tensor
-    state_scale: Tensor | None
-    state_residual: Tensor | None
     state_indices: Tensor | None
     num_accepted: Tensor | None
     conv_state: Tensor | None
@@ -49,13 +44,6 @@ class StepInputs(NamedTuple):
     def pool(self, v_first: bool) -> Tensor:
         """state as [slots, HV, K, V], the same memory."""
         return self.state.mT if v_first else self.state
-
-    def int8_pool(self, v_first: bool) -> Int8State | None:
-        """The same of states in int8, or None."""
-        scale, residual = self.state_scale, self.state_residual
-        if scale is None or residual is None:
-            return None
-        return Int8State(self.pool(v_first), scale, residual.mT if v_first else residual)
 
     @property
     def channels(self) -> int:

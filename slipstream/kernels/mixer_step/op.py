@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.common import int8_states
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.mixer_step.counters import counters_of
 from slipstream.kernels.mixer_step.eager import step_eager
@@ -19,7 +18,7 @@ from slipstream.runtime.token_ids import expect_unique
 
 _COUNT = len(StepInputs._fields)
 # what a probe makes in other ways
-_NOT_FLOATING = ("state_indices", "num_accepted", "state_scale", "state_residual")
+_NOT_FLOATING = ("state_indices", "num_accepted")
 
 
 def mixer_step(
@@ -83,37 +82,24 @@ def _mismatch(like: StepInputs, options: StepOptions) -> str | None:
             shape = (sizes[name], *x.shape[1:]) if name in sizes else x.shape
             values = torch.randn(shape, device=device)
             values = -values.abs() if name in ("g", "A_log") else values
-            dtype = torch.float32 if x.dtype == torch.int8 else x.dtype
-            probe_inputs[name] = (0.1 * values if name == "state" else values).to(dtype)
-    v_first = options.state_v_first
+            probe_inputs[name] = (0.1 * values if name == "state" else values).to(x.dtype)
 
     def run(impl: str) -> Callable[[numeric_probe.Given], Any]:
         def call(tensors: numeric_probe.Given) -> tuple[Tensor, ...]:
             indices = torch.tensor([2, 0], device=device)
             counts = None if like.num_accepted is None else torch.tensor([0, 1], device=device)
-            pool = {}
-            if like.state.dtype == torch.int8:
-                names = "state", "state_scale", "state_residual"
-                state = tensors["state"]
-                codes, scale, residual = int8_states.encode(state.mT if v_first else state)
-                if v_first:
-                    codes, residual = codes.mT.contiguous(), residual.mT.contiguous()
-                pool = dict(zip(names, (codes, scale, residual)))
             chosen = {"state_indices": indices, "num_accepted": counts}
-            inputs = like._replace(**{**tensors, **pool, **chosen})
+            inputs = like._replace(**{**tensors, **chosen})
             rows = inputs.v[:, options.pending :]
             out = torch.empty_like(rows, dtype=inputs.q.dtype)
             mixer_step(out, inputs, options, None, impl)
-            int8_pool = inputs.int8_pool(v_first)
-            state = inputs.state if int8_pool is None else int8_states.decode(int8_pool)
-            return out, *(x for x in (state, inputs.conv_state) if x is not None)
+            return out, *(x for x in (inputs.state, inputs.conv_state) if x is not None)
 
         return call
 
     # states and windows are rounded to their own dtypes
     pools = (x.dtype for x in (like.state, like.conv_state) if x is not None)
-    bars = {torch.int8: int8_states.ROUNDING, **{x: y for x, (y, _) in numeric_probe.BARS.items()}}
-    minimum_bar = max(bars.get(x, 0.0) for x in pools)
+    minimum_bar = max(numeric_probe.BARS[x][0] if x in numeric_probe.BARS else 0.0 for x in pools)
     return numeric_probe.mismatch(
         run("triton|eager"), run("eager"), probe_inputs, gradients=False, minimum_bar=minimum_bar
     )
@@ -121,8 +107,7 @@ def _mismatch(like: StepInputs, options: StepOptions) -> str | None:
 
 _call = KernelOp(
     "mixer_step",
-    "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor(b!) state, Tensor(e!)? state_scale, "
-    "Tensor(f!)? state_residual, Tensor? state_indices, "
+    "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor(b!) state, Tensor? state_indices, "
     "Tensor? num_accepted, Tensor(c!)? conv_state, Tensor? conv_weight, Tensor? conv_bias, "
     "Tensor? g, Tensor? A_log, Tensor? dt_bias, Tensor? beta, Tensor? write, Tensor? D, Tensor? z, "
     "Tensor? norm_weight, Tensor(d!)? counters, float scale, SymInt pending, bool state_v_first, "

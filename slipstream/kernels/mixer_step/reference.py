@@ -17,21 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.common import int8_states
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions, channel_offsets
 
 
 def step_reference(out: Tensor, inputs: StepInputs, options: StepOptions) -> None:
     """Writes y into out [B, T - pending, HV, V] and the new states and windows into the pools."""
-    int8_pool = inputs.int8_pool(options.state_v_first)
-    if int8_pool is not None:
-        before = int8_states.decode(int8_pool, inputs.dtype)
-        plain = inputs._replace(state=before.clone(), state_scale=None, state_residual=None)
-        step_reference(out, plain, options._replace(state_v_first=False))
-        changed = (plain.state != before).flatten(1).any(1)
-        for pool, x in zip(int8_pool, int8_states.encode(plain.state)):
-            pool[changed] = x[changed]
-        return
     B, T, *_ = inputs.sizes
     pools = [x for x in (inputs.state, inputs.conv_state) if x is not None]
     indices = range(B) if inputs.state_indices is None else inputs.state_indices.tolist()

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.common import int8_states
 from slipstream.kernels.mixer_step.counters import counters_of
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
-from slipstream.ops import dequantize_state, mixer_step, quantize_state
+from slipstream.ops import mixer_step
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import PARTS, parts, run
 from tests.support.mixer_steps import (
@@ -193,52 +192,6 @@ def check_verification(impl: str) -> None:
         assert relative_error(pools[name], alone[name]) <= LIMIT
 
 
-def check_int8(impl: str) -> None:
-    """y as of the states in memory, which are rounded to 11 bits once a call."""
-    for kind, n, v_first in (
-        ("gated_deltanet", Sizes(), True),
-        ("gated_deltanet", Sizes(T=5, pending=2), False),
-        ("kda", Sizes(H=1, HV=2, K=16, V=16, T=3), True),
-        ("mamba2", Sizes(H=1, HV=2, K=130, V=40), False),
-    ):
-        args, options = make(KINDS[kind], n)
-        state = args["state"].mT.contiguous() if v_first else args["state"]
-        pool = quantize_state(state, state_v_first=v_first)
-        start = dequantize_state(*pool, state_v_first=v_first)
-        args["state"] = start.mT if v_first else start
-        want = expected(args, options, torch.tensor(INDICES))
-        names = ("state", "state_scale", "state_residual")
-        given = {**args, **dict(zip(names, pool)), "state_v_first": v_first}
-        y = mixer_step(**given, **options, state_indices=torch.tensor(INDICES), impl=impl)
-        assert relative_error(y, want["out"]) <= LIMIT, (kind, n)
-        after = dequantize_state(*pool, state_v_first=v_first)
-        after = after.mT if v_first else after
-        assert relative_error(after, want["state"]) <= 2e-3, (kind, n)
-        untouched = [i for i in range(SLOTS) if i not in INDICES]
-        assert torch.equal(after[untouched], args["state"][untouched])
-
-
-def check_least_int8(impl: str) -> None:
-    """A column of int8 is 0 below TINY, and has its digits from there on."""
-    least = torch.tensor(int8_states.TINY)
-    around = [torch.nextafter(least, torch.tensor(x)) for x in (0.0, 1.0)]
-    v = torch.stack([around[0], least, around[1], -around[0], -least, 0 * least]).repeat(3)
-    k = torch.zeros(16)
-    k[3] = 1.0
-    for v_first in (False, True):
-        zeros = torch.zeros(1, 1, *((18, 16) if v_first else (16, 18)))
-        pool = quantize_state(zeros, state_v_first=v_first)
-        parts = dict(zip(("state", "state_scale", "state_residual"), pool))
-        rows = [x[None, None, None] for x in (k, k, v)]
-        mixer_step(*rows, **parts, state_v_first=v_first, impl=impl)
-        after = dequantize_state(*pool, state_v_first=v_first)[0, 0]
-        want = torch.where(v.abs() < least, 0.0, v)
-        row = after[:, 3] if v_first else after[3]
-        assert torch.equal(row == 0, want == 0)
-        torch.testing.assert_close(row, want, rtol=2e-3, atol=0)
-        assert after.count_nonzero() == want.count_nonzero()
-
-
 def check_probe(impl: str) -> None:
     """It allows for the rounding of states and windows that are narrower than the tokens."""
     from slipstream.kernels.mixer_step import op
@@ -258,8 +211,6 @@ def check_probe(impl: str) -> None:
 
 CHECKS = (
     check_probe,
-    check_int8,
-    check_least_int8,
     check_drafts,
     check_verification,
     check_one_head_of_q_for_each_of_v,

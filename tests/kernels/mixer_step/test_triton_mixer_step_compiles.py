@@ -39,15 +39,6 @@ def test_v_first_states_share_sums_among_few_lanes(pool: str) -> None:
     assert got.ptx.count("shfl.sync") <= 120
 
 
-def test_states_in_int8_are_as_wide_as_float32() -> None:
-    """A thread has 4 columns, as of float32: loads of 4 bytes, and sums over the same few lanes."""
-    got = compile_step(pool="*i8")
-    assert got.stack <= 96, f"{got.stack} bytes spilled"
-    assert len(re.findall(r"ld\.global\S*\.b32", got.ptx)) >= 32
-    assert got.ptx.count("shfl.sync") <= 60
-    assert compile_step(V_FIRST=True, pool="*i8").stack <= 300
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("K", "V", "group"), WIDTHS)
 @pytest.mark.parametrize("V_FIRST", [False, True])

@@ -15,8 +15,6 @@ A term that is not given is None, and its lines are not compiled.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.primitives.int8_states import decoded, load_state, store_state
-
 
 @triton.jit
 def _row(p, o, m):
@@ -48,8 +46,6 @@ def linear_decode_kernel(
     o_ptr,  # [tokens, HV, V]
     s_in_ptr,  # [cache slots, HV, K, V], or [cache slots, HV, V, K] if IN_V_FIRST
     s_out_ptr,  # the same, and may be the same memory
-    scale_ptr,  # [cache slots, HV, V] of states in int8, which are read and written in place
-    residual_ptr,  # [cache slots, HV, 3 BK / 8, V], or [cache slots, HV, V, 3 BK / 8]
     cu_ptr,  # [N + 1]
     index_ptr,  # [N]: the slot of each sequence; n if None
     scale,
@@ -70,8 +66,6 @@ def linear_decode_kernel(
     in_head,
     stride_out,
     out_head,
-    stride_scale,  # from one slot to the next
-    stride_residual,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -103,23 +97,11 @@ def linear_decode_kernel(
     else:
         begin = i_n * T
         end = begin + T
-    if scale_ptr is not None:
-        scale_ptr += cache_slot * stride_scale + i_h * V
-        residual_ptr += cache_slot * stride_residual + i_h * (3 * BK // 8 * V)
     # not a sum with 0, which would wait for the state before the first token's loads are issued
     if s_in_ptr is not None:
         o_s = o_v[None, :] * K + o_k[:, None] if IN_V_FIRST else o_k[:, None] * V + o_v[None, :]
         p_s = s_in_ptr + cache_slot * stride_in + i_h.to(tl.int64) * in_head + o_s
-        if scale_ptr is not None:
-            if not IN_V_FIRST:
-                # a thread has as many columns as of float32: as few lanes share a sum over rows
-                p_s = tl.max_contiguous(p_s, (1, 4))
-            state = load_state(
-                p_s, m_s, scale_ptr, residual_ptr, o_v, live, V, BK, IN_V_FIRST, False
-            )
-            b_s = decoded(state, BK, False)
-        else:
-            b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
+        b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
     else:
         b_s = tl.zeros((BK, BV), tl.float32)
     for t in range(begin, end):
@@ -167,12 +149,4 @@ def linear_decode_kernel(
         tl.store(p_o, b_o.to(o_ptr.dtype.element_ty), mask=m_v)
     o_s = o_v[None, :] * K + o_k[:, None] if OUT_V_FIRST else o_k[:, None] * V + o_v[None, :]
     p_s = s_out_ptr + cache_slot * stride_out + i_h.to(tl.int64) * out_head + o_s
-    if scale_ptr is not None:
-        live &= begin < end  # a state that stays is not rounded again
-        if not OUT_V_FIRST:
-            p_s = tl.max_contiguous(p_s, (1, 4))
-        store_state(
-            b_s, p_s, m_s & live, scale_ptr, residual_ptr, o_v, live, V, BK, OUT_V_FIRST, False
-        )
-    else:
-        tl.store(p_s, b_s.to(s_out_ptr.dtype.element_ty), mask=m_s)
+    tl.store(p_s, b_s.to(s_out_ptr.dtype.element_ty), mask=m_s)

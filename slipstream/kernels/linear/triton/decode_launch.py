@@ -35,16 +35,6 @@ TILES = {
     512: DecodeTile(32, 16),
     1024: DecodeTile(16, 16),
 }
-# of states in int8: up to 128 numbers a thread, for whose words and scales it does the same work
-INT8_TILES = {
-    16: DecodeTile(64, 1),
-    32: DecodeTile(64, 1),
-    64: DecodeTile(64, 1),
-    128: DecodeTile(64, 2),
-    256: DecodeTile(64, 4),
-    512: DecodeTile(32, 8),
-    1024: DecodeTile(16, 16),
-}
 
 
 def forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
@@ -57,21 +47,14 @@ def forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def update(
-    terms: LinearInputs,
-    state: Tensor,
-    state_scale: Tensor | None,
-    state_residual: Tensor | None,
-    indices: Tensor | None,
-    scale: float,
-    l2_norm: bool,
+    terms: LinearInputs, state: Tensor, indices: Tensor | None, scale: float, l2_norm: bool
 ) -> Tensor:
     """o; sequence n's state [K, V], state[indices[n]] or state[n], becomes that after its tokens.
 
-    state [slots, HV, K, V] has rows or columns in a row; if it is int8, state_scale [slots, HV, V]
-    and state_residual, in the memory order of the state, have a slot's numbers in a row. Where an
-    index is not a slot nothing is read or written, and o is 0.
+    state [slots, HV, K, V] has rows or columns in a row. Where an index is not a slot nothing is
+    read or written, and o is 0.
     """
-    return _launch(terms, scale, state, state, indices, l2_norm, state_scale, state_residual)
+    return _launch(terms, scale, state, state, indices, l2_norm)
 
 
 def _rows_first(state: Tensor) -> bool:
@@ -105,8 +88,6 @@ def _launch(
     s_out: Tensor,
     indices: Tensor | None,
     l2_norm: bool,
-    state_scale: Tensor | None = None,
-    state_residual: Tensor | None = None,
 ) -> Tensor:
     B, T, H, K = terms.q.shape
     HV, V = terms.v.shape[2:]
@@ -122,7 +103,7 @@ def _launch(
     b, row_b = _rows(terms.b, B, T)
     cu, u = terms.cu_seqlens, terms.u
     BK = power_of_two(K)
-    tile = (TILES if state_scale is None else INT8_TILES)[BK]
+    tile = TILES[BK]
     BV = min(tile.BV, power_of_two(V))
     stride_out, out_head = s_out.stride()[:2]
     out_v_first = not _rows_first(s_out)
@@ -145,8 +126,6 @@ def _launch(
             o_ptr=o,
             s_in_ptr=s_in,
             s_out_ptr=s_out,
-            scale_ptr=state_scale,
-            residual_ptr=state_residual,
             cu_ptr=None if cu is None else cu.contiguous(),
             index_ptr=None if indices is None else indices.contiguous(),
             scale=scale,
@@ -167,8 +146,6 @@ def _launch(
             in_head=in_head,
             stride_out=stride_out,
             out_head=out_head,
-            stride_scale=None if state_scale is None else state_scale.stride(0),
-            stride_residual=None if state_residual is None else state_residual.stride(0),
             K=K,
             V=V,
             BK=BK,

@@ -7,8 +7,7 @@ from slipstream.kernels.mixer_step.sm90.drafts import mixer_drafts_sm90_kernel
 from slipstream.runtime.launch_cache import cached
 
 # what mixer_step_kernel is arguments beside
-_ONLY_STEP = ("write_ptr", "row_write", "scale_ptr", "stride_scale", "residual_ptr")
-_ONLY_STEP += ("stride_residual", "pending", "D_ptr", "DT_SCALES_V", "GROUP")
+_ONLY_STEP = ("write_ptr", "row_write", "pending", "D_ptr", "DT_SCALES_V", "GROUP")
 
 
 def drafts(arguments: dict[str, Any], inputs: StepInputs, options: StepOptions) -> None:

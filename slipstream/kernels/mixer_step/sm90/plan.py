@@ -21,7 +21,6 @@ def drafts_on_sm90(inputs: StepInputs, options: StepOptions) -> bool:
         and inputs.write is None
         and inputs.D is None
         and not options.dt_scales_v
-        and inputs.state_scale is None
         and K in WIDTHS
         and V in WIDTHS
         and options.norm_group_size == V

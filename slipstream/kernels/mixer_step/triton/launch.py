@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.common import int8_states
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.kernels.mixer_step.sm90.plan import drafts_on_sm90
 from slipstream.kernels.mixer_step.triton.step import mixer_step_kernel
@@ -49,9 +48,8 @@ def tile_of(K: int, V: int) -> tuple[int, StepTile]:
 
 
 def line_of(BK: int, dtype: torch.dtype) -> int:
-    """The numbers, of the BK of a column V-first, that lie in 128 bytes of memory; in int8 those
-    that do not share words of the residual."""
-    return BK // int8_states.FIELDS if dtype == torch.int8 else min(BK, 128 // dtype.itemsize)
+    """The numbers, of the BK of a column V-first, that lie in 128 bytes of memory."""
+    return min(BK, 128 // dtype.itemsize)
 
 
 def counters_per_slot(inputs: StepInputs, options: StepOptions) -> int | None:
@@ -113,18 +111,13 @@ def _tensors(out: Tensor, inputs: StepInputs) -> dict[str, Any]:
 def _pools(inputs: StepInputs) -> dict[str, Any]:
     """The tensors written in place: pointers, sizes and strides."""
     state, window = inputs.state, inputs.conv_state
-    scale, residual = inputs.state_scale, inputs.state_residual
     return {
         "state_ptr": state,
-        "scale_ptr": scale,
-        "residual_ptr": residual,
         "window_ptr": window,
         "cache_slots": state.shape[0],
         "length": 0 if window is None else window.shape[2],
         "stride_state": state.stride(0),
         "stride_head": state.stride(1),
-        "stride_scale": 0 if scale is None else scale.stride(0),
-        "stride_residual": 0 if residual is None else residual.stride(0),
         "stride_window": 0 if window is None else window.stride(0),
         "stride_c": 0 if window is None else window.stride(1),
         "stride_l": 0 if window is None else window.stride(2),
@@ -203,7 +196,6 @@ def _in_words(inputs: StepInputs, BV: int) -> bool:
     steps = (state.stride(0), state.stride(1))
     return (
         inputs.state_indices is None
-        and inputs.state_scale is None
         and V % BV == 0
         and K * BV % (32 * words) == 0
         and all(step % words == 0 for step in steps)

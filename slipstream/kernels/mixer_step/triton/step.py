@@ -50,7 +50,6 @@ from slipstream.kernels.mixer_step.triton.convolution import (
 )
 from slipstream.kernels.primitives.activations import softplus
 from slipstream.kernels.primitives.begin_ahead import prefetch, wait_for_earlier
-from slipstream.kernels.primitives.int8_states import decoded, load_state, store_state
 
 
 @triton.jit
@@ -140,52 +139,7 @@ def _block(
     """Columns of the head's state at p_s: where its numbers are, and which there are."""
     o_r, o_n = _row_numbers(BK, WIDTH, V_FIRST), _columns_of(o_c, V_FIRST)
     p_s += o_n * K + o_r if V_FIRST else o_r * V + o_n
-    if not V_FIRST and p_s.dtype.element_ty == tl.int8:
-        # a thread has as many columns as of float32, and as few lanes share a sum over rows
-        p_s = tl.max_contiguous(p_s, (1, 4))
     return p_s, (o_r < K) & (o_n < V)
-
-
-@triton.jit
-def _load_state(
-    p_s, m_s, quantized, o_c, V: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr,
-    HINT: tl.constexpr,
-):  # fmt: skip
-    """As it is in memory. quantized: scale and residual of states in int8, or None twice, and
-    where the head's are."""
-    scale_ptr, residual_ptr, at_head, at_rows = quantized
-    if scale_ptr is None:
-        state = tl.load(p_s, mask=m_s, other=0.0, eviction_policy=HINT)
-    else:
-        state = load_state(
-            p_s, m_s, scale_ptr + at_head, residual_ptr + at_rows, o_c, True, V, BK, V_FIRST,
-            V_FIRST,
-        )  # fmt: skip
-    return state
-
-
-@triton.jit
-def _to_float32(state, quantized, BK: tl.constexpr, V_FIRST: tl.constexpr):
-    if quantized[0] is None:
-        b_s = state.to(tl.float32)
-    else:
-        b_s = decoded(state, BK, V_FIRST)
-    return b_s
-
-
-@triton.jit
-def _store_state(
-    b_s, p_s, m_s, quantized, o_c, V: tl.constexpr, BK: tl.constexpr, V_FIRST: tl.constexpr,
-    HINT: tl.constexpr,
-):  # fmt: skip
-    scale_ptr, residual_ptr, at_head, at_rows = quantized
-    if scale_ptr is None:
-        tl.store(p_s, b_s.to(p_s.dtype.element_ty), mask=m_s, eviction_policy=HINT)
-    else:
-        store_state(
-            b_s, p_s, m_s, scale_ptr + at_head, residual_ptr + at_rows, o_c, True, V, BK, V_FIRST,
-            V_FIRST,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -305,8 +259,6 @@ def mixer_step_kernel(
     write_ptr,  # [B T, HV, V]
     z_ptr, y_ptr,
     state_ptr,  # [cache slots, HV, K, V], or [cache slots, HV, V, K] if V_FIRST
-    scale_ptr,  # [cache slots, HV, V] of states in int8
-    residual_ptr,  # [cache slots, HV, 3 BK / 8, V], or [cache slots, HV, V, 3 BK / 8] if V_FIRST
     index_ptr,  # [B]: the slot of each sequence; n if None
     accepted_ptr,  # [B]: how many of the first `pending` tokens count; all of T if None
     window_ptr,  # [cache slots, channels, length]
@@ -322,7 +274,7 @@ def mixer_step_kernel(
     cache_slots: tl.int64, length: tl.int32,
     row_q: tl.int64,  # from one token to the next
     row_k: tl.int64, row_v: tl.int64, row_g: tl.int64, row_beta: tl.int64, row_write: tl.int64,
-    row_z: tl.int64, row_y: tl.int64, stride_state, stride_head, stride_scale, stride_residual,
+    row_z: tl.int64, row_y: tl.int64, stride_state, stride_head,
     stride_window, stride_c, stride_l,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr,
@@ -389,14 +341,11 @@ def mixer_step_kernel(
         xs = windows(pointers, rows, window, places, channels, 0, 0, 0, W, ONE)
     p_s = state_ptr + cache_slot * stride_state + i_h.to(tl.int64) * stride_head
     p_s, m_s = _block(p_s, o_c, K, V, BK, WIDTH, V_FIRST)
-    at_head = cache_slot * stride_scale + i_h * V
-    at_rows = cache_slot * stride_residual + i_h * (3 * BK // 8 * V)
-    quantized = scale_ptr, residual_ptr, at_head, at_rows
-    b_s = _load_state(p_s, m_s, quantized, o_c, V, BK, V_FIRST, HINT)
+    b_s = tl.load(p_s, mask=m_s, other=0.0, eviction_policy=HINT)
     if ONE and V_FIRST:
         tl.debug_barrier()
         token = _token(pointers, rows, places, first, 0, i_h, K, V, PER_CHANNEL)
-    b_s = _to_float32(b_s, quantized, BK, V_FIRST)
+    b_s = b_s.to(tl.float32)
     rate, counted = tl.exp(rate), tl.zeros([THREADS], tl.int32)
     SHARED: tl.constexpr = window_ptr is not None and HEADS_PER_K * NV > 1
     last = T - 1 if accepted_ptr is None else accepted - 1
@@ -431,7 +380,7 @@ def mixer_step_kernel(
         )  # fmt: skip
         b_o = b_o * scale + skip * b_v
         if t == last:
-            _store_state(b_s, p_s, m_s, quantized, o_c, V, BK, V_FIRST, HINT)
+            tl.store(p_s, b_s.to(p_s.dtype.element_ty), mask=m_s, eviction_policy=HINT)
         if z_ptr is not None:
             b_z = activation(b_z, Z_SILU)
             if not NORM_BEFORE_GATE:
