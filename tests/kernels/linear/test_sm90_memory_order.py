@@ -54,7 +54,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...], Callable[[Run, str], None], dict[str
         "chunk_fwd", ("chunk_fwd",), scans, {
             "chunk_fwd: mbarrier.wait(queries.empty.index(t), ((i // 2) & 1) ^ 1)": 1,
             "chunk_fwd: mbarrier.wait(barriers.x_full.index(w), ((i // 2) & 1) ^ 1)": 1,
-            "chunk_fwd: mbarrier.wait(barriers.full.index(s), (i // ST) & 1)": 1,
+            "chunk_fwd: mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)": 1,
         },
     ),
     "wide": (
@@ -65,7 +65,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...], Callable[[Run, str], None], dict[str
     "back": (
         "chunk_dstate", ("chunk_dstate",), back, {
             "chunk_dstate: mbarrier.wait(barriers.wz_empty.index(w), ((i // 2) & 1) ^ 1)": 1,
-            "chunk_dstate: mbarrier.wait(barriers.full.index(s), (i // ST) & 1)": 1,
+            "chunk_dstate: mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)": 1,
         },
     ),
     "fused": (
@@ -76,7 +76,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...], Callable[[Run, str], None], dict[str
             "bwd_fused: mbarrier.wait(barriers.w_empty.index(0), (gone & 1) ^ 1)": 1,
             "bwd_fused: mbarrier.wait(barriers.state_empty.index(0), (gone & 1) ^ 1)": 1,
             "bwd_fused: fence_async_shared()": 2,
-            "bwd_fused: mbarrier.wait(barriers.full.index(s), (j // ST) & 1)": 1,
+            "bwd_fused: mbarrier.wait(barriers.full.index(s), (j // c.ST) & 1)": 1,
             "bwd_fused: mbarrier.wait(barriers.w_full.index(0), i & 1)": 1,
             "bwd_fused: store_wait(0)": 2,
             "bwd_fused: mbarrier.wait(barriers.recomputed.index(0), block & 1)": 1,

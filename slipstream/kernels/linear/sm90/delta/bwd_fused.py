@@ -58,6 +58,7 @@ What a program is, and how far its scan is, all read where they want it
 i-th back, where it has gone forward through j - i chunks.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
@@ -97,6 +98,12 @@ from slipstream.kernels.primitives.semaphore import (
 )
 from slipstream.kernels.primitives.smem_scalars import alloc_scalars, load_scalar, store_scalars
 
+# constants of a launch, for device functions
+Constants = namedtuple(
+    "Constants",
+    "K V BK C ST WARPS HAS_GATE HAS_S_IN HAS_S_OUT SPLIT GROUPED_HEADS",
+)
+
 
 @gluon.jit
 def square(tile, like, C: gl.constexpr):
@@ -107,37 +114,35 @@ def square(tile, like, C: gl.constexpr):
 
 @gluon.jit
 def recompute_states(
-    descs, tiles, buffers, barriers, row, v_col, scratch, gone, first, count, length,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-):  # fmt: skip
+    descs, tiles, buffers, barriers, row, v_col, scratch, gone, first, count, length, c
+):
     """From S before a part, which is there, to its end: S before its other chunks into memory, and
     w; of the last to where the way back begins. gone: chunks gone back through."""
     w_desc, states_desc = descs
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
-    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [c.WARPS, 1], [16, c.K, 16])
+    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [c.WARPS, 1], [16, c.C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
-    zero = gl.zeros([V, C], gl.float32, xl)
+    zero = gl.zeros([c.V, c.C], gl.float32, xl)
     b_s = tiles.state.index(gone >> 30).load(sl).to(gl.float32)
     # `grads` is done with what the chunk before has there
     mbarrier.wait(barriers.w_empty.index(0), (gone & 1) ^ 1)
     mbarrier.wait(barriers.state_empty.index(0), (gone & 1) ^ 1)
     for at in range(count):
         j = 2 * gone + at
-        s = j % ST
+        s = j % c.ST
         rows = tiles.beta_gate.index(s)
         # 0, which no compiler knows: it would keep all addresses
         o = at >> 30
         o_w = at >> 29
-        b_r = square(tiles.q.index(s), tiles.a.index(0), C)
-        num_rows = length - (first + at) * C
+        b_r = square(tiles.q.index(s), tiles.a.index(0), c.C)
+        num_rows = length - (first + at) * c.C
         is_last = at == count - 1
-        mbarrier.wait(barriers.full.index(s), (j // ST) & 1)
-        if num_rows < C:
-            zero_tail_rows(tiles.k.index(s), num_rows, C, K, WARPS)
-            zero_tail_rows(tiles.do.index(s), num_rows, C, V, WARPS)
-            zero_tail_rows(b_r, num_rows, C, C, WARPS)
+        mbarrier.wait(barriers.full.index(s), (j // c.ST) & 1)
+        if num_rows < c.C:
+            zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K, c.WARPS)
+            zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V, c.WARPS)
+            zero_tail_rows(b_r, num_rows, c.C, c.C, c.WARPS)
             fence_async_shared()
             gl.thread_barrier()
         b_sb = b_s.to(tiles.k.dtype)
@@ -156,14 +161,14 @@ def recompute_states(
             use_acc=False,
             is_async=True,
         )
-        if HAS_GATE:
-            last = rows.slice(2 * C - 1, 1)
+        if c.HAS_GATE:
+            last = rows.slice(2 * c.C - 1, 1)
             b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
         if (at > 0) & (at < count - 1):
-            copy_out(states_desc, [scratch + (at - 1) * V, 0], buffers.dstate.index(o))
+            copy_out(states_desc, [scratch + (at - 1) * c.V, 0], buffers.dstate.index(o))
         b_u = warpgroup_mma_wait(0, deps=(b_u,))
-        if HAS_GATE:
-            b_u = -b_u * gl.exp2(rows.slice(C, C).load(gl.SliceLayout(0, xl)))[None, :]
+        if c.HAS_GATE:
+            b_u = -b_u * gl.exp2(rows.slice(c.C, c.C).load(gl.SliceLayout(0, xl)))[None, :]
         else:
             b_u = -b_u
         b_u = gl.convert_layout(b_u.to(tiles.k.dtype), sa)
@@ -178,16 +183,16 @@ def recompute_states(
             mbarrier.arrive(barriers.w_full.index(0), count=1)
             mbarrier.arrive(barriers.state_full.index(0), count=1)
         else:
-            b_share = rows.slice(0, C).load(gl.SliceLayout(0, xl))
-            if HAS_GATE:
-                b_G = rows.slice(C, C).load(gl.SliceLayout(0, xl))
+            b_share = rows.slice(0, c.C).load(gl.SliceLayout(0, xl))
+            if c.HAS_GATE:
+                b_G = rows.slice(c.C, c.C).load(gl.SliceLayout(0, xl))
                 b_share *= gl.exp2(last.load(gl.SliceLayout(0, xl)) - b_G)
             b_lhs = gl.convert_layout((b_w * b_share[None, :]).to(tiles.k.dtype), xa)
             b_s = warpgroup_mma(b_lhs, tiles.k.index(s), b_s, is_async=True)
             buffers.dv.index(o_w).permute((1, 0)).store(b_w.to(tiles.k.dtype))
             fence_async_shared()
             gl.thread_barrier()
-            copy_out(w_desc, [row + (first + at) * C, v_col], buffers.dv.index(o_w))
+            copy_out(w_desc, [row + (first + at) * c.C, v_col], buffers.dv.index(o_w))
             b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(barriers.empty.index(s), count=2)
 
@@ -214,10 +219,10 @@ NUM_SCALARS = gl.constexpr(16)
 
 
 @gluon.jit
-def step_of(i, c, n, every):
+def step_of(i, i_c, n, every):
     """The step of a program that goes back through chunk c, the i-th of n: it has gone forward from
     the beginning of that chunk's part to the end."""
-    return i + n - c // every * every
+    return i + n - i_c // every * every
 
 
 @gluon.jit
@@ -295,16 +300,16 @@ def replace(tile, b):
 
 @gluon.jit
 def store_tail(
-    q, k, counts_ptr, pad, c, num_rows,
+    q, k, counts_ptr, pad, i_c, num_rows,
     K: gl.constexpr, C: gl.constexpr, GROUPED_HEADS: gl.constexpr,
 ):  # fmt: skip
     """dq and dk of a short chunk, in turn. q, k: where to, by TMA or not, and the tile."""
     heads = load_scalar(pad, HEADS, 4)
     rank = load_scalar(pad, RANK, 4)
     if GROUPED_HEADS:
-        while semaphore_acquire(counts_ptr + load_scalar(pad, SEMAPHORE, 4) + c * heads) < rank:
+        while semaphore_acquire(counts_ptr + load_scalar(pad, SEMAPHORE, 4) + i_c * heads) < rank:
             pass
-    at = load_scalar(pad, ROW, 4) + c * C, num_rows
+    at = load_scalar(pad, ROW, 4) + i_c * C, num_rows
     cols = load_scalar(pad, D_COL, 4), heads * K
     store_or_add(rank, q[0], q[1], q[2], at, cols, C, K, GROUPED_HEADS)
     store_or_add(rank, k[0], k[1], k[2], at, cols, C, K, GROUPED_HEADS)
@@ -312,93 +317,91 @@ def store_tail(
 
 @gluon.jit
 def dqk_partition(
-    descs, pointers, counts_ptr, tiles, buffers, barriers, pad, HV, G, every, scale,
-    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    HAS_GATE: gl.constexpr, GROUPED_HEADS: gl.constexpr,
-):  # fmt: skip
+    descs, pointers, counts_ptr, tiles, buffers, barriers, pad, HV, G, every, scale, c
+):
     dq_desc, dk_desc, dv_desc = descs
     dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, dg_ptr = pointers
-    NK: gl.constexpr = K // BK
-    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    zero = gl.zeros([C, BK], gl.float32, al)
+    NK: gl.constexpr = c.K // c.BK
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
+    zero = gl.zeros([c.C, c.BK], gl.float32, al)
     n = load_scalar(pad, CHUNKS, 4)
     for i in range(n):
-        c = n - 1 - i
-        j = step_of(i, c, n, every)
-        s = j % ST
-        num_rows = load_scalar(pad, LENGTH, 4) - c * C
+        i_c = n - 1 - i
+        j = step_of(i, i_c, n, every)
+        s = j % c.ST
+        num_rows = load_scalar(pad, LENGTH, 4) - i_c * c.C
         rows = tiles.beta_gate.index(s)
         mbarrier.wait(barriers.pairs_full.index(0), i & 1)
-        mbarrier.wait(barriers.full.index(s), (j // ST) & 1)
+        mbarrier.wait(barriers.full.index(s), (j // c.ST) & 1)
         mbarrier.wait(barriers.w_full.index(0), i & 1)
-        e = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
-        gates = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - kb . dk'
-        sums = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
-        row, v_col = load_scalar(pad, ROW, 4), load_scalar(pad, HEAD, 4) * V
+        e = gl.zeros([c.C], gl.float32, gl.SliceLayout(1, al))
+        gates = gl.zeros([c.C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - kb . dk'
+        sums = gl.zeros([c.C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
+        row, v_col = load_scalar(pad, ROW, 4), load_scalar(pad, HEAD, 4) * c.V
         dv = buffers.dv.index(i >> 24)
-        store_tile(dv_desc, dv_ptr, dv, row + c * C, v_col, HV * V, num_rows, C, V)
-        b_diag = diagonal_of(buffers.diagonal, al, C)
-        b_beta = beta_of(rows, al, C)
+        store_tile(dv_desc, dv_ptr, dv, row + i_c * c.C, v_col, HV * c.V, num_rows, c.C, c.V)
+        b_diag = diagonal_of(buffers.diagonal, al, c.C)
+        b_beta = beta_of(rows, al, c.C)
         dks = ()
         for h in gl.static_range(NK):
             o = i >> (
                 27 + h
             )  # 0, another for each so that no address is kept, as in dstate_partition
-            b_qs = tiles.q.index(s + o).slice(h * BK, BK, 1)
-            b_ks = tiles.k.index(s + o).slice(h * BK, BK, 1)
-            b_ds = buffers.dstate.index(o).slice(h * BK, BK, 1)
+            b_qs = tiles.q.index(s + o).slice(h * c.BK, c.BK, 1)
+            b_ks = tiles.k.index(s + o).slice(h * c.BK, c.BK, 1)
+            b_ds = buffers.dstate.index(o).slice(h * c.BK, c.BK, 1)
             b_dk = warpgroup_mma(tiles.w.index(o), b_ds, zero, use_acc=False, is_async=True)
             if h == 0:
                 mbarrier.wait(barriers.state_full.index(0), i & 1)
-                if HAS_GATE:
+                if c.HAS_GATE:
                     buffers.state_products.store(
-                        row_products(tiles.state.index(o), buffers.dstate.index(o), V, K)
+                        row_products(tiles.state.index(o), buffers.dstate.index(o), c.V, c.K)
                     )
             b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
             if h == NK - 1:
                 mbarrier.arrive(barriers.w_empty.index(0), count=1)
             b_kb = (b_ks.load(al) * b_beta[:, None]).to(tiles.k.dtype)
-            if HAS_GATE:
-                b_dk *= end_of(rows, al, C)[:, None]
+            if c.HAS_GATE:
+                b_dk *= end_of(rows, al, c.C)[:, None]
                 e += gl.sum(b_dk * b_kb, 1)
             b_dk = warpgroup_mma(buffers.b.index(o).permute((1, 0)), b_qs, b_dk, is_async=True)
             b_dk = warpgroup_mma(buffers.m.index(o).permute((1, 0)), b_ks, b_dk, is_async=True)
             b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
-            if HAS_GATE:
+            if c.HAS_GATE:
                 gates -= gl.sum(b_dk * b_kb, 1)
             b_dk += b_diag[:, None] * b_qs.load(al)
             b_k = b_ks.load(al)
             sums += gl.sum(b_dk * b_k, 1)
             b_dk *= b_beta[:, None]
             replace(b_ks, b_kb)
-            b_ss = tiles.state.index(o).slice(h * BK, BK, 1)
+            b_ss = tiles.state.index(o).slice(h * c.BK, c.BK, 1)
             b_dp = warpgroup_mma(buffers.dv.index(o), b_ss, zero, use_acc=False, is_async=True)
             b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
-            if HAS_GATE:
-                b_dp *= -start_of(rows, al, C)[:, None]
+            if c.HAS_GATE:
+                b_dp *= -start_of(rows, al, c.C)[:, None]
             else:
                 b_dp = -b_dp
             b_dp = warpgroup_mma(buffers.m.index(o), b_ks, b_dp, is_async=True)  # -dp
             b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
-            if HAS_GATE:
+            if c.HAS_GATE:
                 gates += gl.sum(b_dp * b_k, 1)
             dks += ((b_dk + b_dp).to(tiles.q.dtype),)
         buffers.token_sums.index(0).store(sums)
-        if HAS_GATE:
+        if c.HAS_GATE:
             buffers.token_sums.index(1).store(e)
         for h in gl.static_range(NK):
             o = i >> (29 + h)
-            b_qs = tiles.q.index(s + o).slice(h * BK, BK, 1)
-            b_ks = tiles.k.index(s + o).slice(h * BK, BK, 1)
-            b_ss = tiles.state.index(o).slice(h * BK, BK, 1)
+            b_qs = tiles.q.index(s + o).slice(h * c.BK, c.BK, 1)
+            b_ks = tiles.k.index(s + o).slice(h * c.BK, c.BK, 1)
+            b_ss = tiles.state.index(o).slice(h * c.BK, c.BK, 1)
             b_dq = warpgroup_mma(tiles.do.index(s + o), b_ss, zero, use_acc=False, is_async=True)
             b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
             b_dq *= scale
-            if HAS_GATE:
-                b_dq *= start_of(rows, al, C)[:, None]
+            if c.HAS_GATE:
+                b_dq *= start_of(rows, al, c.C)[:, None]
             b_dq = warpgroup_mma(buffers.b.index(o), b_ks, b_dq, is_async=True)
             b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
-            if HAS_GATE:
+            if c.HAS_GATE:
                 gates += row_dot(b_dq, b_qs, al)
             b_dq += b_diag[:, None] * b_ks.load(al)
             if h == NK - 1:
@@ -408,31 +411,28 @@ def dqk_partition(
             b_qs.store(b_dq.to(tiles.q.dtype))
             b_ks.store(dks[h])
         fence_async_shared()
-        num_rows = load_scalar(pad, LENGTH, 4) - c * C
-        if num_rows < C:  # store_partition takes whole chunks
+        num_rows = load_scalar(pad, LENGTH, 4) - i_c * c.C
+        if num_rows < c.C:  # store_partition takes whole chunks
             gl.thread_barrier()
             store_tail(
                 (dq_desc, dq_ptr, tiles.q.index(s)), (dk_desc, dk_ptr, tiles.k.index(s)),
-                counts_ptr, pad, c, num_rows, K, C, GROUPED_HEADS,
+                counts_ptr, pad, i_c, num_rows, c.K, c.C, c.GROUPED_HEADS,
             )  # fmt: skip
-        mbarrier.arrive(barriers.grads_full.index(i % ST), count=1)
-        o_t = (load_scalar(pad, ROW, 4) + c * C).to(gl.int64) * HV + load_scalar(pad, HEAD, 4)
-        if HAS_GATE:
-            rows.slice(0, C).store(gates)  # beta is not read any more
+        mbarrier.arrive(barriers.grads_full.index(i % c.ST), count=1)
+        o_t = (load_scalar(pad, ROW, 4) + i_c * c.C).to(gl.int64) * HV + load_scalar(pad, HEAD, 4)
+        if c.HAS_GATE:
+            rows.slice(0, c.C).store(gates)  # beta is not read any more
         gl.thread_barrier()
         write_sums(
             dg_ptr, dbeta_ptr, rows, buffers.token_sums, buffers.state_products, i >> 23, o_t,
-            num_rows, HV, C, HAS_GATE,
+            num_rows, HV, c.C, c.HAS_GATE,
         )  # fmt: skip
         mbarrier.arrive(barriers.empty.index(s), count=1)
     store_wait(0)
 
 
 @gluon.jit
-def store_partition(
-    descs, counts_ptr, tiles, barriers, pad, HV, G, every,
-    K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, GROUPED_HEADS: gl.constexpr,
-):  # fmt: skip
+def store_partition(descs, counts_ptr, tiles, barriers, pad, HV, G, every, c):
     """dq and dk out of the buffers of q and k, one warp: it waits for its turn, and until what it
     added is there, while the other parts go on."""
     dq_desc, dk_desc, _ = descs
@@ -444,13 +444,13 @@ def store_partition(
     n = load_scalar(pad, CHUNKS, 1)
     p_semaphores = counts_ptr + load_scalar(pad, SEMAPHORE, 1)
     for i in range(n):
-        c = n - 1 - i
-        s = step_of(i, c, n, every) % ST
-        t = row + c * C
-        p_semaphore = p_semaphores + c * heads
-        mbarrier.wait(barriers.grads_full.index(i % ST), (i // ST) & 1)
-        if (c + 1) * C <= length:
-            if GROUPED_HEADS:
+        i_c = n - 1 - i
+        s = step_of(i, i_c, n, every) % c.ST
+        t = row + i_c * c.C
+        p_semaphore = p_semaphores + i_c * heads
+        mbarrier.wait(barriers.grads_full.index(i % c.ST), (i // c.ST) & 1)
+        if (i_c + 1) * c.C <= length:
+            if c.GROUPED_HEADS:
                 while semaphore_acquire(p_semaphore) < rank:
                     pass
                 if rank > 0:
@@ -464,7 +464,7 @@ def store_partition(
                 copy_out(dk_desc, [t, col], tiles.k.index(s))
         store_wait(0)
         mbarrier.arrive(barriers.empty.index(s), count=1)
-        if GROUPED_HEADS:
+        if c.GROUPED_HEADS:
             release_next(p_semaphore, rank, G)
     store_wait(0)
 
@@ -520,24 +520,21 @@ def locate_checkpoint_block(i, n, every):
 
 
 @gluon.jit
-def load_partition(
-    descs, beta_gates_ptr, tiles, barriers, pad, HV, every,
-    V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
-):  # fmt: skip
+def load_partition(descs, beta_gates_ptr, tiles, barriers, pad, HV, every, c):
     q_desc, k_desc, v_desc, do_desc, r_desc, w_desc, states_desc, checkpoints_desc = descs
     nbytes: gl.constexpr = k_desc.block_type.nbytes + do_desc.block_type.nbytes
     row = load_scalar(pad, ROW, 1)
     n = load_scalar(pad, CHUNKS, 1)
     head = load_scalar(pad, HEAD, 1)
     k_col = load_scalar(pad, K_COL, 1)
-    v_col = head * V
-    r_col = head * C
+    v_col = head * c.V
+    r_col = head * c.C
     p_beta_gate, stride = beta_gate_ptr(
-        beta_gates_ptr, load_scalar(pad, CHUNK, 1) * HV + head, HV, C, HAS_GATE
+        beta_gates_ptr, load_scalar(pad, CHUNK, 1) * HV + head, HV, c.C, c.HAS_GATE
     )
     # where this program has S before the second chunk of a part
-    scratch = load_scalar(pad, WORKSPACE, 1) * ((every - 2) * V)
-    m_step = HV * V  # from S before a part to that before the next
+    scratch = load_scalar(pad, WORKSPACE, 1) * ((every - 2) * c.V)
+    m_step = HV * c.V  # from S before a part to that before the next
     num_blocks = gl.maximum(gl.cdiv(n, every), 1)
     checkpoint = load_scalar(pad, CHECKPOINT, 1) + (num_blocks - 1) * m_step
     i = 0
@@ -545,19 +542,19 @@ def load_partition(
         first, count = locate_checkpoint_block(i, n, every)
         for at in range(2 * count):
             j = 2 * i + at
-            s = j % ST
+            s = j % c.ST
             back = at >= count
-            c = gl.where(back, first + 2 * count - 1 - at, first + at)
-            t = row + c * C
-            b_beta_gate = load_beta_gate(p_beta_gate + c * stride, C, HAS_GATE)
-            mbarrier.wait(barriers.empty.index(s), ((j // ST) & 1) ^ 1)
+            i_c = gl.where(back, first + 2 * count - 1 - at, first + at)
+            t = row + i_c * c.C
+            b_beta_gate = load_beta_gate(p_beta_gate + i_c * stride, c.C, c.HAS_GATE)
+            mbarrier.wait(barriers.empty.index(s), ((j // c.ST) & 1) ^ 1)
             if back:
                 mbarrier.expect(barriers.full.index(s), nbytes + q_desc.block_type.nbytes)
                 copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
                 copy_in(q_desc, [t, k_col], barriers.full.index(s), tiles.q.index(s))
                 copy_in(do_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
             else:
-                b_r = square(tiles.q.index(s), tiles.r.index(0), C)
+                b_r = square(tiles.q.index(s), tiles.r.index(0), c.C)
                 mbarrier.expect(barriers.full.index(s), nbytes + r_desc.block_type.nbytes)
                 copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
                 copy_in(v_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
@@ -587,7 +584,7 @@ def load_partition(
                 copy_in(w_desc, [t, v_col], barriers.w_full.index(0), tiles.w.index(0))
                 mbarrier.wait(barriers.state_empty.index(0), before)
                 mbarrier.expect(barriers.state_full.index(0), states_desc.block_type.nbytes)
-                if c == first:
+                if i_c == first:
                     copy_in(
                         checkpoints_desc,
                         [checkpoint, 0],
@@ -595,7 +592,7 @@ def load_partition(
                         tiles.state.index(0),
                     )
                 else:
-                    s_row = scratch + (c - first - 1) * V
+                    s_row = scratch + (i_c - first - 1) * c.V
                     copy_in(
                         states_desc, [s_row, 0], barriers.state_full.index(0), tiles.state.index(0)
                     )
@@ -658,44 +655,42 @@ def score_partition(
 
 
 @gluon.jit
-def dstate_partition(
-    tiles, buffers, barriers, b_s, gone, count, length, n, scale,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-):  # fmt: skip
+def dstate_partition(tiles, buffers, barriers, b_s, gone, count, length, n, scale, c):
     """Through a part from b_s, dS after it; dS before it."""
-    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * C // WARPS, 16])
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
-    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
+    al: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, c.WARPS // 4], [16, 4 * c.C // c.WARPS, 16]
+    )
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [c.WARPS, 1], [16, c.K, 16])
+    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [c.WARPS, 1], [16, c.C, 16])
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
-    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
-    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
-    zero_a = gl.zeros([C, C], gl.float32, al)
-    zero = gl.zeros([V, C], gl.float32, xl)
+    o_i = gl.arange(0, c.C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, c.C, gl.SliceLayout(0, al))
+    zero_a = gl.zeros([c.C, c.C], gl.float32, al)
+    zero = gl.zeros([c.V, c.C], gl.float32, xl)
     for at in range(count):
         i = gone + at
         j = 2 * gone + count + at
-        s = j % ST
-        num_rows = length - (n - 1 - i) * C
+        s = j % c.ST
+        num_rows = length - (n - 1 - i) * c.C
         rows = tiles.beta_gate.index(s)
         # 0, which no compiler knows: it would keep all addresses that two products have in common
         o = i >> 30
         o_x = i >> 29
         o_s = i >> 28
         o_y = i >> 27
-        mbarrier.wait(barriers.full.index(s), (j // ST) & 1)
+        mbarrier.wait(barriers.full.index(s), (j // c.ST) & 1)
         mbarrier.wait(barriers.r_full.index(0), i & 1)
-        if num_rows < C:
-            zero_tail_rows(tiles.q.index(s), num_rows, C, K, WARPS)
-            zero_tail_rows(tiles.k.index(s), num_rows, C, K, WARPS)
-            zero_tail_rows(tiles.do.index(s), num_rows, C, V, WARPS)
-            zero_tail_rows(tiles.r.index(o), num_rows, C, C, WARPS)
+        if num_rows < c.C:
+            zero_tail_rows(tiles.q.index(s), num_rows, c.C, c.K, c.WARPS)
+            zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K, c.WARPS)
+            zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V, c.WARPS)
+            zero_tail_rows(tiles.r.index(o), num_rows, c.C, c.C, c.WARPS)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
             tiles.q.index(s), tiles.k.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
         )
-        b_decay = decay_of(rows, o_i + o, o_j, al, C, HAS_GATE, True) * scale
+        b_decay = decay_of(rows, o_i + o, o_j, al, c.C, c.HAS_GATE, True) * scale
         b_a = warpgroup_mma_wait(0, deps=(b_a,))
         tiles.a.index(o).store((b_a * b_decay).to(tiles.k.dtype))
         mbarrier.wait(barriers.w_empty.index(0), (i & 1) ^ 1)
@@ -711,27 +706,27 @@ def dstate_partition(
             is_async=True,
         )
         b_x = warpgroup_mma_wait(0, deps=(b_x,))
-        if HAS_GATE:
-            last = rows.slice(2 * C - 1, 1)
-            G_j = rows.slice(C, C).load(gl.SliceLayout(0, xl))
+        if c.HAS_GATE:
+            last = rows.slice(2 * c.C - 1, 1)
+            G_j = rows.slice(c.C, c.C).load(gl.SliceLayout(0, xl))
             b_x *= gl.exp2(last.load(gl.SliceLayout(0, xl)) - G_j)[None, :]
         b_x = warpgroup_mma(
             tiles.do.index(s + o_s).permute((1, 0)), tiles.a.index(o_s), b_x, is_async=True
         )
         b_d = tiles.do.index(s + o_s).permute((1, 0)).load(xa).to(gl.float32) * scale
-        if HAS_GATE:
-            b_d *= gl.exp2(rows.slice(C, C).load(gl.SliceLayout(0, xa)))[None, :]
+        if c.HAS_GATE:
+            b_d *= gl.exp2(rows.slice(c.C, c.C).load(gl.SliceLayout(0, xa)))[None, :]
             b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
         b_s = warpgroup_mma(b_d.to(tiles.k.dtype), tiles.q.index(s + o_s), b_s, is_async=True)
         b_x, b_s = warpgroup_mma_wait(0, deps=(b_x, b_s))
-        b_x *= rows.slice(0, C).load(gl.SliceLayout(0, xl))[None, :]
+        b_x *= rows.slice(0, c.C).load(gl.SliceLayout(0, xl))[None, :]
         b_x = gl.convert_layout(b_x.to(tiles.k.dtype), xa)
         b_y = warpgroup_mma(b_x, tiles.r.index(o_s), zero, use_acc=False, is_async=True)
         b_y = warpgroup_mma_wait(0, deps=(b_y,))
         mbarrier.arrive(barriers.r_empty.index(0), count=1)
         b_lhs = -b_y
-        if HAS_GATE:
-            b_lhs *= gl.exp2(rows.slice(C, C).load(gl.SliceLayout(0, xl)))[None, :]
+        if c.HAS_GATE:
+            b_lhs *= gl.exp2(rows.slice(c.C, c.C).load(gl.SliceLayout(0, xl)))[None, :]
         b_lhs = gl.convert_layout(b_lhs.to(tiles.k.dtype), xa)
         b_s = warpgroup_mma(b_lhs, tiles.k.index(s + o_s), b_s, is_async=True)
         mbarrier.wait(barriers.state_empty.index(0), ((i + o_y) & 1) ^ 1)
@@ -743,7 +738,7 @@ def dstate_partition(
         pair_buffers = (buffers.b.index(o_y), buffers.m.index(o_y), buffers.diagonal)
         score_partition(
             tiles.do.index(s), tiles.w.index(o_y), buffers.dv.index(o_y), rows, pair_buffers, o_y,
-            scale, C, WARPS, HAS_GATE,
+            scale, c.C, c.WARPS, c.HAS_GATE,
         )  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(barriers.pairs_full.index(0), count=1)
@@ -751,65 +746,61 @@ def dstate_partition(
 
 
 @gluon.jit
-def state_partition(
-    descs, states, tiles, buffers, barriers, pad, every, scale,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, WARPS: gl.constexpr,
-    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
+def state_partition(descs, states, tiles, buffers, barriers, pad, every, scale, c):
     """states: where dS comes from, goes to, and is while S is there."""
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, K, 16])
-    o_v = gl.arange(0, V, gl.SliceLayout(1, sl))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [c.WARPS, 1], [16, c.K, 16])
+    o_v = gl.arange(0, c.V, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, c.K, gl.SliceLayout(0, sl))
     s_in_ptr, s_out_ptr, p_park = states
     block = 0
     going = True
     while going:
-        gone = load_scalar(pad, GONE, WARPS)
-        n = load_scalar(pad, CHUNKS, WARPS)
+        gone = load_scalar(pad, GONE, c.WARPS)
+        n = load_scalar(pad, CHUNKS, c.WARPS)
         first, count = locate_checkpoint_block(gone, n, every)
-        store_scalars(pad, (count,), COUNT, WARPS)
+        store_scalars(pad, (count,), COUNT, c.WARPS)
         if count > 0:
             mbarrier.wait(barriers.entry_full.index(0), block & 1)
         recompute_states(
-            descs, tiles, buffers, barriers, load_scalar(pad, ROW, WARPS),
-            load_scalar(pad, HEAD, WARPS) * V,
-            load_scalar(pad, WORKSPACE, WARPS) * ((every - 2) * V), gone, first, count,
-            load_scalar(pad, LENGTH, WARPS),
-            K, V, C, ST, WARPS, HAS_GATE,
+            descs, tiles, buffers, barriers, load_scalar(pad, ROW, c.WARPS),
+            load_scalar(pad, HEAD, c.WARPS) * c.V,
+            load_scalar(pad, WORKSPACE, c.WARPS) * ((every - 2) * c.V), gone, first, count,
+            load_scalar(pad, LENGTH, c.WARPS), c,
         )  # fmt: skip
-        gone = load_scalar(pad, GONE, WARPS)
+        gone = load_scalar(pad, GONE, c.WARPS)
         # 0, which no compiler knows: it would keep addresses
         none = (gone >> 30).to(gl.int64)
         if block == 0:
-            i_entry = none + load_scalar(pad, STATE_IN, WARPS)
-            at_in = StateRefs(s_in_ptr, None, i_entry * (K * V), None)
-            b_d = load_state(at_in, gl.zeros([V, K], gl.float32, sl), o_k + none, o_v, V, HAS_S_IN)
+            i_entry = none + load_scalar(pad, STATE_IN, c.WARPS)
+            at_in = StateRefs(s_in_ptr, None, i_entry * (c.K * c.V), None)
+            b_d = load_state(
+                at_in, gl.zeros([c.V, c.K], gl.float32, sl), o_k + none, o_v, c.V, c.HAS_S_IN
+            )
         else:
-            i_state = load_scalar(pad, STATE_IN if SPLIT else WORKSPACE, WARPS)
-            o_d = (none + i_state) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
+            i_state = load_scalar(pad, STATE_IN if c.SPLIT else WORKSPACE, c.WARPS)
+            o_d = (none + i_state) * (c.K * c.V) + (o_v + none)[:, None] * c.K + o_k[None, :]
             b_d = gl.load(p_park + o_d)
         wait_bulk_stores()
         gl.thread_barrier()
         mbarrier.arrive(barriers.recomputed.index(0), count=1)
         b_d = dstate_partition(
-            tiles, buffers, barriers, b_d, gone, load_scalar(pad, COUNT, WARPS),
-            load_scalar(pad, LENGTH, WARPS), load_scalar(pad, CHUNKS, WARPS), scale,
-            K, V, C, ST, WARPS, HAS_GATE,
+            tiles, buffers, barriers, b_d, gone, load_scalar(pad, COUNT, c.WARPS),
+            load_scalar(pad, LENGTH, c.WARPS), load_scalar(pad, CHUNKS, c.WARPS), scale, c,
         )  # fmt: skip
-        gone = load_scalar(pad, GONE, WARPS) + load_scalar(pad, COUNT, WARPS)
+        gone = load_scalar(pad, GONE, c.WARPS) + load_scalar(pad, COUNT, c.WARPS)
         none = (gone >> 29).to(gl.int64)  # another, for nothing of the first is kept for this
-        going = gone < load_scalar(pad, CHUNKS, WARPS)
+        going = gone < load_scalar(pad, CHUNKS, c.WARPS)
         if going:
-            i_state = load_scalar(pad, STATE_IN if SPLIT else WORKSPACE, WARPS)
-            o_d = (none + i_state) * (K * V) + (o_v + none)[:, None] * K + o_k[None, :]
+            i_state = load_scalar(pad, STATE_IN if c.SPLIT else WORKSPACE, c.WARPS)
+            o_d = (none + i_state) * (c.K * c.V) + (o_v + none)[:, None] * c.K + o_k[None, :]
             gl.store(p_park + o_d, b_d)
         else:
-            to = load_scalar(pad, STATE_OUT, WARPS)
+            to = load_scalar(pad, STATE_OUT, c.WARPS)
             if to >= 0:
-                at_out = StateRefs(None, s_out_ptr, None, (none + to) * (K * V))
-                store_state(at_out, b_d, 0, o_k + none, o_v + none, V, HAS_S_OUT)
+                at_out = StateRefs(None, s_out_ptr, None, (none + to) * (c.K * c.V))
+                store_state(at_out, b_d, 0, o_k + none, o_v + none, c.V, c.HAS_S_OUT)
         gl.thread_barrier()  # all have read what it was
-        store_scalars(pad, (gone,), GONE, WARPS)
+        store_scalars(pad, (gone,), GONE, c.WARPS)
         gl.thread_barrier()
         block += 1
 
@@ -933,22 +924,20 @@ def delta_chunk_bwd_sm90_kernel(
     p_dg = dg_ptr if HAS_GATE else dbeta_ptr  # for only the first part takes None
     descs = (dq_desc, dk_desc, dv_desc)
     states = (s_in_ptr, s_out_ptr, s_in_ptr if SPLIT else park_ptr)
+    c: gl.constexpr = Constants(
+        K, V, BK, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT, SPLIT, GROUPED_HEADS
+    )
     gl.warp_specialize(
         [
             (state_partition, (
-                (dv_desc, states_desc), states, tiles, buffers, barriers, pad, every, scale,
-                K, V, C, ST, WARPS, HAS_GATE, HAS_S_IN, HAS_S_OUT, SPLIT)),
+                (dv_desc, states_desc), states, tiles, buffers, barriers, pad, every, scale, c)),
             (dqk_partition, (
                 descs, (dq_ptr, dk_ptr, dv_ptr, dbeta_ptr, p_dg), counts_ptr, tiles, buffers,
-                barriers, pad, HV, G, every, scale,
-                K, V, BK, C, ST, HAS_GATE, GROUPED_HEADS)),
+                barriers, pad, HV, G, every, scale, c)),
             (load_partition, (
                 (q_desc, k_desc, v_desc, do_desc, r_desc, dv_desc, states_desc, checkpoints_desc),
-                beta_gates_ptr, tiles, barriers, pad, HV, every,
-                V, C, ST, HAS_GATE)),
-            (store_partition, (
-                descs, counts_ptr, tiles, barriers, pad, HV, G, every,
-                K, C, ST, GROUPED_HEADS)),
+                beta_gates_ptr, tiles, barriers, pad, HV, every, c)),
+            (store_partition, (descs, counts_ptr, tiles, barriers, pad, HV, G, every, c)),
         ],
         [4, 1, 1],
         [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],

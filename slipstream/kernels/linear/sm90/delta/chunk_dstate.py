@@ -27,6 +27,7 @@ With dv_desc None there is no save_partition: a segment's dE of segment_transiti
 wanted, the scan's end from a gradient of zero, or from the sequence's own after its last segment.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
@@ -55,6 +56,9 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+# constants of a launch, for device functions
+Constants = namedtuple("Constants", "K V BV C ST HAS_GATE HAS_S_IN HAS_S_OUT TRANSITION_ONLY")
 
 
 class Tiles(NamedTuple):
@@ -92,7 +96,7 @@ class Barriers(NamedTuple):
 @gluon.jit
 def load_partition(
     q_desc, k_desc, d_desc, r_desc, tiles, barriers, p_beta_gate, stride, row, n, k_col, v_col,
-    r_col, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    r_col, c,
 ):  # fmt: skip
     nbytes: gl.constexpr = (
         q_desc.block_type.nbytes
@@ -100,11 +104,11 @@ def load_partition(
         + d_desc.block_type.nbytes
         + r_desc.block_type.nbytes
     )
-    b_beta_gate = load_beta_gate(p_beta_gate + gl.maximum(n - 1, 0) * stride, C, HAS_GATE)
+    b_beta_gate = load_beta_gate(p_beta_gate + gl.maximum(n - 1, 0) * stride, c.C, c.HAS_GATE)
     for i in range(n):
-        s = i % ST
-        t = row + (n - 1 - i) * C
-        mbarrier.wait(barriers.empty.index(s), ((i // ST) & 1) ^ 1)
+        s = i % c.ST
+        t = row + (n - 1 - i) * c.C
+        mbarrier.wait(barriers.empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(barriers.full.index(s), nbytes)
         copy_in(q_desc, [t, k_col], barriers.full.index(s), tiles.q.index(s))
         copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
@@ -112,44 +116,43 @@ def load_partition(
         copy_in(d_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
         tiles.beta_gate.index(s).store(b_beta_gate)
         mbarrier.arrive(barriers.full.index(s), count=1)
-        b_beta_gate = load_beta_gate(p_beta_gate + gl.maximum(n - 2 - i, 0) * stride, C, HAS_GATE)
+        b_beta_gate = load_beta_gate(
+            p_beta_gate + gl.maximum(n - 2 - i, 0) * stride, c.C, c.HAS_GATE
+        )
 
 
 @gluon.jit
-def wy_partition(
-    tiles, barriers, length, n, scale,
-    K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
-):  # fmt: skip
+def wy_partition(tiles, barriers, length, n, scale, c):
     """Z and W into shared memory."""
-    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
     aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)
-    wl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    wl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.K, 16])
     ra: gl.constexpr = gl.DotOperandLayout(0, wl, 2)
-    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
-    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
-    zero_a = gl.zeros([C, C], gl.float32, al)
-    zero_w = gl.zeros([C, K], gl.float32, wl)
+    o_i = gl.arange(0, c.C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, c.C, gl.SliceLayout(0, al))
+    zero_a = gl.zeros([c.C, c.C], gl.float32, al)
+    zero_w = gl.zeros([c.C, c.K], gl.float32, wl)
     seen = o_i[:, None] >= o_j[None, :]
     for i in range(n):
-        s = i % ST
+        s = i % c.ST
         w = i % 2
-        num_rows = length - (n - 1 - i) * C
-        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
-        if num_rows < C:
-            zero_tail_rows(tiles.q.index(s), num_rows, C, K)
-            zero_tail_rows(tiles.k.index(s), num_rows, C, K)
-            zero_tail_rows(tiles.do.index(s), num_rows, C, BV)
-            zero_tail_rows(tiles.r.index(s), num_rows, C, C)
+        num_rows = length - (n - 1 - i) * c.C
+        mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)
+        if num_rows < c.C:
+            zero_tail_rows(tiles.q.index(s), num_rows, c.C, c.K)
+            zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K)
+            zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.BV)
+            zero_tail_rows(tiles.r.index(s), num_rows, c.C, c.C)
             fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
             tiles.q.index(s), tiles.k.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
         )
-        b_share = tiles.beta_gate.index(s).slice(0, C).load(gl.SliceLayout(0, ra))
-        b_beta = tiles.beta_gate.index(s).slice(0, C).load(gl.SliceLayout(0, al))
-        if HAS_GATE:
-            sums = tiles.beta_gate.index(s).slice(C, C)
-            G_C = tiles.beta_gate.index(s).slice(2 * C - 1, 1).load(gl.SliceLayout(0, ra))
+        b_share = tiles.beta_gate.index(s).slice(0, c.C).load(gl.SliceLayout(0, ra))
+        b_beta = tiles.beta_gate.index(s).slice(0, c.C).load(gl.SliceLayout(0, al))
+        if c.HAS_GATE:
+            sums = tiles.beta_gate.index(s).slice(c.C, c.C)
+            G_C = tiles.beta_gate.index(s).slice(2 * c.C - 1, 1).load(gl.SliceLayout(0, ra))
             b_share *= gl.exp2(G_C - sums.load(gl.SliceLayout(0, ra)))
             G_i = sums.load(gl.SliceLayout(1, al))
             G_j = sums.load(gl.SliceLayout(0, al))
@@ -158,7 +161,7 @@ def wy_partition(
         b_r = (b_r.to(gl.float32) * b_share[None, :]).to(tiles.k.dtype)
         b_a = warpgroup_mma_wait(0, deps=(b_a,))
         b_w = warpgroup_mma(b_r, tiles.k.index(s), zero_w, use_acc=False, is_async=True)
-        if HAS_GATE:
+        if c.HAS_GATE:
             # the exponentials run beside the product for W
             between = G_i[:, None] - G_j[None, :]
             b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
@@ -177,37 +180,32 @@ def wy_partition(
 
 
 @gluon.jit
-def state_partition(
-    tiles, copies, barriers, state_refs, reads, writes, n, scale,
-    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
-    TRANSITION_ONLY: gl.constexpr,
-):  # fmt: skip
+def state_partition(tiles, copies, barriers, state_refs, reads, writes, n, scale, c):
     """reads, writes: whether s_in and s_out have the state at this program's ends.
 
     TRANSITION_ONLY: that before the segment alone.
     """
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.K, 16])
+    yl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, yl, 2)
     ya: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
-    o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
-    o_s = o_k[None, :] * V + o_v[:, None]
-    if HAS_S_IN:
+    o_v = gl.arange(0, c.BV, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, c.K, gl.SliceLayout(0, sl))
+    o_s = o_k[None, :] * c.V + o_v[:, None]
+    if c.HAS_S_IN:
         m_in = (o_k >= 0)[None, :] & reads
         b_s = gl.load(state_refs.in_ptr + (state_refs.in_offset + o_s), mask=m_in, other=0.0).to(
             gl.float32
         )
     else:
-        b_s = gl.zeros([BV, K], gl.float32, sl)
-    zero = gl.zeros([BV, C], gl.float32, yl)
+        b_s = gl.zeros([c.BV, c.K], gl.float32, sl)
+    zero = gl.zeros([c.BV, c.C], gl.float32, yl)
     for i in range(n):
-        s = i % ST
+        s = i % c.ST
         w = i % 2
         # wy_partition has seen the stage full, and may have cleared its tail
         mbarrier.wait(barriers.wz_full.index(w), (i // 2) & 1)
-        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
+        mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)
         b_y = warpgroup_mma(
             tiles.do.index(s).permute((1, 0)), tiles.z.index(w), zero, use_acc=False, is_async=True
         )
@@ -215,26 +213,26 @@ def state_partition(
         b_y = warpgroup_mma(
             gl.convert_layout(b_sb, sa), tiles.w.index(w).permute((1, 0)), b_y, is_async=True
         )
-        if not TRANSITION_ONLY:
+        if not c.TRANSITION_ONLY:
             mbarrier.wait(copies.dstate_empty.index(0), (i & 1) ^ 1)
             copies.dstate.index(0).store(b_sb)
             fence_async_shared()
             mbarrier.arrive(copies.dstate_full.index(0), count=1)
         b_d = tiles.do.index(s).permute((1, 0)).load(ya).to(gl.float32) * scale
-        if HAS_GATE:
-            sums = tiles.beta_gate.index(s).slice(C, C)
+        if c.HAS_GATE:
+            sums = tiles.beta_gate.index(s).slice(c.C, c.C)
             b_start = gl.exp2(sums.load(gl.SliceLayout(0, yl)))
             b_d *= gl.exp2(sums.load(gl.SliceLayout(0, ya)))[None, :]
-            G_C = tiles.beta_gate.index(s).slice(2 * C - 1, 1).load(gl.SliceLayout(0, sl))
+            G_C = tiles.beta_gate.index(s).slice(2 * c.C - 1, 1).load(gl.SliceLayout(0, sl))
             b_s *= gl.exp2(G_C)[None, :]
         b_s = warpgroup_mma(b_d.to(tiles.k.dtype), tiles.q.index(s), b_s, is_async=True)
         b_y = warpgroup_mma_wait(1, deps=(b_y,))
         b_lhs = -b_y
-        if HAS_GATE:
+        if c.HAS_GATE:
             b_lhs *= b_start[None, :]
         b_lhs = gl.convert_layout(b_lhs.to(tiles.k.dtype), ya)
         b_s = warpgroup_mma(b_lhs, tiles.k.index(s), b_s, is_async=True)
-        if not TRANSITION_ONLY:
+        if not c.TRANSITION_ONLY:
             mbarrier.wait(copies.dv_empty.index(0), (i & 1) ^ 1)
             copies.dv.index(0).permute((1, 0)).store(b_y.to(tiles.k.dtype))
             fence_async_shared()
@@ -242,33 +240,34 @@ def state_partition(
         mbarrier.arrive(barriers.wz_empty.index(w), count=1)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(barriers.empty.index(s), count=1)
-    if HAS_S_OUT:
+    if c.HAS_S_OUT:
         # 0, but no compiler knows: the loop would keep what the addresses have in common
-        o_out = state_refs.out_offset + (n >> 31) + o_k[None, :] * V + o_v[:, None]
+        o_out = state_refs.out_offset + (n >> 31) + o_k[None, :] * c.V + o_v[:, None]
         b_s = b_s.to(state_refs.out_ptr.dtype.element_ty)
         gl.store(state_refs.out_ptr + o_out, b_s, mask=(o_k >= 0)[None, :] & writes)
 
 
 @gluon.jit
 def save_partition(
-    states_desc, y_desc, y_ptr, copies, row, chunk, HV, y_row, v_col, i_v, length, n,
-    V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+    states_desc, y_desc, y_ptr, copies, row, chunk, HV, y_row, v_col, i_v, length, n, c
+):
     """dS' after each chunk, and dv: each is waited for once the next one is on its way."""
     for i in range(n):
-        c = n - 1 - i
-        t = c * C
+        i_c = n - 1 - i
+        t = i_c * c.C
         mbarrier.wait(copies.dstate_full.index(0), i & 1)
-        copy_out(states_desc, [(chunk + c * HV) * V + i_v, 0], copies.dstate.index(0))
+        copy_out(states_desc, [(chunk + i_c * HV) * c.V + i_v, 0], copies.dstate.index(0))
         if i > 0:
             store_wait(1)
             mbarrier.arrive(copies.dv_empty.index(0), count=1)
         mbarrier.wait(copies.dv_full.index(0), i & 1)
-        if t + C <= length:
+        if t + c.C <= length:
             copy_out(y_desc, [row + t, v_col], copies.dv.index(0))
             store_wait(1)
         else:
-            store_rows_masked(y_ptr, copies.dv.index(0), row + t, v_col, y_row, length - t, C, BV)
+            store_rows_masked(
+                y_ptr, copies.dv.index(0), row + t, v_col, y_row, length - t, c.C, c.BV
+            )
             store_wait(0)
         mbarrier.arrive(copies.dstate_empty.index(0), count=1)
     store_wait(0)
@@ -357,16 +356,16 @@ def delta_chunk_dstate_sm90_kernel(
     copies = Copies(ss, ys, s_full, s_empty, y_full, y_empty)
     barriers = Barriers(full, empty, wz_full, wz_empty)
     state_refs = StateRefs(s_in_ptr, s_out_ptr, o_in, o_out)
+    c: gl.constexpr = Constants(K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, TRANSITION_ONLY)
     if TRANSITION_ONLY:
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, copies, barriers, state_refs, reads, writes, n, scale,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, True)),
-                (wy_partition, (tiles, barriers, length, n, scale, K, BV, C, ST, HAS_GATE)),
+                    tiles, copies, barriers, state_refs, reads, writes, n, scale, c)),
+                (wy_partition, (tiles, barriers, length, n, scale, c)),
                 (load_partition, (
                     q_desc, k_desc, do_desc, r_desc, tiles, barriers, p_beta_gate, stride, row, n,
-                    k_col, v_col, r_col, C, ST, HAS_GATE)),
+                    k_col, v_col, r_col, c)),
             ],
             [4, 1],
             [200, 24],
@@ -375,15 +374,14 @@ def delta_chunk_dstate_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, copies, barriers, state_refs, reads, writes, n, scale,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, False)),
+                    tiles, copies, barriers, state_refs, reads, writes, n, scale, c)),
                 (save_partition, (
                     states_desc, dv_desc, dv_ptr, copies, row, chunk, HV, HV * V, v_col, i_v,
-                    length, n, V, BV, C)),
-                (wy_partition, (tiles, barriers, length, n, scale, K, BV, C, ST, HAS_GATE)),
+                    length, n, c)),
+                (wy_partition, (tiles, barriers, length, n, scale, c)),
                 (load_partition, (
                     q_desc, k_desc, do_desc, r_desc, tiles, barriers, p_beta_gate, stride, row, n,
-                    k_col, v_col, r_col, C, ST, HAS_GATE)),
+                    k_col, v_col, r_col, c)),
             ],
             [4, 4, 1],
             [64, 200, 24],

@@ -31,6 +31,7 @@ regular intervals of chunks, where the backward starts its own scans (bwd_fused.
 moves 232 KB a chunk.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
@@ -63,6 +64,12 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma_wait,
 )
 
+# constants of a launch, for device functions
+Constants = namedtuple(
+    "Constants",
+    "K V BV C ST HAS_GATE HAS_S_IN HAS_S_OUT SAVE_STATES SAVE_CHECKPOINTS TRANSITION_ONLY",
+)
+
 
 class Tiles(NamedTuple):
     """Buffers of chunks: ST stages of what load_partition reads, two of W."""
@@ -93,54 +100,53 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, v_desc, r_desc, tiles, barriers, queries, p_beta_gate, stride, row, v_row, n,
-    k_col, v_col, r_col,
-    C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr, HAS_Q: gl.constexpr,
+    descs, tiles, barriers, queries, p_beta_gate, stride, row, v_row, n, k_col, v_col, r_col, c,
+    HAS_Q: gl.constexpr,
 ):  # fmt: skip
     """v_row: row, or one past all of v's where v is to be zero. queries: of HAS_Q alone."""
+    q_desc, k_desc, v_desc, r_desc = descs
     nbytes: gl.constexpr = (
         k_desc.block_type.nbytes + v_desc.block_type.nbytes + r_desc.block_type.nbytes
     )
-    b_beta_gate = load_beta_gate(p_beta_gate, C, HAS_GATE)
+    b_beta_gate = load_beta_gate(p_beta_gate, c.C, c.HAS_GATE)
     for i in range(n):
-        s = i % ST
-        mbarrier.wait(barriers.empty.index(s), ((i // ST) & 1) ^ 1)
+        s = i % c.ST
+        mbarrier.wait(barriers.empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(barriers.full.index(s), nbytes)
-        copy_in(k_desc, [row + i * C, k_col], barriers.full.index(s), tiles.k.index(s))
-        copy_in(r_desc, [row + i * C, r_col], barriers.full.index(s), tiles.r.index(s))
-        copy_in(v_desc, [v_row + i * C, v_col], barriers.full.index(s), tiles.v.index(s))
+        copy_in(k_desc, [row + i * c.C, k_col], barriers.full.index(s), tiles.k.index(s))
+        copy_in(r_desc, [row + i * c.C, r_col], barriers.full.index(s), tiles.r.index(s))
+        copy_in(v_desc, [v_row + i * c.C, v_col], barriers.full.index(s), tiles.v.index(s))
         tiles.beta_gate.index(s).store(b_beta_gate)
         mbarrier.arrive(barriers.full.index(s), count=1)
-        b_beta_gate = load_beta_gate(p_beta_gate + gl.minimum(i + 1, n - 1) * stride, C, HAS_GATE)
+        b_beta_gate = load_beta_gate(
+            p_beta_gate + gl.minimum(i + 1, n - 1) * stride, c.C, c.HAS_GATE
+        )
         if HAS_Q:
             t = i % 2
             mbarrier.wait(queries.empty.index(t), ((i // 2) & 1) ^ 1)
             mbarrier.expect(queries.full.index(t), q_desc.block_type.nbytes)
-            copy_in(q_desc, [row + i * C, k_col], queries.full.index(t), queries.q.index(t))
+            copy_in(q_desc, [row + i * c.C, k_col], queries.full.index(t), queries.q.index(t))
 
 
 @gluon.jit
-def wy_partition(
-    tiles, barriers, length, n,
-    K: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
-):  # fmt: skip
+def wy_partition(tiles, barriers, length, n, c):
     """-W = -(R diag(exp(G))) k into shared memory."""
-    wl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    wl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.K, 16])
     ra: gl.constexpr = gl.DotOperandLayout(0, wl, 2)
-    zero = gl.zeros([C, K], gl.float32, wl)
+    zero = gl.zeros([c.C, c.K], gl.float32, wl)
     for i in range(n):
-        s = i % ST
+        s = i % c.ST
         w = i % 2
-        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
-        if length - i * C < C:
-            zero_tail_rows(tiles.k.index(s), length - i * C, C, K)
-            zero_tail_rows(tiles.v.index(s), length - i * C, C, BV)
-            zero_tail_rows(tiles.r.index(s), length - i * C, C, C)
+        mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)
+        if length - i * c.C < c.C:
+            zero_tail_rows(tiles.k.index(s), length - i * c.C, c.C, c.K)
+            zero_tail_rows(tiles.v.index(s), length - i * c.C, c.C, c.BV)
+            zero_tail_rows(tiles.r.index(s), length - i * c.C, c.C, c.C)
             fence_async_shared()
             gl.thread_barrier()
         b_r = tiles.r.index(s).load(ra)
-        if HAS_GATE:
-            b_G = tiles.beta_gate.index(s).slice(C, C).load(gl.SliceLayout(0, ra))
+        if c.HAS_GATE:
+            b_G = tiles.beta_gate.index(s).slice(c.C, c.C).load(gl.SliceLayout(0, ra))
             b_r = (b_r.to(gl.float32) * gl.exp2(b_G)[None, :]).to(tiles.k.dtype)
         b_w = warpgroup_mma(b_r, tiles.k.index(s), zero, use_acc=False, is_async=True)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
@@ -152,51 +158,45 @@ def wy_partition(
 
 
 @gluon.jit
-def state_partition(
-    tiles, copies, barriers, state_refs, pool, width, reads, writes, unit, n,
-    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
-    SAVE_STATES: gl.constexpr,
-    TRANSITION_ONLY: gl.constexpr,
-):  # fmt: skip
+def state_partition(tiles, copies, barriers, state_refs, pool, width, reads, writes, unit, n, c):
     """reads, writes: whether s_in and s_out have the state at this program's ends.
 
     width: columns of s_out. TRANSITION_ONLY: the state after the segment alone, and those on the
     way that `pool` asks for; that of a unit matrix from column `unit` on where v is zero, and unit
     is below K.
     """
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.K, 16])
+    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
-    o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
-    o_in = state_refs.in_offset + o_k[None, :] * V + o_v[:, None]
-    if HAS_S_IN:
+    o_v = gl.arange(0, c.BV, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, c.K, gl.SliceLayout(0, sl))
+    o_in = state_refs.in_offset + o_k[None, :] * c.V + o_v[:, None]
+    if c.HAS_S_IN:
         b_s = gl.load(state_refs.in_ptr + o_in, mask=(o_k >= 0)[None, :] & reads, other=0.0).to(
             gl.float32
         )
     else:
-        b_s = gl.zeros([BV, K], gl.float32, sl)
-    if TRANSITION_ONLY:
+        b_s = gl.zeros([c.BV, c.K], gl.float32, sl)
+    if c.TRANSITION_ONLY:
         b_s = gl.where((o_v + unit)[:, None] == o_k[None, :], 1.0, b_s)
-    zero = gl.zeros([BV, C], gl.float32, xl)
-    if TRANSITION_ONLY and pool.ptr is not None:  # segment_transition.py
+    zero = gl.zeros([c.BV, c.C], gl.float32, xl)
+    if c.TRANSITION_ONLY and pool.ptr is not None:  # segment_transition.py
         p_start = pool.ptr
         start = 0
     for i in range(n):
-        s = i % ST
+        s = i % c.ST
         w = i % 2
-        if TRANSITION_ONLY and pool.ptr is not None:  # noqa: SIM102
+        if c.TRANSITION_ONLY and pool.ptr is not None:  # noqa: SIM102
             if i == start:
-                gl.store(p_start + (o_k[None, :] * V + o_v[:, None]), b_s)
+                gl.store(p_start + (o_k[None, :] * c.V + o_v[:, None]), b_s)
                 p_start += pool.size
                 start += pool.every
         if pool.rows is not None:
             to = gl.load(pool.rows + i)
         # wy_partition has seen the stage full, and may have cleared its tail
         mbarrier.wait(barriers.w_full.index(w), (i // 2) & 1)
-        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
+        mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)
         b_w = warpgroup_mma(
             tiles.v.index(s).permute((1, 0)), tiles.r.index(s).permute((1, 0)), zero,
             use_acc=False, is_async=True,
@@ -206,21 +206,21 @@ def state_partition(
         b_w = warpgroup_mma(
             gl.convert_layout(b_sb, sa), tiles.w.index(w).permute((1, 0)), b_w, is_async=True
         )
-        b_share = tiles.beta_gate.index(s).slice(0, C).load(gl.SliceLayout(0, xl))
-        if HAS_GATE:
-            last = tiles.beta_gate.index(s).slice(2 * C - 1, 1)
+        b_share = tiles.beta_gate.index(s).slice(0, c.C).load(gl.SliceLayout(0, xl))
+        if c.HAS_GATE:
+            last = tiles.beta_gate.index(s).slice(2 * c.C - 1, 1)
             b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
-            b_G = tiles.beta_gate.index(s).slice(C, C).load(gl.SliceLayout(0, xl))
+            b_G = tiles.beta_gate.index(s).slice(c.C, c.C).load(gl.SliceLayout(0, xl))
             b_share *= gl.exp2(last.load(gl.SliceLayout(0, xl)) - b_G)
         # output_partition has read the copies of two chunks ago
-        if not TRANSITION_ONLY:
+        if not c.TRANSITION_ONLY:
             mbarrier.wait(barriers.x_empty.index(w), ((i // 2) & 1) ^ 1)
             copies.state.index(w).store(b_sb)
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
         b_lhs = (b_w * b_share[None, :]).to(tiles.k.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.k.index(s), b_s, is_async=True)
-        if not TRANSITION_ONLY:
-            if SAVE_STATES:
+        if not c.TRANSITION_ONLY:
+            if c.SAVE_STATES:
                 copies.w.index(w).permute((1, 0)).store(b_w.to(tiles.k.dtype))
             else:
                 copies.w.index(w).store(b_w.to(tiles.k.dtype))
@@ -229,47 +229,46 @@ def state_partition(
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(barriers.empty.index(s), count=1)
         if pool.rows is not None:
-            store_to_pool(pool, to, b_s, o_v[:, None] * K + o_k[None, :])
-    if HAS_S_OUT:
+            store_to_pool(pool, to, b_s, o_v[:, None] * c.K + o_k[None, :])
+    if c.HAS_S_OUT:
         o_out = state_refs.out_offset + o_k[None, :] * width + o_v[:, None]
         gl.store(state_refs.out_ptr + o_out, b_s, mask=(o_k >= 0)[None, :] & writes)
 
 
 @gluon.jit
 def output_partition(
-    o_desc, o_ptr, tiles, copies, barriers, queries, os, checkpoints, row, o_row, v_col, length, n,
-    scale,
-    BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
-    SAVE_CHECKPOINTS: gl.constexpr,
+    output, tiles, copies, barriers, queries, os, checkpoints, row, o_row, v_col, length, n, scale,
+    c,
 ):  # fmt: skip
     """o [C, BV] of each chunk, off the chain. o_row: elements of o from token to token."""
-    if SAVE_CHECKPOINTS:
+    o_desc, o_ptr = output
+    if c.SAVE_CHECKPOINTS:
         next_chunk, next_row = checkpoints.chunk, checkpoints.row
-    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
+    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BV, 16])
     aa: gl.constexpr = gl.DotOperandLayout(0, ol, 2)
-    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
-    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
-    o_t = gl.arange(0, C, gl.SliceLayout(1, ol))
-    o_v = gl.arange(0, BV, gl.SliceLayout(0, ol))
-    zero_o = gl.zeros([C, BV], gl.float32, ol)
-    whole = length // C
+    o_i = gl.arange(0, c.C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, c.C, gl.SliceLayout(0, al))
+    o_t = gl.arange(0, c.C, gl.SliceLayout(1, ol))
+    o_v = gl.arange(0, c.BV, gl.SliceLayout(0, ol))
+    zero_o = gl.zeros([c.C, c.BV], gl.float32, ol)
+    whole = length // c.C
     for i in range(n):
-        s = i % ST
+        s = i % c.ST
         b = i % 2
         # without SAVE_CHECKPOINTS there are registers for what it is made of, but not for that and
         # itself
-        seen = (o_i + (0 if SAVE_CHECKPOINTS else i >> 30))[:, None] >= o_j[None, :]
-        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
+        seen = (o_i + (0 if c.SAVE_CHECKPOINTS else i >> 30))[:, None] >= o_j[None, :]
+        mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)
         if i == whole:  # a short one, whose rest wy_partition zeroes
             mbarrier.wait(barriers.w_full.index(b), (i // 2) & 1)
         mbarrier.wait(queries.full.index(b), (i // 2) & 1)
         # q once from shared memory for two products, whose operands are what limits its pace
         b_a, b_q, b_start = masked_scores(
-            queries, tiles, barriers.empty, b, s, seen, al, ol, C, HAS_GATE, False
+            queries, tiles, barriers.empty, b, s, seen, al, ol, c.C, c.HAS_GATE, False
         )
         mbarrier.wait(barriers.x_full.index(b), (i // 2) & 1)
-        if SAVE_CHECKPOINTS:  # noqa: SIM102
+        if c.SAVE_CHECKPOINTS:  # noqa: SIM102
             if i == next_chunk:
                 copy_out(checkpoints.desc, [next_row, 0], copies.state.index(b))
                 next_chunk += checkpoints.interval
@@ -279,16 +278,16 @@ def output_partition(
             b_q, copies.state.index(b).permute((1, 0)), zero_o, use_acc=False, is_async=True
         )
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
-        if HAS_GATE:
+        if c.HAS_GATE:
             b_o = b_o * b_start[:, None]
         b_o = warpgroup_mma(b_a, copies.w.index(b).permute((1, 0)), b_o, is_async=True)
         b_o = warpgroup_mma_wait(0, deps=(b_o,))
-        if SAVE_CHECKPOINTS:
+        if c.SAVE_CHECKPOINTS:
             store_wait(0)
         mbarrier.arrive(barriers.x_empty.index(b), count=1)
         b_o = (b_o * scale).to(tiles.k.dtype)
-        t = i * C
-        if t + C <= length:
+        t = i * c.C
+        if t + c.C <= length:
             store_wait(0)
             os.store(b_o)
             fence_async_shared()
@@ -302,19 +301,18 @@ def output_partition(
 
 @gluon.jit
 def save_partition(
-    states_desc, w_desc, w_ptr, copies, barriers, row, chunk, HV, o_row, v_col, i_v, length, n,
-    V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+    states_desc, w_desc, w_ptr, copies, barriers, row, chunk, HV, o_row, v_col, i_v, length, n, c
+):
     """S before each chunk, and w."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_t = gl.arange(0, C, gl.SliceLayout(1, layout))
-    o_v = gl.arange(0, BV, gl.SliceLayout(0, layout))
+    o_t = gl.arange(0, c.C, gl.SliceLayout(1, layout))
+    o_v = gl.arange(0, c.BV, gl.SliceLayout(0, layout))
     for i in range(n):
         b = i % 2
-        t = i * C
+        t = i * c.C
         mbarrier.wait(barriers.x_full.index(b), (i // 2) & 1)
-        copy_out(states_desc, [(chunk + i * HV) * V + i_v, 0], copies.state.index(b))
-        if t + C <= length:
+        copy_out(states_desc, [(chunk + i * HV) * c.V + i_v, 0], copies.state.index(b))
+        if t + c.C <= length:
             copy_out(w_desc, [row + t, v_col], copies.w.index(b))
         else:
             p_w = w_ptr + (row + t + o_t).to(gl.int64)[:, None] * o_row + (v_col + o_v)[None, :]
@@ -365,6 +363,9 @@ def delta_chunk_fwd_sm90_kernel(
     Over one of the N sequences, or if SPLIT a segment of it, of `segment` tokens. SAVE_CHECKPOINTS:
     S is left before `every` chunks of a sequence.
     """
+    c: gl.constexpr = Constants(
+        K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, SAVE_CHECKPOINTS, False
+    )
     dtype: gl.constexpr = k_desc.dtype
     ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
@@ -396,15 +397,14 @@ def delta_chunk_fwd_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, copies, barriers, state_refs, pool, V, True, last, K, n,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, False)),
+                    tiles, copies, barriers, state_refs, pool, V, True, last, K, n, c)),
                 (save_partition, (
                     states_desc, o_desc, o_ptr, copies, barriers, row, chunk, HV, HV * V, v_col,
-                    i_v, length, n, V, BV, C)),
-                (wy_partition, (tiles, barriers, length, n, K, BV, C, ST, HAS_GATE)),
+                    i_v, length, n, c)),
+                (wy_partition, (tiles, barriers, length, n, c)),
                 (load_partition, (
-                    k_desc, k_desc, v_desc, r_desc, tiles, barriers, barriers, p_beta_gate, stride,
-                    row, row, n, k_col, v_col, r_col, C, ST, HAS_GATE, False)),
+                    (k_desc, k_desc, v_desc, r_desc), tiles, barriers, barriers, p_beta_gate,
+                    stride, row, row, n, k_col, v_col, r_col, c, False)),
             ],
             [4, 4, 1],
             [80, 152, 24],
@@ -428,16 +428,14 @@ def delta_chunk_fwd_sm90_kernel(
         gl.warp_specialize(
             [
                 (state_partition, (
-                    tiles, copies, barriers, state_refs, pool, V, True, last, K, n,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, False)),
+                    tiles, copies, barriers, state_refs, pool, V, True, last, K, n, c)),
                 (output_partition, (
-                    o_desc, o_ptr, tiles, copies, barriers, queries, os, checkpoints, row, HV * V,
-                    v_col,
-                    length, n, scale, BV, C, ST, HAS_GATE, SAVE_CHECKPOINTS)),
-                (wy_partition, (tiles, barriers, length, n, K, BV, C, ST, HAS_GATE)),
+                    (o_desc, o_ptr), tiles, copies, barriers, queries, os, checkpoints, row,
+                    HV * V, v_col, length, n, scale, c)),
+                (wy_partition, (tiles, barriers, length, n, c)),
                 (load_partition, (
-                    q_desc, k_desc, v_desc, r_desc, tiles, barriers, queries, p_beta_gate, stride,
-                    row, row, n, k_col, v_col, r_col, C, ST, HAS_GATE, True)),
+                    (q_desc, k_desc, v_desc, r_desc), tiles, barriers, queries, p_beta_gate,
+                    stride, row, row, n, k_col, v_col, r_col, c, True)),
             ],
             [4, 4, 1],
             [160, 120, 24],

@@ -28,6 +28,7 @@ output_partition: each tile has barriers of its own, with one arrival, empty has
 q.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import (
@@ -62,6 +63,12 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma_wait,
 )
 
+# constants of a launch, for device functions
+Constants = namedtuple(
+    "Constants",
+    "K V BV C ST HAS_GATE HAS_S_IN HAS_S_OUT SAVE_STATES SAVE_CHECKPOINTS",
+)
+
 
 class Tiles(NamedTuple):
     """Buffers of chunks: ST stages of what load_partition reads, one of S and w of both tiles."""
@@ -88,42 +95,41 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, v_desc, r_desc, tiles, barriers, queries, p_beta_gate, stride, row, n, k_col,
-    v_col, r_col,
-    BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    descs, tiles, barriers, queries, p_beta_gate, stride, row, n, k_col, v_col, r_col, c,
     HAS_Q: gl.constexpr,
 ):  # fmt: skip
     """queries: of HAS_Q alone."""
+    q_desc, k_desc, v_desc, r_desc = descs
     nbytes: gl.constexpr = (
         k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes + r_desc.block_type.nbytes
     )
-    row_layout: gl.constexpr = gl.BlockedLayout([C // 32], [32], [1], [0])
-    o_c = gl.arange(0, C, row_layout)
+    row_layout: gl.constexpr = gl.BlockedLayout([c.C // 32], [32], [1], [0])
+    o_c = gl.arange(0, c.C, row_layout)
     b_beta = gl.load(p_beta_gate + o_c)
-    if HAS_GATE:
-        b_G = gl.load(p_beta_gate + C + o_c)
-        b_end = gl.load(p_beta_gate + (2 * C - 1))
+    if c.HAS_GATE:
+        b_G = gl.load(p_beta_gate + c.C + o_c)
+        b_end = gl.load(p_beta_gate + (2 * c.C - 1))
     for i in range(n):
-        s = i % ST
-        t = row + i * C
-        mbarrier.wait(barriers.empty.index(s), ((i // ST) & 1) ^ 1)
+        s = i % c.ST
+        t = row + i * c.C
+        mbarrier.wait(barriers.empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(barriers.full.index(s), nbytes)
         copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
         copy_in(v_desc, [t, v_col], barriers.full.index(s), tiles.v.index(2 * s))
-        copy_in(v_desc, [t, v_col + BV], barriers.full.index(s), tiles.v.index(2 * s + 1))
+        copy_in(v_desc, [t, v_col + c.BV], barriers.full.index(s), tiles.v.index(2 * s + 1))
         copy_in(r_desc, [t, r_col], barriers.full.index(s), tiles.r.index(s))
         rows = tiles.beta_gate.index(s)
-        rows.slice(0, C).store(b_beta)
-        if HAS_GATE:
-            rows.slice(C, C).store(b_G)
-            rows.slice(2 * C, C).store(-gl.exp2(b_G))
-            rows.slice(3 * C, C).store(b_beta * gl.exp2(b_end - b_G))
+        rows.slice(0, c.C).store(b_beta)
+        if c.HAS_GATE:
+            rows.slice(c.C, c.C).store(b_G)
+            rows.slice(2 * c.C, c.C).store(-gl.exp2(b_G))
+            rows.slice(3 * c.C, c.C).store(b_beta * gl.exp2(b_end - b_G))
         mbarrier.arrive(barriers.full.index(s), count=1)
         p_next = p_beta_gate + gl.minimum(i + 1, n - 1) * stride
         b_beta = gl.load(p_next + o_c)
-        if HAS_GATE:
-            b_G = gl.load(p_next + C + o_c)
-            b_end = gl.load(p_next + (2 * C - 1))
+        if c.HAS_GATE:
+            b_G = gl.load(p_next + c.C + o_c)
+            b_end = gl.load(p_next + (2 * c.C - 1))
         if HAS_Q:
             b = i % 2
             mbarrier.wait(queries.empty.index(b), ((i // 2) & 1) ^ 1)
@@ -132,36 +138,31 @@ def load_partition(
 
 
 @gluon.jit
-def state_partition(
-    tiles, barriers, state_refs, pool, length, n, tile: gl.constexpr,
-    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
-    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
-    SAVE_STATES: gl.constexpr,
-):  # fmt: skip
+def state_partition(tiles, barriers, state_refs, pool, length, n, tile: gl.constexpr, c):
     i_bar: gl.constexpr = (
-        tile if SAVE_STATES else 0
+        tile if c.SAVE_STATES else 0
     )  # its barriers: output_partition takes both tiles at once
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.K, 16])
+    xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
-    o_v = gl.arange(0, BV, gl.SliceLayout(1, sl))
-    o_k = gl.arange(0, K, gl.SliceLayout(0, sl))
-    b_s = gl.zeros([BV, K], gl.float32, sl)
-    b_s = load_state(state_refs, b_s, o_k, tile * BV + o_v, V, HAS_S_IN)
-    zero = gl.zeros([BV, C], gl.float32, xl)
+    o_v = gl.arange(0, c.BV, gl.SliceLayout(1, sl))
+    o_k = gl.arange(0, c.K, gl.SliceLayout(0, sl))
+    b_s = gl.zeros([c.BV, c.K], gl.float32, sl)
+    b_s = load_state(state_refs, b_s, o_k, tile * c.BV + o_v, c.V, c.HAS_S_IN)
+    zero = gl.zeros([c.BV, c.C], gl.float32, xl)
     for i in range(n):
-        s = i % ST
+        s = i % c.ST
         if pool.rows is not None:
             to = gl.load(pool.rows + i)
-        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
-        if length - i * C < C:
+        mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)
+        if length - i * c.C < c.C:
             # the other state partition the rest
             if tile == 0:
-                zero_tail_rows(tiles.k.index(s), length - i * C, C, K)
+                zero_tail_rows(tiles.k.index(s), length - i * c.C, c.C, c.K)
             else:
-                zero_tail_rows(tiles.r.index(s), length - i * C, C, C)
-            zero_tail_rows(tiles.v.index(2 * s + tile), length - i * C, C, BV)
+                zero_tail_rows(tiles.r.index(s), length - i * c.C, c.C, c.C)
+            zero_tail_rows(tiles.v.index(2 * s + tile), length - i * c.C, c.C, c.BV)
             fence_async_shared()
             mbarrier.arrive(barriers.cleared.index(0), count=1)
             mbarrier.wait(barriers.cleared.index(0), 0)
@@ -170,17 +171,17 @@ def state_partition(
             gl.convert_layout(b_sb, sa), tiles.k.index(s).permute((1, 0)), zero,
             use_acc=False, is_async=True,
         )  # fmt: skip
-        if HAS_GATE:
+        if c.HAS_GATE:
             b_s *= (
-                -tiles.beta_gate.index(s).slice(3 * C - 1, 1).load(gl.SliceLayout(0, sl))[None, :]
+                -tiles.beta_gate.index(s).slice(3 * c.C - 1, 1).load(gl.SliceLayout(0, sl))[None, :]
             )
-            b_start = tiles.beta_gate.index(s).slice(2 * C, C).load(gl.SliceLayout(0, xl))
+            b_start = tiles.beta_gate.index(s).slice(2 * c.C, c.C).load(gl.SliceLayout(0, xl))
         mbarrier.wait(barriers.state_empty.index(i_bar), (i & 1) ^ 1)
         tiles.state.index(tile).store(b_sb)
         fence_async_shared()
         mbarrier.arrive(barriers.state_full.index(i_bar), count=1)
         b_u = warpgroup_mma_wait(0, deps=(b_u,))
-        if HAS_GATE:
+        if c.HAS_GATE:
             b_u = b_u * b_start[None, :]
         else:
             b_u = -b_u
@@ -191,14 +192,16 @@ def state_partition(
         )  # fmt: skip
         b_w = warpgroup_mma(b_u, tiles.r.index(s).permute((1, 0)), b_w, is_async=True)
         b_share = (
-            tiles.beta_gate.index(s).slice(3 * C if HAS_GATE else 0, C).load(gl.SliceLayout(0, xl))
+            tiles.beta_gate.index(s)
+            .slice(3 * c.C if c.HAS_GATE else 0, c.C)
+            .load(gl.SliceLayout(0, xl))
         )
         b_w = warpgroup_mma_wait(0, deps=(b_w,))
         b_lhs = (b_w * b_share[None, :]).to(tiles.k.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.k.index(s), b_s, is_async=True)
         mbarrier.wait(barriers.w_empty.index(i_bar), (i & 1) ^ 1)
         place = tile + (i >> 30)
-        if SAVE_STATES:
+        if c.SAVE_STATES:
             tiles.w.index(place).permute((1, 0)).store(b_w.to(tiles.k.dtype))
         else:
             tiles.w.index(place).store(b_w.to(tiles.k.dtype))
@@ -207,46 +210,44 @@ def state_partition(
         b_s = warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(barriers.empty.index(s), count=1)
         if pool.rows is not None:
-            store_to_pool(pool, to, b_s, (tile * BV + o_v)[:, None] * K + o_k[None, :])
-    if not SAVE_STATES:
+            store_to_pool(pool, to, b_s, (tile * c.BV + o_v)[:, None] * c.K + o_k[None, :])
+    if not c.SAVE_STATES:
         if tile == 0:
             # o_state again, which the default part would keep: length >> 31 is 0, but no compiler
             # knows
-            TILES: gl.constexpr = V // (2 * BV)
+            TILES: gl.constexpr = c.V // (2 * c.BV)
             pid = gl.program_id(0) + (length >> 31)
-            o_state = pid // TILES * gl.full([], K * V, gl.int64) + pid % TILES * (2 * BV)
+            o_state = pid // TILES * gl.full([], c.K * c.V, gl.int64) + pid % TILES * (2 * c.BV)
             state_refs = StateRefs(None, state_refs.out_ptr, None, o_state)
-        store_state(state_refs, b_s, length >> 30, o_k, tile * BV + o_v, V, HAS_S_OUT)
+        store_state(state_refs, b_s, length >> 30, o_k, tile * c.BV + o_v, c.V, c.HAS_S_OUT)
 
 
 @gluon.jit
 def output_partition(
-    o_desc, o_ptr, tiles, barriers, queries, os, checkpoints, row, o_row, v_col, length, n,
-    scale, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
-    SAVE_CHECKPOINTS: gl.constexpr,
-):  # fmt: skip
+    o_desc, o_ptr, tiles, barriers, queries, os, checkpoints, row, o_row, v_col, length, n, scale, c
+):
     """o [C, BV] of each chunk and tile, off the chain. o_row: elements of o from token to token."""
-    if SAVE_CHECKPOINTS:
+    if c.SAVE_CHECKPOINTS:
         next_chunk, next_row = checkpoints.chunk, checkpoints.row
-    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
+    ol: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BV, 16])
     aa: gl.constexpr = gl.DotOperandLayout(0, ol, 2)
-    o_i = gl.arange(0, C, gl.SliceLayout(1, al))
-    o_j = gl.arange(0, C, gl.SliceLayout(0, al))
-    zero_o = gl.zeros([C, BV], gl.float32, ol)
-    whole = length // C
+    o_i = gl.arange(0, c.C, gl.SliceLayout(1, al))
+    o_j = gl.arange(0, c.C, gl.SliceLayout(0, al))
+    zero_o = gl.zeros([c.C, c.BV], gl.float32, ol)
+    whole = length // c.C
     for i in range(n):
-        s = i % ST
+        s = i % c.ST
         b = i % 2
         # 0, but no compiler knows: mask and addresses would take registers all the time
         none = length + i >> 31 << 10
         seen = (o_i + none)[:, None] >= o_j[None, :]
-        mbarrier.wait(barriers.full.index(s), (i // ST) & 1)
+        mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)
         if i == whole:  # a short one
             mbarrier.wait(barriers.cleared.index(0), 0)
         mbarrier.wait(queries.full.index(b), (i // 2) & 1)
         b_a, b_q, b_start = masked_scores(
-            queries, tiles, barriers.empty, b, s, seen, al, ol, C, HAS_GATE, True
+            queries, tiles, barriers.empty, b, s, seen, al, ol, c.C, c.HAS_GATE, True
         )
         b_q = gl.convert_layout(b_q, aa)
         mbarrier.wait(barriers.state_full.index(0), i & 1)
@@ -256,17 +257,17 @@ def output_partition(
         b_p = warpgroup_mma(
             b_q, tiles.state.index(none + 1).permute((1, 0)), zero_o, use_acc=False, is_async=True
         )
-        if SAVE_CHECKPOINTS:  # noqa: SIM102
+        if c.SAVE_CHECKPOINTS:  # noqa: SIM102
             if i == next_chunk:
                 copy_out(checkpoints.desc, [next_row, 0], tiles.state.index(none))
-                copy_out(checkpoints.desc, [next_row + BV, 0], tiles.state.index(none + 1))
+                copy_out(checkpoints.desc, [next_row + c.BV, 0], tiles.state.index(none + 1))
                 next_chunk += checkpoints.interval
                 next_row += checkpoints.row_step
         b_o, b_p = warpgroup_mma_wait(0, deps=(b_o, b_p))
-        if SAVE_CHECKPOINTS:
+        if c.SAVE_CHECKPOINTS:
             store_wait(0)
         mbarrier.arrive(barriers.state_empty.index(0), count=1)
-        if HAS_GATE:
+        if c.HAS_GATE:
             b_o = -b_o * b_start[:, None]
             b_p = -b_p * b_start[:, None]
         mbarrier.wait(barriers.w_full.index(0), i & 1)
@@ -281,24 +282,25 @@ def output_partition(
         os.index(none + 1).store(b_p)
         fence_async_shared()
         gl.thread_barrier()
-        t = row + i * C
-        num_rows = length - i * C
-        store_tile(o_desc, o_ptr, os.index(none), t, v_col, o_row, num_rows, C, BV)
-        store_tile(o_desc, o_ptr, os.index(none + 1), t, v_col + BV, o_row, num_rows, C, BV)
+        t = row + i * c.C
+        num_rows = length - i * c.C
+        store_tile(o_desc, o_ptr, os.index(none), t, v_col, o_row, num_rows, c.C, c.BV)
+        store_tile(o_desc, o_ptr, os.index(none + 1), t, v_col + c.BV, o_row, num_rows, c.C, c.BV)
     store_wait(0)
 
 
 @gluon.jit
 def save_partition(
-    states_desc, w_desc, w_ptr, tiles, barriers, row, chunk, HV, o_row, v_col, i_v, length, n,
-    V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+    states_desc, w_desc, w_ptr, tiles, barriers, row, chunk, HV, o_row, v_col, i_v, length, n, c
+):
     """S before each chunk, and w, which is waited for once the next S is on its way."""
     for i in range(n):
         for tile in gl.static_range(2):
             mbarrier.wait(barriers.state_full.index(tile), i & 1)
             copy_out(
-                states_desc, [(chunk + i * HV) * V + i_v + tile * BV, 0], tiles.state.index(tile)
+                states_desc,
+                [(chunk + i * HV) * c.V + i_v + tile * c.BV, 0],
+                tiles.state.index(tile),
             )
             if tile == 0 and i > 0:
                 store_wait(1)
@@ -308,9 +310,11 @@ def save_partition(
             mbarrier.arrive(barriers.state_empty.index(tile), count=1)
         for tile in gl.static_range(2):
             mbarrier.wait(barriers.w_full.index(tile), i & 1)
-            t = row + i * C
-            at = v_col + tile * BV
-            store_tile(w_desc, w_ptr, tiles.w.index(tile), t, at, o_row, length - i * C, C, BV)
+            t = row + i * c.C
+            at = v_col + tile * c.BV
+            store_tile(
+                w_desc, w_ptr, tiles.w.index(tile), t, at, o_row, length - i * c.C, c.C, c.BV
+            )
     store_wait(0)
 
 
@@ -353,6 +357,9 @@ def delta_chunk_fwd_2tile_sm90_kernel(
 
     SAVE_CHECKPOINTS as delta_chunk_fwd_sm90_kernel has it.
     """
+    c: gl.constexpr = Constants(
+        K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, SAVE_CHECKPOINTS
+    )
     dtype: gl.constexpr = k_desc.dtype
     ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST)
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
@@ -381,19 +388,14 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         tiles = Tiles(ks, vs, rs, gs, ss, xs)
         gl.warp_specialize(
             [
-                (state_partition, (
-                    tiles, barriers, state_refs, pool, length, n, 0,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
-                (state_partition, (
-                    tiles, barriers, state_refs, pool, length, n, 1,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
+                (state_partition, (tiles, barriers, state_refs, pool, length, n, 0, c)),
+                (state_partition, (tiles, barriers, state_refs, pool, length, n, 1, c)),
                 (save_partition, (
                     states_desc, o_desc, o_ptr, tiles, barriers, row, chunk, HV, HV * V, v_col, i_v,
-                    length, n, V, BV, C)),
+                    length, n, c)),
                 (load_partition, (
-                    k_desc, k_desc, v_desc, r_desc, tiles, barriers, barriers, p_beta_gate, stride,
-                    row, n, k_col, v_col, i_h * C,
-                    BV, C, ST, HAS_GATE, False)),
+                    (k_desc, k_desc, v_desc, r_desc), tiles, barriers, barriers, p_beta_gate,
+                    stride, row, n, k_col, v_col, i_h * C, c, False)),
             ],
             [4, 4, 1],
             [200, 80, 24],
@@ -413,19 +415,14 @@ def delta_chunk_fwd_2tile_sm90_kernel(
             )
         gl.warp_specialize(
             [
-                (state_partition, (
-                    tiles, barriers, state_refs, pool, length, n, 0,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
-                (state_partition, (
-                    tiles, barriers, state_refs, pool, length, n, 1,
-                    K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES)),
+                (state_partition, (tiles, barriers, state_refs, pool, length, n, 0, c)),
+                (state_partition, (tiles, barriers, state_refs, pool, length, n, 1, c)),
                 (output_partition, (
                     o_desc, o_ptr, tiles, barriers, queries, os, checkpoints, row, HV * V, v_col,
-                    length, n, scale, BV, C, ST, HAS_GATE, SAVE_CHECKPOINTS)),
+                    length, n, scale, c)),
                 (load_partition, (
-                    q_desc, k_desc, v_desc, r_desc, tiles, barriers, queries, p_beta_gate, stride,
-                    row, n, k_col, v_col, i_h * C,
-                    BV, C, ST, HAS_GATE, True)),
+                    (q_desc, k_desc, v_desc, r_desc), tiles, barriers, queries, p_beta_gate,
+                    stride, row, n, k_col, v_col, i_h * C, c, True)),
             ],
             [4, 4, 1],
             [160, 168, 24],

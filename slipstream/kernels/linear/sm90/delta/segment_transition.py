@@ -152,17 +152,18 @@ def delta_segment_transition_sm90_kernel(
     p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     tiles = chunk_fwd.Tiles(ks, vs, rs, gs, ws)
     barriers = chunk_fwd.Barriers(full, empty, w_full, w_empty, w_empty)
+    c: gl.constexpr = chunk_fwd.Constants(
+        K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT or not SCAN, False, False, True
+    )
     gl.warp_specialize(
         [
             (state_partition, (
                 tiles, chunk_fwd.Copies(ws, ws), barriers, state_refs, starts, width, reads, True,
-                unit, n,
-                K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT or not SCAN, False, True)),
-            (wy_partition, (tiles, barriers, length, n, K, BV, C, ST, HAS_GATE)),
+                unit, n, c)),
+            (wy_partition, (tiles, barriers, length, n, c)),
             (load_partition, (
-                k_desc, k_desc, v_desc, r_desc, tiles, barriers, barriers, p_beta_gate, stride, row,
-                v_row, n,
-                k_col, v_col, i_h * C, C, ST, HAS_GATE, False)),
+                (k_desc, k_desc, v_desc, r_desc), tiles, barriers, barriers, p_beta_gate,
+                stride, row, v_row, n, k_col, v_col, i_h * C, c, False)),
         ],
         [4, 1],
         [152, 24],
