@@ -45,6 +45,12 @@ MODULES = {
     "training": ("slipstream.training", "Pieces of `slipstream train` for loops of your own."),
 }
 VARIABLES = {
+    "SLIPSTREAM_AHEAD": (
+        "`on`, `off`",
+        "`on`",
+        "Whether an operator's kernels of other sizes are compiled in the background after its "
+        "first call. Read at import.",
+    ),
     "SLIPSTREAM_CACHE_DIR": (
         "a folder",
         "`$XDG_CACHE_HOME/slipstream`, or `~/.cache/slipstream`",

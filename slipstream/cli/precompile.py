@@ -44,7 +44,6 @@ def precompile(
         need_triton()
         from slipstream.compiler.arch import named
         from slipstream.tools import precompile_cache as tool
-        from slipstream.tools.backend_query import find_kernels
         from slipstream.tools.catalog import chosen
 
         given, target, types = operators or [], named(arch).name, tool.dtypes(dtype)
@@ -60,7 +59,7 @@ def precompile(
         if names or not models:
             flags, samples = tool.Flags(packed, state, grouped), chosen(names or None)
             shapes = tool.shapes(types, head_dim.split(","), flags)
-            of_operators = partial(find_kernels, samples, shapes, target, not forward)
+            of_operators = partial(tool.find_operators, samples, shapes, target, not forward)
             what = f"{len(samples)} operators"
             done = tool.fill(of_operators, what, target, cache, jobs) and done
         if not done:

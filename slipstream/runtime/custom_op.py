@@ -22,7 +22,14 @@ from torch.autograd.graph import increment_version
 
 from slipstream.common.checks import device_type, expect_own_memory, name_of_caller
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import backends, call_replay, dispatch, gradient, parallel_compile
+from slipstream.runtime import (
+    backends,
+    call_replay,
+    compile_ahead,
+    dispatch,
+    gradient,
+    parallel_compile,
+)
 from slipstream.runtime.autograd import Function, Saved, is_tracing, once_differentiable, untraced
 from slipstream.runtime.backends import device_of, is_current, is_plain_call
 from slipstream.runtime.guarded_launch import known_failure
@@ -71,6 +78,8 @@ class DirectCall:
             GPU follows from what call_replay.call_key looks at.
         compile_also: given the arguments and the results, calls what such a call is followed by,
             its gradient, so that the kernels of both are compiled at once.
+        at_sizes: the arguments in other sizes, whose kernels are compiled after those of a first
+            call (compile_ahead.py).
         max_operations: of torch, in a call that is replayed (call_replay.py); None for any number.
         written: places of the arguments that it writes into, and their names.
     """
@@ -81,10 +90,12 @@ class DirectCall:
         *,
         replay: bool = True,
         compile_also: Callable[[tuple, Any], object] | None = None,
+        at_sizes: compile_ahead.AtSizes | None = None,
         max_operations: int | None = call_replay.MAX_OPERATIONS,
         written: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.impl, self._replay, self._compile_also = impl, replay, compile_also
+        self._at_sizes = at_sizes
         self._max_operations, self._written = max_operations, written
         self._overload: Any = None
         self._names: tuple[str, ...] = ()  # of the arguments, if they may be named
@@ -142,6 +153,8 @@ class DirectCall:
         if known is None:
             if key is not None:
                 self._expect(self._known_of(key), args)
+                if self._at_sizes is not None:
+                    compile_ahead.begin(self._compile, args, self._at_sizes)
             return call_replay.MISS
         if known.records:
             raise_pending()
@@ -287,7 +300,7 @@ class KernelOp(DirectCall):
         probe: a Probe or a Mismatch (runtime/kernel_pair.py). A Probe is run by the operator and
             its gradient, whichever of their kernels is probed.
         forward: of a gradient, the operator it belongs to.
-        replay, compile_also: as DirectCall has them.
+        replay, compile_also, at_sizes: as DirectCall has them.
     """
 
     def __init__(
@@ -305,6 +318,7 @@ class KernelOp(DirectCall):
         forward: "KernelOp | None" = None,
         replay: bool = False,
         compile_also: Callable[[tuple, Any], object] | None = None,
+        at_sizes: compile_ahead.AtSizes | None = None,
     ) -> None:
         _LIBRARY.define(f"_{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(getattr(torch.ops, NAMESPACE), f"_{name}").default
@@ -316,7 +330,7 @@ class KernelOp(DirectCall):
             impl = KernelPair(names, kernel, plain, kind, self._mismatch, packed, is_list)
             fake = fake or impl.in_torch
         assert fake is not None
-        super().__init__(impl, replay=replay, compile_also=compile_also)
+        super().__init__(impl, replay=replay, compile_also=compile_also, at_sizes=at_sizes)
         self.name, self.fake, self._names, self._overload = name, fake, names, self.overload
         self._kind, self._probe, self._packed = kind, probe, packed
         self._forward: KernelOp = forward or self
@@ -431,6 +445,8 @@ class KernelOp(DirectCall):
 
     def before(self, compile_also: Callable[[tuple, Any], object]) -> DirectCall:
         """Returns the operator for calls that a backward follows."""
-        call = DirectCall(self.impl, replay=self._replay, compile_also=compile_also)
+        call = DirectCall(
+            self.impl, replay=self._replay, compile_also=compile_also, at_sizes=self._at_sizes
+        )
         call._overload, call._names, call._written = self.overload, self._names, self._written
         return call

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 from slipstream.compiler.aot import FUSION, common_options
@@ -238,7 +239,8 @@ class CachedKernel:
             if of_thread.warmup is not None:
                 wait([of_thread.warmup])
                 if entry is None:
-                    self.kernel.warmup(*args, grid=grid, **self._options(named))
+                    given = map(_without_memory, args)
+                    self.kernel.warmup(*given, grid=grid, **self._options(named))
                 return
             if entry is not None:
                 entry.launch((*grid, 1, 1)[:3], args)
@@ -346,6 +348,12 @@ class CachedKernel:
             elif kind not in (float, type(None)):
                 return None
         return ArgLayout(**{name: _picking(x) for name, x in places.items()})
+
+
+def _without_memory(x: Any) -> Any:
+    """What a launch that only compiles is given: of a fake tensor its dtype, for one that begins at
+    a multiple of 16 bytes."""
+    return x.dtype if isinstance(x, FakeTensor) else x
 
 
 def _is_descriptor(x: Any) -> bool:

@@ -23,7 +23,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from functools import partial
 from inspect import getclosurevars
 from pathlib import Path
@@ -79,22 +79,66 @@ _FRONT_END = threading.Lock()
 PATIENCE = 120
 
 
+# Set while no thread of the program waits for its kernels: others are compiled then alone
+# (runtime/compile_ahead.py).
+idle = threading.Event()
+idle.set()
+
+
 def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
     """Compiles the kernels of call(*args). A failure is raised by the call itself.
 
     Raises:
         ValueError: for a wrong index that an earlier call's kernel has found, which is told once.
     """
-    try:
-        from triton.runtime._async_compile import AsyncCompileMode, active_mode
-    except ImportError:  # another release
+    captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if captures or not is_possible():
         return
+    threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
+    idle.clear()
+    try:
+        with _no_collections(), ThreadPoolExecutor(threads) as pool:
+            try:
+                ready = pool.submit(triton_cache_key.finish)
+                pool.submit(triton_driver.begin())
+            except RuntimeError:  # there are no threads: too many, or the interpreter ends
+                return
+            wait([ready])  # it would take several times as long beside the call
+            with only_compiling(pool, ready), _ProtectInputs():
+                call(*args)
+    finally:
+        idle.set()
+
+
+def is_possible() -> bool:
+    """Whether this thread's launches can only compile: in Triton's releases that have threads for
+    it, and not within another such call."""
+    try:
+        from triton.runtime._async_compile import active_mode
+    except ImportError:  # another release
+        return False
+    # on AMD's GPUs a launch is Triton's, which would wait for its kernel
+    return not torch.version.hip and of_thread.warmup is None and active_mode.get() is None
+
+
+@contextlib.contextmanager
+def only_compiling(
+    pool: Any, ready: Future, is_wanted: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+    """Launches of this thread compile their kernels, in the pool, which begins at the end of the
+    block; what the block raises is left to the call itself. Returns when all are compiled.
+
+    Args:
+        ready: what the first launch waits for.
+        is_wanted: asked before each compilation whether that is to be.
+    """
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
     class Mode(AsyncCompileMode):
         def submit(self, key: Any, compile_fn: Callable[[], Any], *after: Any) -> Any:
             """after: what Triton does with the kernel; from 3.9 on two functions, 3.6 has one."""
             if key not in self.future_kernels:
-                compile_fn = _Task(key, compile_fn)
+                compile_fn = _Task(key, compile_fn, is_wanted)
             return super().submit(key, compile_fn, *after)
 
         def __exit__(self, *error: Any) -> None:
@@ -103,26 +147,12 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
             finally:  # also where the user interrupts: later launches would wait for this mode
                 active_mode.set(None)
 
-    if torch.version.hip:  # there a launch is Triton's, which would wait for its kernel
-        return
-    captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    nested = of_thread.warmup is not None
-    if captures or nested or active_mode.get() is not None:
-        return
-    threads, later = min(MAX_THREADS, 2 * (os.cpu_count() or 1)), _Later()
+    later = _Later()
     executor: Any = later
-    mode = Mode(executor, ignore_errors=True)
-    with _no_collections(), ThreadPoolExecutor(threads) as pool, mode:
+    with Mode(executor, ignore_errors=True):
+        of_thread.warmup = ready
         try:
-            of_thread.warmup = pool.submit(triton_cache_key.finish)
-            pool.submit(triton_driver.begin())
-        except RuntimeError:  # there are no threads: too many, or the interpreter ends
-            of_thread.warmup = None
-            return
-        try:
-            wait([of_thread.warmup])  # it would take several times as long beside the call
-            with _ProtectInputs():
-                call(*args)
+            yield
         except WrongId:
             raise
         except Exception:
@@ -149,11 +179,17 @@ class _Task:
     """Compiles a kernel. It waits for `before` to be set before it takes Python's lock to make the
     kernel's first form, and sets `done` after that."""
 
-    def __init__(self, key: Any, compile_fn: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        key: Any,
+        compile_fn: Callable[[], Any],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._compile, self._once, self.name = compile_fn, _Once(), ""
+        self._is_wanted = is_wanted
         self.before, self.done = threading.Event(), threading.Event()
         self.claimed = threading.Lock()
-        self.pool: ThreadPoolExecutor | None = None
+        self.pool: Any = None
         self._launcher: Future | None = None
         with contextlib.suppress(Exception):
             self._src = src = getclosurevars(compile_fn).nonlocals["src"]
@@ -167,6 +203,8 @@ class _Task:
     def __call__(self) -> Any:
         self.before.wait()
         try:
+            if not self._is_wanted():
+                raise CancelledError
             try:
                 kernel = self._compile()
             except _Elsewhere:
@@ -205,7 +243,7 @@ class _Later:
         self._tasks.append((task, future))
         return future
 
-    def start(self, pool: ThreadPoolExecutor) -> None:
+    def start(self, pool: Any) -> None:
         """Each task after what the one before has done with Python's lock."""
         free = threading.Event()
         free.set()

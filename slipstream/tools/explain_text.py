@@ -1,5 +1,6 @@
 """The text of explain for an operator: the device's facts once, then each way to call it."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from slipstream.compiler.known_bugs import applying
 from slipstream.tools.backend_query import IMPLS, TracedKernels, trace_operator
 from slipstream.tools.catalog import Sample, Shape
 from slipstream.tools.precompile_cache import DTYPES
+from slipstream.tools.size_variants import ladder, variants
 from slipstream.tools.terminal import columns
 
 # Compile-time arguments that make a tile; the rest are flags.
@@ -20,7 +22,8 @@ _LEGEND = (
     "tile: what one program of a kernel works on at a time; C, BT: tokens of a chunk, B and other",
     "letters: rows or columns of that dimension. warps: of 32 threads each (64 on AMD). stages:",
     "loads in flight ahead of their use. file: in slipstream/kernels. In the order of their first",
-    "launch, forward and backward.",
+    "launch, forward and backward. of any size: all that calls of other numbers of tokens, rows",
+    "and sequences compile.",
 )
 _FLAGS = ("flags: options compiled into the kernel that are on; its source says what each does.",)
 
@@ -65,10 +68,19 @@ def lines(samples: Sequence[Sample], shape: Shape, arch: str, flags: bool = Fals
         said[way] = _called(sample)
         yield said[way]
         yield from way
+        yield from _variants(sample, shape, arch)
     if any("_kernel " in line for way in said for line in way):
         yield ""
         yield from _LEGEND
         yield from _FLAGS if flags else ()
+
+
+def _variants(sample: Sample, shape: Shape, arch: str) -> Iterator[str]:
+    """The closed list: what is compiled at most, with gradients, for calls of any sizes."""
+    found = Counter(job.name for job in variants(sample, ladder(shape), arch).values())
+    if found:
+        of_kernels = ", ".join(f"{count} {name}" for name, count in found.items())
+        yield f"  of any size: {found.total()} variants, {of_kernels}"
 
 
 def _called(sample: Sample) -> str:

@@ -15,8 +15,9 @@ from rich.markup import escape
 from slipstream import __version__
 from slipstream.compiler import compiler_state, support_matrix, toolchain
 from slipstream.runtime.files import write_text
-from slipstream.tools.backend_query import KernelsFound
-from slipstream.tools.catalog import LONG_TOKENS, SAMPLES, Shape, family
+from slipstream.tools.backend_query import KernelsFound, find_kernels
+from slipstream.tools.catalog import LONG_TOKENS, SAMPLES, Sample, Shape, family
+from slipstream.tools.size_variants import ladder
 from slipstream.tools.terminal import bar
 
 MANIFEST = "slipstream.json"
@@ -94,6 +95,19 @@ def shapes(dtypes: Sequence[torch.dtype], widths: Sequence[str], flags: Flags) -
             )
         )
     return found
+
+
+def find_operators(
+    samples: Sequence[Sample], shapes: Sequence[Shape], arch: str, backward: bool
+) -> KernelsFound:
+    """The kernels of these operators, by every implementation for these shapes, and by the one that
+    is chosen for any sizes."""
+    found = find_kernels(samples, shapes, arch, backward)
+    alike = dict.fromkeys(size for shape in shapes for size in ladder(shape))
+    more = find_kernels(samples, [*alike], arch, backward, impls=(None,))
+    known = {job.key for job, _ in found.tasks}
+    tasks = [*found.tasks, *(task for task in more.tasks if task[0].key not in known)]
+    return KernelsFound(tasks, found.without, [*found.failures, *more.failures])
 
 
 def fill(

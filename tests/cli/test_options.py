@@ -148,7 +148,7 @@ OPTIONS = {
     "matrix --all": _of_matrix("--all", lambda ran: ran["compile"]["recompile"] is True),
     "matrix --record": _of_matrix("--record", lambda ran: ran["record"]["whole"] is False),
     "precompile --arch": _of_precompile(
-        "--arch sm_80", lambda ran: ran["fill"]["arch"] == "sm_80" == ran["find_kernels"]["arch"]
+        "--arch sm_80", lambda ran: ran["fill"]["arch"] == "sm_80" == ran["find_operators"]["arch"]
     ),
     "precompile --dtype": _of_precompile(
         "--dtype fp32", lambda ran: [str(x) for x in ran["shapes"]["dtypes"]] == ["torch.float32"]
@@ -163,7 +163,7 @@ OPTIONS = {
     "precompile --state": _of_precompile("--no-state", _flag("state", False)),
     "precompile --grouped": _of_precompile("--grouped", _flag("grouped", True)),
     "precompile --forward": _of_precompile(
-        "--forward", lambda ran: ran["find_kernels"]["backward"] is False
+        "--forward", lambda ran: ran["find_operators"]["backward"] is False
     ),
     "precompile --cache": _of_precompile(
         "--cache {}", lambda ran: ran["fill"]["cache"] == ran.folder
@@ -199,7 +199,7 @@ WORKERS: dict[str, Any] = {
     "slipstream.compiler.support_matrix.as_json": {},
     "slipstream.tools.precompile_cache.batch": (1, 2),
     "slipstream.tools.precompile_cache.shapes": [],
-    "slipstream.tools.backend_query.find_kernels": None,
+    "slipstream.tools.precompile_cache.find_operators": None,
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.runtime import compile_ahead
 from slipstream.tools.catalog import Sample, Shape
 from tests.support.chunk_sizes import CHUNKED, PACKED, WAYS
 
@@ -48,6 +49,7 @@ def both(sample: Sample, size: tuple[int, int, int], packed: bool) -> None:
 def test_other_sizes_compile_nothing(sample: Sample, is_packed: bool) -> None:
     first, *others = PACKED if is_packed else WAYS["few programs"]
     both(sample, first, is_packed)
+    compile_ahead.finish()
     with compilations() as asked:
         for size in others:
             both(sample, size, is_packed)

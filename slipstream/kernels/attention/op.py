@@ -17,6 +17,7 @@ from slipstream.kernels.attention.triton.plan import kind, kind_of_cache
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.size_ladder import AtSizes
 
 _TERMS = schema_of(AttentionInputs)
 _OPTIONS = f"{schema_of(AttentionOptions)}, str impl"
@@ -124,12 +125,15 @@ def _fake_backward(*args: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in tensors if x is not None]
 
 
+# q, k, v, g; lengths; cu_q, cu_k: kernels of other sizes, compiled after a first call
+_AT_SIZES = AtSizes(tokens=(0, 1, 2, 3), states=(8,), offsets=(6, 7), heads=0)
 call_forward = KernelOp(
     "softmax_forward",
     f"({_TERMS}, {_OPTIONS}) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
     replay=True,
+    at_sizes=_AT_SIZES,
 )
 call_backward = KernelOp(
     "softmax_backward",
@@ -137,6 +141,8 @@ call_backward = KernelOp(
     _backward,
     _fake_backward,
     replay=True,
+    # o and its gradient; lse and its gradient
+    at_sizes=_AT_SIZES._replace(tokens=(0, 1, 2, 3, 10, 12), by_heads=(11, 13)),
 )
 
 

@@ -19,6 +19,7 @@ from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.gradient import autograd_function
 from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.size_ladder import AtSizes
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -112,6 +113,7 @@ _call_forward = KernelOp(
     _forward,
     _fake_forward,
     replay=True,
+    at_sizes=AtSizes(tokens=(0, 1), states=(2,), offsets=(3,)),
 )
 _call_backward = KernelOp(
     "scan_backward",
@@ -120,6 +122,7 @@ _call_backward = KernelOp(
     _backward,
     _fake_backward,
     replay=True,
+    at_sizes=AtSizes(tokens=(0, 1, 4), states=(2, 5), offsets=(3,)),
 )
 
 

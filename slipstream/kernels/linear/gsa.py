@@ -32,6 +32,7 @@ from slipstream.runtime.autograd import (
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.size_ladder import AtSizes
 
 
 class GSAInputs(NamedTuple):
@@ -187,6 +188,7 @@ _call_forward = KernelOp(
     _forward,
     _fake_forward,
     replay=True,
+    at_sizes=AtSizes(tokens=(0, 1, 2, 3, 4), states=(5, 6), offsets=(7,), heads=2),
 )
 _call_backward = KernelOp(
     "slots_backward",
@@ -194,6 +196,8 @@ _call_backward = KernelOp(
     _backward,
     _fake_backward,
     replay=True,
+    # p and the gradient of o too, and those of both states
+    at_sizes=AtSizes(tokens=(0, 1, 2, 3, 4, 8, 9), states=(5, 6, 10, 11), offsets=(7,), heads=2),
 )
 
 

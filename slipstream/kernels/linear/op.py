@@ -27,6 +27,7 @@ from slipstream.kernels.linear.eager.segments import backward_after, forward_aft
 from slipstream.kernels.linear.inputs import (
     DIFFERENTIABLE,
     NUM_TERMS,
+    TOKEN_TERMS,
     BackwardCall,
     ForwardCall,
     LinearInputs,
@@ -39,6 +40,7 @@ from slipstream.runtime.consistent import consistent
 from slipstream.runtime.custom_op import DirectCall, KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard
 from slipstream.runtime.launch_cache import launches_as_plain
+from slipstream.runtime.size_ladder import AtSizes
 
 # Up to this many tokens, Triton's fused_recurrent takes one after the other, in registers; more go
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda).
@@ -323,12 +325,20 @@ def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
     backward_impl(*terms, *backward, *saved)
 
 
+# kernels of other sizes, which are compiled after a first call
+_AT_SIZES = AtSizes(
+    tokens=tuple(map(LinearInputs._fields.index, TOKEN_TERMS)),
+    states=(LinearInputs._fields.index("initial_state"),),
+    offsets=(LinearInputs._fields.index("cu_seqlens"),),
+    heads=LinearInputs._fields.index("v"),
+)
 call_forward = KernelOp(
     "linear_forward",
     f"({_TERMS}, {schema_of(ForwardCall)}) -> (Tensor, Tensor)",
     forward_impl,
     _fake_forward,
     replay=True,
+    at_sizes=_AT_SIZES,
 )
 call_backward = KernelOp(
     "linear_backward",
@@ -343,7 +353,9 @@ call_backward = KernelOp(
 # else _call_forward_training. They differ in results, not in o.
 _call_forward_training = call_forward.before(_compile_backward_also)
 _call_forward_saving = DirectCall(
-    partial(forward_impl, extras=Extras(save=True)), compile_also=_compile_backward_also
+    partial(forward_impl, extras=Extras(save=True)),
+    compile_also=_compile_backward_also,
+    at_sizes=_AT_SIZES,
 )
 _call_backward_saved = DirectCall(backward_impl)
 

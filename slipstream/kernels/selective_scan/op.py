@@ -5,7 +5,7 @@ slipstream::_selective_scan_backward the gradients of the tensors it was given. 
 implementation, or several to try in order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.gradient import autograd_function
 from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.size_ladder import AtSizes
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,6 +152,15 @@ def _fake_backward(*args: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in args[:9] if x is not None]
 
 
+def _backward_at_sizes(args: tuple) -> Iterator[tuple]:
+    for *tensors, _, dy, dfinal, delta_softplus, impl in _DY_AT_SIZES(args):
+        states = _states_of(impl, ScanInputs(*tensors), True)
+        yield (*tensors, states, dy, dfinal, delta_softplus, impl)
+
+
+# u, delta, B, C, z; kernels of other sizes, compiled after a first call
+_AT_SIZES = AtSizes(tokens=(0, 1, 3, 4, 6), states=(8,), offsets=(9,))
+_DY_AT_SIZES = _AT_SIZES._replace(tokens=(*_AT_SIZES.tokens, 11), states=(8, 12))
 _TENSORS = schema_of(ScanInputs)
 _call_forward = KernelOp(
     "selective_scan_forward",
@@ -158,6 +168,7 @@ _call_forward = KernelOp(
     _forward,
     _fake_forward,
     replay=True,
+    at_sizes=_AT_SIZES,
 )
 _call_backward = KernelOp(
     "selective_scan_backward",
@@ -166,6 +177,7 @@ _call_backward = KernelOp(
     _backward,
     _fake_backward,
     replay=True,
+    at_sizes=_backward_at_sizes,
 )
 
 

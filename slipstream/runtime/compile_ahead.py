@@ -1,0 +1,189 @@
+"""Kernels that calls of other sizes ask for, compiled while the program goes on.
+
+The first call of an operator waits for its own kernels alone (runtime/parallel_compile.py). Other
+numbers of tokens or sequences take others of a short list (runtime/size_ladder.py). So an operator
+that says what its arguments are in other sizes has those compiled after that, in threads that leave
+the processor to whoever waits for a kernel. The calls run on fake tensors: they take none of the
+GPU's memory and launch nothing. What fails is left to a call that wants it.
+
+    SLIPSTREAM_AHEAD   on, or off
+"""
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from slipstream.compiler import triton_cache_key
+from slipstream.compiler.compiler_state import compiler_state
+from slipstream.runtime import backends, parallel_compile
+
+ENABLED = os.environ.get("SLIPSTREAM_AHEAD", "on") != "off"
+# Of the processors, one in so many compiles what nothing waits for.
+SHARE = 4
+# The arguments of a call, whose tensors are on the meta device, in other sizes.
+AtSizes = Callable[[tuple], Iterable[tuple]]
+
+
+def begin(call: Callable[..., Any], args: Sequence[Any], at_sizes: AtSizes) -> None:
+    """Has the kernels of call(*args) in other sizes compiled. args are on one device."""
+    device = args[0].device
+    if not ENABLED or not parallel_compile.is_possible():
+        return
+    here = compiler_state(device)
+    if here is None or not here.unguarded:
+        return  # each kernel's first compilation is in a child process, and its first use is probed
+    _BACKGROUND.put((call, tuple(map(_blank, args)), at_sizes, device))
+
+
+def finish() -> None:
+    """Waits for all that was begun."""
+    _BACKGROUND.wait()
+
+
+def _blank(x: Any, device: torch.device | str = "meta") -> Any:
+    """A tensor like x without memory."""
+    if not isinstance(x, Tensor):
+        return x
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return like.requires_grad_(x.requires_grad)
+
+
+class _Fakes(FakeTensorMode):
+    """Tensors that begin at a multiple of 16 bytes; asked where, torch's own warn the user."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        for x in tree_leaves(made):
+            if isinstance(x, FakeTensor):
+                vars(x)["data_ptr"] = _at_zero
+        return made
+
+
+def _at_zero() -> int:
+    return 0
+
+
+def _leave_filters_alone() -> None:
+    """Triton sets the process's warning filters while it reads a kernel's source, and then puts
+    back those that were there, though the program's thread may have others by now. The warnings
+    that this is about are of methods that its reader has no more."""
+    from triton.compiler import code_generator
+
+    module: Any = code_generator
+    module.warnings = SimpleNamespace(
+        warn=warnings.warn,
+        warn_explicit=warnings.warn_explicit,
+        catch_warnings=contextlib.nullcontext,
+        simplefilter=lambda *_: None,
+    )
+
+
+class _Background:
+    """One thread that runs calls, and a few that compile for it."""
+
+    def __init__(self) -> None:
+        self._lock, self._done = threading.Lock(), threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._left, self._ends = 0, False
+
+    def put(self, job: tuple) -> None:
+        with self._lock, contextlib.suppress(RuntimeError):  # no more threads
+            if self._thread is None or not self._thread.is_alive():  # also after a fork
+                self._jobs, self._left = queue.SimpleQueue(), 0
+                self._thread = threading.Thread(target=self._serve, daemon=True)
+                self._thread.start()
+                atexit.unregister(self._end)
+                atexit.register(self._end)
+            with self._done:
+                self._left += 1
+            self._jobs.put(job)
+
+    def wait(self) -> None:
+        with self._done:
+            self._done.wait_for(lambda: self._left == 0)
+
+    def _end(self) -> None:
+        """Before the interpreter ends, under which no thread may compile."""
+        self._ends = True
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            self._jobs.put(None)
+            thread.join(parallel_compile.PATIENCE)
+
+    def _goes_on(self) -> bool:
+        """Waits until no call waits for its kernels."""
+        while not parallel_compile.idle.wait(1.0) and not self._ends:
+            pass
+        return not self._ends
+
+    def _serve(self) -> None:
+        backends._THREAD.bound = True  # what only compiles needs no CUDA context
+        triton_cache_key.finish()
+        _leave_filters_alone()
+        pool = _Threads(max(1, (os.cpu_count() or 1) // SHARE))
+        while (job := self._jobs.get()) is not None and not self._ends:
+            with contextlib.suppress(Exception):
+                self._compile(pool, *job)
+            with self._done:
+                self._left -= 1
+                self._done.notify_all()
+        pool.close()
+
+    def _compile(
+        self, pool: Any, call: Callable[..., Any], args: tuple, at_sizes: AtSizes, device: Any
+    ) -> None:
+        ready: Future = Future()
+        ready.set_result(None)
+        fake = _Fakes(allow_non_fake_inputs=True)
+        with parallel_compile.only_compiling(pool, ready, self._goes_on), torch.no_grad():
+            for other in at_sizes(args):
+                if not self._goes_on():
+                    return
+                with contextlib.suppress(Exception), fake:
+                    call(*[_blank(x, device) for x in other])
+
+
+_BACKGROUND = _Background()
+
+
+class _Threads:
+    """An executor whose threads do not keep the interpreter from ending."""
+
+    def __init__(self, count: int) -> None:
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future:
+        future: Future = Future()
+        self._calls.put((future, call, args))
+        return future
+
+    def _serve(self) -> None:
+        while (task := self._calls.get()) is not None:
+            future, call, args = task
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call(*args))
+                except BaseException as error:
+                    future.set_exception(error)
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            thread.join()

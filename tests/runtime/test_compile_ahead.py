@@ -1,0 +1,138 @@
+"""After an operator's first call, the kernels of other sizes are compiled in the background."""
+
+import threading
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from slipstream.compiler.trace import trace
+from slipstream.runtime import compile_ahead, parallel_compile
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.custom_op import DirectCall
+from slipstream.runtime.launch_cache import of_thread
+from slipstream.tools.catalog import Shape, chosen
+from slipstream.tools.size_variants import ladder, variants
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+# Of the first, kernels of a gradient of o alone are compiled beside those of the forward.
+FORWARD = ("chunk_simple_gla", "chunk_gla", "chunk_delta_rule", "chunk_kda")
+BOTH = ("chunk_gsa", "chunk_hgrn", "attention", "selective_scan")
+
+
+class Like(NamedTuple):
+    """A tensor of another trace, without gradients: torch without CUDA cannot make any."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Like":
+        return cls(tuple(x.shape), tuple(x.stride()), x.dtype)
+
+    def made(self, device: Any) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+@pytest.fixture
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compilers for any device are verified."""
+    state = SimpleNamespace(unguarded=True)
+    monkeypatch.setattr(compile_ahead, "compiler_state", lambda device: state)
+
+
+def halves(args: tuple) -> Iterator[tuple]:
+    x, *rest = args
+    yield (x.new_empty(x.shape[0] // 2), *rest)
+    yield (x.new_empty(x.shape[0] // 4), *rest)
+
+
+@pytest.mark.usefixtures("trusted")
+def test_begin_calls_with_fake_tensors_of_other_sizes() -> None:
+    seen: list[Any] = []
+
+    def call(x: Tensor, option: int) -> None:
+        here = threading.current_thread()
+        assert x.data_ptr() == x.new_empty(3).data_ptr() == (x + 1).data_ptr() == 0
+        seen.append((type(x), tuple(x.shape), option, here.daemon, of_thread.warmup is not None))
+        raise ValueError("what fails is left to a call that wants it")
+
+    compile_ahead.begin(call, (torch.zeros(16), 3), halves)
+    compile_ahead.finish()
+    assert seen == [(FakeTensor, (n,), 3, True, True) for n in (8, 4)]
+    assert of_thread.warmup is None
+
+
+@pytest.mark.usefixtures("trusted")
+def test_begin_waits_for_calls_that_wait_for_their_kernels() -> None:
+    began, seen = threading.Event(), []
+
+    def urgent() -> None:
+        compile_ahead.begin(lambda x: seen.append(x), (torch.zeros(16),), halves)
+        began.set()
+        seen.append("urgent")
+
+    parallel_compile.idle.clear()
+    try:
+        urgent()
+        assert began.is_set() and seen == ["urgent"]
+    finally:
+        parallel_compile.idle.set()
+    compile_ahead.finish()
+    assert len(seen) == 3
+
+
+@pytest.mark.usefixtures("trusted")
+def test_begin_leaves_the_warning_filters_of_other_threads() -> None:
+    """Whatever order the two threads' blocks begin and end in."""
+    from triton.compiler import code_generator
+
+    compile_ahead.begin(lambda x: None, (torch.zeros(16),), halves)
+    compile_ahead.finish()
+    with warnings.catch_warnings():
+        theirs = code_generator.warnings.catch_warnings()
+        theirs.__enter__()
+        code_generator.warnings.simplefilter("ignore", DeprecationWarning)
+        before = list(warnings.filters)
+        warnings.simplefilter("error", ResourceWarning)
+        theirs.__exit__(None, None, None)
+        assert warnings.filters[0][2] is ResourceWarning and warnings.filters[1:] == before
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("op", [*FORWARD, *BOTH])
+@pytest.mark.sample(which=lambda op, packed: packed)
+def test_other_sizes_ask_for_the_listed_variants(op: str, packed: bool) -> None:
+    sample, shape = chosen([op])[0], Shape(T=300, H=8, packed=packed)
+    called: list[tuple[DirectCall, list[Any]]] = []
+    plain = DirectCall.__call__
+
+    def noting(self: DirectCall, *args: Any, **named: Any) -> Any:
+        args = self._by_position(args, named) if named else args
+        if self._at_sizes is not None:
+            called.append((self, [Like.of(x) if isinstance(x, Tensor) else x for x in args]))
+        return plain(self, *args)
+
+    def in_other_sizes(device: torch.device) -> None:
+        for op, args in called:
+            meta = tuple(x.made("meta") if isinstance(x, Like) else x for x in args)
+            for other in op._at_sizes(meta):  # pyright: ignore
+                likes = (Like.of(x) if isinstance(x, Tensor) else x for x in other)
+                op._compile(*[x.made(device) if isinstance(x, Like) else x for x in likes])
+
+    def first_call(device: torch.device) -> Any:
+        return sample.call(sample.inputs(shape, device, blank=True))
+
+    with mock.patch.object(DirectCall, "__call__", noting):
+        asked = {job.key for job in trace(first_call, "sm_90")}
+    asked |= {job.key for job in trace(in_other_sizes, "sm_90", backward=False)}
+    listed = variants(sample, ladder(shape), "sm_90")
+    assert asked <= listed.keys()
+    assert asked >= variants(sample, ladder(shape), "sm_90", backward=op in BOTH).keys()
