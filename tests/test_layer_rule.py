@@ -81,3 +81,49 @@ def test_families_do_not_import_each_other() -> None:
 def test_every_part_has_a_level() -> None:
     parts = {x.name for x in ROOT.iterdir() if x.is_dir() and (x / "__init__.py").exists()}
     assert parts == set(LEVEL)
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import one another, directly or by others."""
+    reached: dict[str, set[str]] = {}
+    for start in edges:
+        found, todo = set(), [*edges[start]]
+        while todo:
+            name = todo.pop()
+            if name not in found:
+                found.add(name)
+                todo += edges.get(name, ())
+        reached[start] = found
+    together = {
+        tuple(sorted(y for y in edges if y in reached[x] and x in reached.get(y, ())))
+        for x in edges
+        if x in reached[x]
+    }
+    return [[*x] for x in sorted(together)]
+
+
+def test_circle_is_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "d2"}}
+    assert circles(edges) == [["b", "c"]]
+
+
+def test_kernels_do_not_import_in_circles() -> None:
+    """Wherever the statement stands, and by the names of launches that a KernelOp is given."""
+    files = {
+        ".".join(("slipstream", *path.relative_to(ROOT).with_suffix("").parts)): path
+        for path in (ROOT / "kernels").rglob("*.py")
+    }
+    edges = {}
+    for name, path in files.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        named = [x.value for x in ast.walk(tree) if isinstance(x, ast.Constant)]
+        given = {x.partition(":")[0] for x in named if isinstance(x, str)}
+        from_packages = {
+            f"{node.module}.{x.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for x in node.names
+        }
+        edges[name] = (given | from_packages | {*imports(path)}) & {*files}
+    assert sum(map(len, edges.values())) > 400
+    assert circles(edges) == []

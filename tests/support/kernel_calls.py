@@ -237,6 +237,8 @@ def _rows(logits: Tensor, target: Tensor, terms: Any, **made: Any) -> None:
     r = loss_eager.rows(logits.float().clone(), target, terms)
     if not made.get("has_lse"):
         made["loss"].copy_(r.loss)
+        if made.get("lse") is not None:
+            made["lse"].copy_(r.lse)
     if grad is not None:
         grad.copy_(loss_eager.dlogits(r, weight, terms))
 

@@ -14,6 +14,7 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.loss import eager
 from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime import numeric_probe
+from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.guarded_launch import Guard
 from slipstream.runtime.token_ids import expect_ids
 
@@ -125,18 +126,27 @@ def _guard(impl: str, dtype: torch.dtype, like: Tensor) -> Guard:
 
 
 def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | None:
-    """The probe: a few rows, one of them ignored, every option on."""
-    from slipstream.kernels.loss import op
-
+    """The probe: a few rows, one of them ignored, every option on; the gradient at once, and again
+    by the lse."""
     target = torch.randint(0, classes, (9,), device=device)
     target[4] = -100
+    options, weight = LossInputs(-100, 0.1, 20.0, 1e-3, 0.9), torch.rand(9, device=device)
     probe_inputs = {"logits": torch.randn(9, classes, device=device).to(dtype)}
 
-    def run(impl: str) -> Any:
-        options = LossInputs(-100, 0.1, 20.0, 1e-3, 0.9)
-        return lambda t: op.cross_entropy(t["logits"], target, options, "mean", impl)
+    def run(impl: str, logits: Tensor) -> tuple[Tensor, ...]:
+        loss, lse = torch.empty(2, 9, device=device)
+        grad, by_lse = torch.empty_like(logits), torch.empty_like(logits)
+        args = impl, logits, target, options
+        cross_entropy(*args, loss=loss, lse=lse, grad=grad, weight=weight)
+        cross_entropy(*args, lse=lse, grad=by_lse, weight=weight, has_lse=True)
+        return loss, lse[target >= 0], grad, by_lse
 
-    return numeric_probe.mismatch(run("triton|eager"), run("eager"), probe_inputs)
+    return numeric_probe.mismatch(
+        lambda t: run(TRITON_OR_EAGER, t["logits"]),
+        lambda t: run("eager", t["logits"]),
+        probe_inputs,
+        gradients=False,
+    )
 
 
 @cache

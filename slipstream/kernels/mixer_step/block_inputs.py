@@ -4,13 +4,14 @@ They are computed from the token's projections and written into the row's block.
 triton/block_inputs.py has the formulas. No gradients.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.mixer_step.inputs import UNIT_EPS, Blocks, TokenInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp, schema_of
@@ -20,39 +21,6 @@ from slipstream.runtime.guarded_launch import Guard, known_failure
 # of heads whose rows the norm's kernel loads with 8 numbers a thread
 WIDTHS = (64, 128, 256)
 MAX_TAPS = 8
-UNIT_EPS = 1e-6  # of ops.l2_norm
-
-
-class TokenInputs(NamedTuple):
-    """One token of each row. x: [N, C], C = 2 H K + HV V, before the convolution of weight [C, W]
-    and bias [C]. g: [N, HV] or [N, HV, K], before its activation. A_log: [HV]. dt_bias: as g's
-    last. beta: [N, HV], before its sigmoid, and whether that is doubled. counts: int64 [N], the
-    place in its block. lower_bound: of g, or None."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    g: Tensor
-    A_log: Tensor
-    dt_bias: Tensor | None
-    beta: Tensor
-    counts: Tensor
-    silu: bool
-    doubled: bool
-    lower_bound: float | None
-
-
-class Blocks(NamedTuple):
-    """Tensors that are written into. window: [N, W, C], the tokens before. q, k: [N, T, H, K]. v:
-    [N, T, HV, V]. g: [N, T, HV] or [N, T, HV, K], float32. beta: [N, T, HV]. All are
-    contiguous."""
-
-    window: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
 
 
 def unsupported_reason(t: TokenInputs, K: int) -> str | None:

@@ -88,3 +88,38 @@ def channel_offsets(inputs: StepInputs, order: str) -> tuple[int, int, int]:
     _, _, H, HV, K, V = inputs.sizes
     keys, values = H * K, HV * V
     return (0, keys, 2 * keys) if order == "qkv" else (values + keys, values, 0)
+
+
+UNIT_EPS = 1e-6  # of ops.l2_norm
+
+
+class TokenInputs(NamedTuple):
+    """One token of each row. x: [N, C], C = 2 H K + HV V, before the convolution of weight [C, W]
+    and bias [C]. g: [N, HV] or [N, HV, K], before its activation. A_log: [HV]. dt_bias: as g's
+    last. beta: [N, HV], before its sigmoid, and whether that is doubled. counts: int64 [N], the
+    place in its block. lower_bound: of g, or None."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    g: Tensor
+    A_log: Tensor
+    dt_bias: Tensor | None
+    beta: Tensor
+    counts: Tensor
+    silu: bool
+    doubled: bool
+    lower_bound: float | None
+
+
+class Blocks(NamedTuple):
+    """Tensors that are written into. window: [N, W, C], the tokens before. q, k: [N, T, H, K]. v:
+    [N, T, HV, V]. g: [N, T, HV] or [N, T, HV, K], float32. beta: [N, T, HV]. All are
+    contiguous."""
+
+    window: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor

@@ -43,3 +43,40 @@ class OutputInputs(NamedTuple):
     weight: Tensor  # [D], of the norm
     bias: Tensor
     r_k: Tensor  # [H, K]
+
+
+class StepInputs(NamedTuple):
+    """N sequences, D channels, H heads of K. v_gate and first_value are both given, or neither."""
+
+    r: Tensor  # [N, D] up to first_value
+    w: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    g: Tensor
+    v_gate: Tensor | None
+    first_value: Tensor | None
+    w_bias: Tensor | None  # [D], as all further ones but r_k
+    a_bias: Tensor | None
+    v_bias: Tensor | None
+    k_k: Tensor
+    k_a: Tensor
+    r_k: Tensor  # [H, K]
+    norm_weight: Tensor
+    norm_bias: Tensor
+
+
+TOKENS = StepInputs._fields[: StepInputs._fields.index("w_bias")]
+
+
+class LowRankInputs(NamedTuple):
+    """Behind the first matrices [N, rank], and the second ones [rank, D]; of one dtype."""
+
+    w: Tensor
+    a: Tensor
+    g: Tensor
+    v: Tensor | None
+    w_up: Tensor
+    a_up: Tensor
+    g_up: Tensor
+    v_up: Tensor | None

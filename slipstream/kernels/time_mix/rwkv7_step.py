@@ -20,7 +20,7 @@ from slipstream.common import checks
 from slipstream.common.pool_rows import PoolRows
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.time_mix import rwkv7
-from slipstream.kernels.time_mix.inputs import OutputInputs, TermsInputs
+from slipstream.kernels.time_mix.inputs import TOKENS, OutputInputs, StepInputs, TermsInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp, schema_of
@@ -38,27 +38,6 @@ from slipstream.runtime.token_ids import expect_below, expect_unique
 MAX_K = 1024  # all rows of a tile of columns are in one program's registers
 
 
-class StepInputs(NamedTuple):
-    """N sequences, D channels, H heads of K. v_gate and first_value are both given, or neither."""
-
-    r: Tensor  # [N, D] up to first_value
-    w: Tensor
-    k: Tensor
-    v: Tensor
-    a: Tensor
-    g: Tensor
-    v_gate: Tensor | None
-    first_value: Tensor | None
-    w_bias: Tensor | None  # [D], as all further ones but r_k
-    a_bias: Tensor | None
-    v_bias: Tensor | None
-    k_k: Tensor
-    k_a: Tensor
-    r_k: Tensor  # [H, K]
-    norm_weight: Tensor
-    norm_bias: Tensor
-
-
 class StepCall(NamedTuple):
     """state: [slots, H, K, K], of each head K-first, or V-first if v_first. indices: [N] or None.
     eps: of the norm."""
@@ -67,9 +46,6 @@ class StepCall(NamedTuple):
     indices: Tensor | None
     eps: float
     v_first: bool
-
-
-TOKENS = StepInputs._fields[: StepInputs._fields.index("w_bias")]
 
 
 def unsupported_reason(call: tuple[StepInputs, StepCall]) -> str | None:

@@ -12,7 +12,7 @@ norm, whose sums have the order that norm/triton/norm.py has for heads of K.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.mixer_step.block_inputs import UNIT_EPS, Blocks, TokenInputs
+from slipstream.kernels.mixer_step.inputs import UNIT_EPS, Blocks, TokenInputs
 from slipstream.kernels.primitives.activations import softplus
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.time_mix.low_rank import LowRankInputs
+from slipstream.kernels.time_mix.inputs import LowRankInputs
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 

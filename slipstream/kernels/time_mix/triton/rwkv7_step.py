@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.time_mix.inputs import TOKENS, StepInputs
 from slipstream.kernels.time_mix.rwkv7 import EPS, SLOWEST_LOG_DECAY
-from slipstream.kernels.time_mix.rwkv7_step import TOKENS, StepInputs
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
