@@ -2,7 +2,7 @@
 
 Forward turns queries and keys where they lie, so that nothing is kept but that tensor, o and lse.
 In the backward, sm90's kernels turn gradients back as they store them, and store those of queries,
-keys and values side by side; after other kernels pointwise/rotary.py does both.
+keys and values side by side; after other kernels elementwise/rotary.py does both.
 """
 
 from typing import Any
