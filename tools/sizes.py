@@ -66,6 +66,19 @@ def with_many_parameters(path: Path) -> list[str]:
     ]
 
 
+def numbers(path: Path) -> int:
+    """The module-level capitals of a file whose value has a number in it, tables of them too."""
+    count = 0
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            values = [getattr(x, "value", None) for x in ast.walk(node.value)]
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [x.id for y in targets for x in ast.walk(y) if isinstance(x, ast.Name)]
+            if any(type(x) in (int, float) for x in values):
+                count += sum(x.isupper() for x in names)
+    return count
+
+
 def unexplained(path: Path) -> list[str]:
     """Of a file with kernels: too few comments, or partitions without a diagram."""
     if not path.is_relative_to("slipstream/kernels"):
@@ -105,6 +118,8 @@ def main() -> int:
         found += [*many, f"device functions with many parameters: at most {FUNCTIONS_WITH_MANY}"]
     print("\n".join(found) or "sizes: all files, functions and comments within limits")
     print(f"sizes: {len(many)} device functions with {MANY_PARAMETERS} or more parameters")
+    package = [x for x in paths if x.is_relative_to("slipstream")]
+    print(f"sizes: {sum(map(numbers, package))} constants with numbers in the package")
     return 1 if found else 0
 
 

@@ -273,7 +273,7 @@ QUICK_OPERATORS = (
 # Long enough for a sequence to be cut into segments.
 LONG_TOKENS = 1 << 16
 # What the matrix compiles: shapes that differ in what the kernels are compiled for.
-_BF16, _FP32 = torch.bfloat16, torch.float32
+_FP32 = torch.float32
 REPRESENTATIVE = (
     Shape(K=128, V=128),
     Shape(K=64, V=64, dtype=torch.float16, grouped=True, packed=True, state=True),

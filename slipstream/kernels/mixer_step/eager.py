@@ -38,7 +38,7 @@ def step_eager(out: Tensor, inputs: StepInputs, options: StepOptions) -> None:
     q, k, v = (x.to(inputs.dtype) for x in inputs[:3])
     if inputs.conv_state is not None:
         q, k, v = _convolved(inputs, options, q, k, v, accepted, rows)
-    q, k, value = _heads(inputs, options, q, k, v)
+    q, k, value = _heads(options, q, k, v)
     g, dt = log_decay(inputs, options)
     v = value if dt is None or not options.dt_scales_v else value * dt[..., None]
     tokens = _Tokens(q, k, v, None if g is None else g.exp())
@@ -107,9 +107,7 @@ def _convolved(
     return q, k, v
 
 
-def _heads(
-    inputs: StepInputs, options: StepOptions, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(options: StepOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q and k of norm 1 if wanted, one for each head of v."""
     if options.qk_l2norm:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
