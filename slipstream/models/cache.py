@@ -456,7 +456,7 @@ class StateCache(OpenRows):
         super().batch_repeat_interleave(repeats)
 
     def activate_past_recording(self) -> None:
-        """From now on `crop` works for the last 64 tokens at least, and for all of the last call.
+        """Lets `crop` work from now on: for the last 64 tokens at least, and all of the last call.
 
         Softmax layers need nothing for it. A recurrent layer keeps copies of its state, up to three
         with 64 tokens or more between them, and the inputs of its mixer [N, D] of up to 128 tokens

@@ -361,7 +361,7 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         return tuple(map(concrete, x))
 
     def guard_number(self, x: Any, specialized: bool) -> None:
-        """What Triton looks at in a number of a launch: its width and, of one that it specializes
+        """Guards what Triton looks at in a number of a launch: its width and, if it specializes
         for, whether it is 1 or a multiple of 16."""
         if type(x) is not Size:
             return

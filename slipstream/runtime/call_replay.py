@@ -123,7 +123,7 @@ class RecordedCall:
         self._function: Callable[[tuple, Sequence[Any]], Any] = scope["play"]
 
     def play(self, args: tuple, addresses: Sequence[Any] | None = None) -> Any:
-        """What the call returns for these arguments, or MISS. addresses: of call_key."""
+        """Plays the call for these arguments, or returns MISS. addresses: of call_key."""
         if addresses is None:
             addresses = [x.data_ptr() if isinstance(x, Tensor) else None for x in args]
         return self._function(args, addresses)
@@ -280,7 +280,7 @@ def _remember(known: dict, key: tuple, sizes: Any) -> Any:
 
 
 def _needed(lines: Sequence[Line], result: str) -> list[Line]:
-    """All but views, sizes and fresh memory that nothing reads."""
+    """Lines without views, sizes and fresh memory that nothing reads."""
     wanted, found = {*names_in(result)}, []
     for line in reversed(lines):
         names = {*line.defines}

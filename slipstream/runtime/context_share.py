@@ -99,7 +99,7 @@ class Share:
 
     @property
     def others(self) -> list[int]:
-        """All other ranks."""
+        """The other ranks."""
         return [r for r in range(len(self.lengths)) if r != self.rank]
 
     @cached_property

@@ -414,7 +414,7 @@ class KernelOp(DirectCall):
         return dispatch.triton_or_eager(unsupported_reason)
 
     def _mismatch(self, args: tuple) -> str | None:
-        """What a Guard's probe finds, for a call of these arguments."""
+        """Runs a Guard's probe for a call of these arguments."""
         if callable(self._probe):
             assert isinstance(self.impl, KernelPair)
             return self.impl.named(self._probe)(args)

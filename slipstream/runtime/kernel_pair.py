@@ -1,4 +1,4 @@
-"""What a KernelOp runs: a launch of kernels, or its plain twin where this machine's compilers fail.
+"""The pair that a KernelOp runs: a launch of kernels, and its plain twin where a compiler fails.
 
 A launch is named by its module and function, "slipstream.kernels.x.triton.x:forward": Triton is
 imported where one is wanted. The plain twin is the same computation in torch. Both take the
@@ -165,7 +165,7 @@ def compare(
     written: Sequence[str],
     gradients: bool,
 ) -> str | None:
-    """How two functions of the same arguments differ, in what they return and what they write."""
+    """Compares what two functions of the same arguments return and what they write."""
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     bars = {
         name: numeric_probe.BARS[x.dtype][0] for name, x in tensors.items() if x.is_floating_point()

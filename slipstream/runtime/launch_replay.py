@@ -71,7 +71,7 @@ class PackedLauncher(NamedTuple):
 
 
 def flat_launcher(launcher: Any) -> Callable[..., Any]:
-    """What a CudaLauncher calls, with the arguments of Triton 3.6."""
+    """The function that a CudaLauncher calls, with the arguments of Triton 3.6."""
     if not hasattr(launcher, "arg_annotations"):
         return launcher.launch
     return PackedLauncher(launcher.launch, launcher.arg_annotations, launcher.kernel_signature)

@@ -1,4 +1,4 @@
-"""What views and operations of torch do to shapes, for records of calls (call_recorder.py).
+"""Effects of torch's views and operations on shapes, for records of calls (call_recorder.py).
 
 The rules are in sizes, which hold for others than those of the recorded call. Where a rule is
 missing, a record reads the shape of the tensor itself."""
@@ -58,7 +58,7 @@ class Value:
 
 
 class Address:
-    """What data_ptr returns: it may be compared, and asked whether it is a multiple."""
+    """Result of data_ptr: it may be compared, and asked whether it is a multiple."""
 
     def __init__(self, recorder: "ShapeRules", value: "Value", address: int) -> None:
         self._recorder, self._value, self._address = recorder, value, address
@@ -321,7 +321,7 @@ def flat(x: Any) -> Iterator[Any]:
 
 
 def plain(x: Any) -> Any:
-    """With the sizes of this call."""
+    """Replaces sizes by those of this call."""
     if type(x) is Size:
         return x.value
     if type(x) in (tuple, list):

@@ -18,7 +18,7 @@ class Unrecordable(Exception):
 
 
 class Recorder(Protocol):
-    """What launches and sizes tell: CallRecorder says of what."""
+    """Receiver of launches and sizes: CallRecorder says of which."""
 
     STREAM: Any
     stream: Callable[[], Any] | None

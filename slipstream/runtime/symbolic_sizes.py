@@ -15,7 +15,7 @@ import torch
 
 
 class Book(Protocol):
-    """Where lines and guards are written: runtime/call_recorder.py."""
+    """The book that lines and guards are written into: runtime/call_recorder.py."""
 
     def let(self, text: str, value: int, late: bool) -> "Size": ...
 
