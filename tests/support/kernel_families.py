@@ -206,14 +206,12 @@ FAMILIES = [
         "running_mean.triton",
         calls.running_means,
         {
-            "running_mean.triton.launch:weights": running_mean_op._plain_weights,
-            "running_mean.triton.launch:weights_backward": calls.weights_backward,
-            "running_mean.triton.launch:means": lambda inputs, keep: running_mean_op._run_mean(
-                *inputs, keep, "eager"
+            "running_mean.triton.launch:weights": in_torch(running_mean_op._weights),
+            "running_mean.triton.launch:weights_backward": lambda k, *rest: calls.weights_backward(
+                *rest
             ),
-            "running_mean.triton.launch:means_backward": lambda inputs, *rest: (
-                running_mean_op._run_mean_backward(*inputs, *rest, "eager")
-            ),
+            "running_mean.triton.launch:means": in_torch(running_mean_op._mean),
+            "running_mean.triton.launch:means_backward": in_torch(running_mean_op._mean.backward),
         },
         ("slipstream.kernels.running_mean.op",),
     ),

@@ -23,9 +23,7 @@ from slipstream.kernels.running_mean.inputs import NUM_INPUTS, MeanInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import needs_autograd, transformed
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
-from slipstream.runtime.gradient import autograd_function
-from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton
 
 
 def chosen(operator: str, impl: str | None, k: Tensor, *others: Tensor) -> str | None:
@@ -53,17 +51,13 @@ def running_mean(inputs: MeanInputs, impl: str) -> tuple[Tensor, Tensor]:
     return _mean(*inputs, keep=False, impl=impl)[:2]
 
 
-def _unsupported_reason(*tensors: Tensor) -> str | None:
+def _unsupported_reason(k: Tensor, *others: Tensor) -> str | None:
     """Why the Triton kernels can't take a call, or None if they can."""
-    k = tensors[0]
     if k.numel() == 0:
         return "there are no tokens or channels"
     if torch.version.hip:
         return "its kernels have not been tried on AMD's GPUs"
-    return known_failure(lambda: _kind(k), k.device)
-
-
-_CANDIDATES = triton_or_eager(_unsupported_reason)
+    return None
 
 
 def _kind(k: Tensor) -> KernelKey:
@@ -92,7 +86,7 @@ def _mismatch(k: Tensor) -> str | None:
             partial(running_weights, impl=TRITON_OR_EAGER),
             partial(running_mean, impl=TRITON_OR_EAGER),
         ),
-        both(_plain_weights, _plain_mean),
+        both(_plain_weights, lambda inputs: _plain_mean(inputs, False)[:2]),
         inputs,
     )
 
@@ -103,86 +97,20 @@ def _plain_weights(
     wide = _widen(k)
     sums = eager.plain_sums(wide, None, None, z, cu_seqlens)
     c, g = eager.weights_and_decays(wide, sums)
-    return c.to(k.dtype), g, sums.final
+    return c.to(k.dtype), g, sums.final.clone()
 
 
-def _plain_mean(inputs: MeanInputs) -> tuple[Tensor, Tensor]:
+def _plain_mean(inputs: MeanInputs, keep: bool) -> tuple[Tensor, ...]:
+    """o, the state after the last token, and what backward reads, of no elements unless `keep`."""
     wide = _widen(inputs.k), _widen(inputs.v)
     sums = eager.plain_sums(*wide, inputs.w, inputs.start, inputs.cu_seqlens)
-    return eager.outputs(inputs.u, *wide, sums).to(inputs.v.dtype), sums.final
+    o = eager.outputs(inputs.u, *wide, sums).to(inputs.v.dtype)
+    mean, z = (x if keep else x.new_empty(0) for x in sums.before.chunk(2, -1))
+    return o, sums.final.clone(), wide[0] - z if keep else z, mean
 
 
 def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _run_weights(
-    k: Tensor, z: Tensor, cu_seqlens: Tensor | None, impl: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    with _guard(impl, k) as usable:
-        if usable:
-            return _kernels().weights(k, z, cu_seqlens)
-    c, g, after = _plain_weights(k, z, cu_seqlens)
-    return c.contiguous(), g.contiguous(), after.clone()
-
-
-def _run_weights_backward(
-    k: Tensor,
-    g: Tensor,
-    z: Tensor,
-    cu_seqlens: Tensor | None,
-    dc: Tensor,
-    dg: Tensor,
-    dafter: Tensor | None,
-    impl: str,
-) -> list[Tensor]:
-    """Gradients of k and z."""
-    dc, dg = dc.contiguous(), dg.contiguous()
-    dafter = None if dafter is None else dafter.contiguous()
-    with _guard(impl, k) as usable:
-        if usable:
-            return [*_kernels().weights_backward(g, z, cu_seqlens, dc, dg, dafter)]
-    plain = partial(_plain_weights, cu_seqlens=cu_seqlens)
-    return plain_gradients(plain, (k, z), [dc, dg, dafter])
-
-
-def _run_mean(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """o, the state after the last token, and what backward reads, of no elements unless `keep`."""
-    inputs, (keep, impl) = MeanInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
-    with _guard(impl, inputs.k) as usable:
-        if usable:
-            return _kernels().means(inputs, keep)
-    wide = _widen(inputs.k), _widen(inputs.v)
-    sums = eager.plain_sums(*wide, inputs.w, inputs.start, inputs.cu_seqlens)
-    o = eager.outputs(inputs.u, *wide, sums).to(inputs.v.dtype)
-    mean, z = (x.contiguous() if keep else x.new_empty(0) for x in sums.before.chunk(2, -1))
-    return o.contiguous(), sums.final.clone(), wide[0] - z if keep else z, mean
-
-
-def _run_mean_backward(*args: Any) -> list[Tensor]:
-    """Gradients of k, v, w, u and start."""
-    inputs, (*grads, impl) = MeanInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
-    grads = [None if x is None else x.contiguous() for x in grads]
-    with _guard(impl, inputs.k) as usable:
-        if usable:
-            return _kernels().means_backward(inputs, *grads)
-    *differentiable, cu_seqlens = inputs
-
-    def plain(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        return _plain_mean(MeanInputs._make([*leaves, cu_seqlens]))
-
-    return plain_gradients(plain, differentiable, grads[2:])
-
-
-def _kernels() -> Any:
-    """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.running_mean.triton import launch
-
-    return launch
-
-
-def _guard(impl: str, k: Tensor) -> Guard:
-    return Guard(impl, k.device, lambda: _kind(k), lambda: _mismatch(k))
 
 
 def _wide_like(x: Tensor, shape: Any) -> Tensor:
@@ -196,37 +124,41 @@ def _fake_mean(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return v.new_empty(v.shape), start.new_empty(start.shape), r, mean
 
 
+_LAUNCH = "slipstream.kernels.running_mean.triton.launch"
 _TENSORS = schema_of(MeanInputs)
 _weights = KernelOp(
     "running_weights",
     "(Tensor k, Tensor z, Tensor? cu_seqlens, str impl) -> (Tensor, Tensor, Tensor)",
-    _run_weights,
-    lambda k, z, *_: (k.new_empty(k.shape), _wide_like(k, k.shape), z.new_empty(z.shape)),
+    fake=lambda k, z, *_: (k.new_empty(k.shape), _wide_like(k, k.shape), z.new_empty(z.shape)),
+    kernel=f"{_LAUNCH}:weights",
+    plain=_plain_weights,
+    kind=_kind,
+    probe=_mismatch,
     replay=True,
 )
-_weights_backward = KernelOp(
-    "running_weights_backward",
+_Weights = _weights.with_gradient(
     "(Tensor k, Tensor g, Tensor z, Tensor? cu_seqlens, Tensor dc, Tensor dg, Tensor? dafter, "
     "str impl) -> Tensor[]",
-    _run_weights_backward,
-    lambda k, g, z, *_: [k.new_empty(k.shape), z.new_empty(z.shape)],
-    replay=True,
+    f"{_LAUNCH}:weights_backward",
+    results="c g after",
+    wrt="k z",
 )
 _mean = KernelOp(
     "running_mean",
     f"({_TENSORS}, bool keep, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
-    _run_mean,
-    _fake_mean,
+    fake=_fake_mean,
+    kernel=f"{_LAUNCH}:means",
+    plain=_plain_mean,
+    kind=_kind,
+    probe=_mismatch,
+    packed={"inputs": MeanInputs},
     replay=True,
 )
-_mean_backward = KernelOp(
-    "running_mean_backward",
+_Mean = _mean.with_gradient(
     f"({_TENSORS}, Tensor r, Tensor mean, Tensor do, Tensor? dafter, str impl) -> Tensor[]",
-    _run_mean_backward,
-    lambda *args: [x.new_empty(x.shape) for x in args[:5]],
-    replay=True,
+    f"{_LAUNCH}:means_backward",
+    results="o after r mean",
+    wrt="k v w u start",
+    keep=True,
 )
-_Weights = autograd_function(_weights, _weights_backward, results="c g after", wrt="k z")
-_Mean = autograd_function(
-    _mean, _mean_backward, results="o after r mean", wrt="k v w u start", keep=True
-)
+_CANDIDATES = _weights.candidates(_unsupported_reason)

@@ -28,8 +28,8 @@ from slipstream.runtime.autograd import (
     save,
 )
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
-from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
+from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton
+from slipstream.runtime.guarded_launch import plain_gradients
 
 Weights = Sequence[Sequence[Tensor]]
 
@@ -115,19 +115,20 @@ class _MixedProjections(Function):
         return dx, *(dbefore or [None]), dmu, None, None, *dmatrices
 
 
+def _plain_backward(dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor) -> list[Tensor]:
+    return plain_gradients(plain, (x, before, mu), [dy])
+
+
+def _kind(x: Tensor, mu: Tensor) -> KernelKey:
+    return ("token_mix.triton", x.dtype, mu.dtype, mu.shape[0])
+
+
 def _unsupported_reason(x: Tensor, before: Tensor | None, mu: Tensor) -> str | None:
     if x.numel() == 0:
         return "there are no tokens"
     if (before is not None and before.dtype != x.dtype) or mu.dtype == torch.float64:
         return "it takes tokens of one dtype, and computes in float32"
-    return known_failure(lambda: _kind(x, mu), x.device)
-
-
-_CANDIDATES = triton_or_eager(_unsupported_reason)
-
-
-def _kind(x: Tensor, mu: Tensor) -> KernelKey:
-    return ("token_mix.triton", x.dtype, mu.dtype, mu.shape[0])
+    return None
 
 
 def _mismatch(x: Tensor, mu: Tensor) -> str | None:
@@ -157,51 +158,31 @@ def _mismatch(x: Tensor, mu: Tensor) -> str | None:
     return numeric_probe.mismatch(kernels, in_torch, probe_inputs, gradients=False)
 
 
-def _run_forward(x: Tensor, before: Tensor | None, mu: Tensor, impl: str) -> Tensor:
-    with Guard(impl, x.device, lambda: _kind(x, mu), lambda: _mismatch(x, mu)) as usable:
-        if usable:
-            from slipstream.kernels.time_mix.triton import token_mix
-
-            return token_mix.forward(x, before, mu)
-    return plain(x, before, mu)
-
-
-def _run_backward(
-    dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor, impl: str
-) -> list[Tensor]:
-    with Guard(impl, x.device, lambda: _kind(x, mu), lambda: _mismatch(x, mu)) as usable:
-        if usable:
-            from slipstream.kernels.time_mix.triton import token_mix
-
-            return token_mix.backward(dy, x, before, mu)
-    return _plain_backward(dy, x, before, mu)
-
-
-def _plain_backward(dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor) -> list[Tensor]:
-    return plain_gradients(plain, (x, before, mu), [dy])
-
-
-def _forward_fake(x: Tensor, before: Tensor | None, mu: Tensor, impl: str) -> Tensor:
-    return x.new_empty(mu.shape[0], *x.shape)
-
-
 def _backward_fake(
     dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor, impl: str
 ) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in (x, before, mu) if t is not None]
 
 
+_LAUNCH = "slipstream.kernels.time_mix.triton.token_mix"
 _forward = KernelOp(
     "token_mix",
     "(Tensor x, Tensor? before, Tensor mu, str impl) -> Tensor",
-    _run_forward,
-    _forward_fake,
+    fake=lambda x, before, mu, impl: x.new_empty(mu.shape[0], *x.shape),
+    kernel=f"{_LAUNCH}:forward",
+    plain=plain,
+    kind=_kind,
+    probe=_mismatch,
     replay=True,
 )
 _backward = KernelOp(
     "token_mix_backward",
     "(Tensor dy, Tensor x, Tensor? before, Tensor mu, str impl) -> Tensor[]",
-    _run_backward,
-    _backward_fake,
+    fake=_backward_fake,
+    kernel=f"{_LAUNCH}:backward",
+    plain=_plain_backward,
+    kind=_kind,
+    probe=_mismatch,
     replay=True,
 )
+_CANDIDATES = _forward.candidates(_unsupported_reason)

@@ -28,16 +28,24 @@ def weights(k: Tensor, z: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Te
 
 
 def weights_backward(
-    g: Tensor, z: Tensor, cu_seqlens: Tensor | None, dc: Tensor, dg: Tensor, dafter: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    k: Tensor,
+    g: Tensor,
+    z: Tensor,
+    cu_seqlens: Tensor | None,
+    dc: Tensor,
+    dg: Tensor,
+    dafter: Tensor | None,
+) -> list[Tensor]:
     """Gradients of k, in dc's dtype, and z."""
+    dc, dg = dc.contiguous(), dg.contiguous()
+    dafter = None if dafter is None else dafter.contiguous()
     dk, dz = torch.empty_like(dc), torch.empty_like(z)
     _run(
         running_mean_bwd_kernel, g, z, cu_seqlens, r_ptr=g, mean_ptr=None, v_ptr=None, w_ptr=None,
         u_ptr=None, s_in_ptr=z, do_ptr=dc, dr_ptr=dg, ds_out_ptr=dafter, dk_ptr=dk, dv_ptr=None,
         dw_ptr=None, du_ptr=None, ds_in_ptr=dz,
     )  # fmt: skip
-    return dk, dz
+    return [dk, dz]
 
 
 def means(inputs: MeanInputs, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -59,6 +67,7 @@ def means_backward(
 ) -> list[Tensor]:
     """Gradients of k, v, w, u and start."""
     k, v, w, u, start, cu_seqlens = inputs
+    do, dafter = do.contiguous(), None if dafter is None else dafter.contiguous()
     dk, dv, dstart = torch.empty_like(k), torch.empty_like(v), torch.empty_like(start)
     dw, du = (k.new_empty(start.shape[0], k.shape[2], dtype=torch.float32) for _ in range(2))
     _run(
