@@ -231,7 +231,7 @@ FAMILIES = [
             "time_mix.triton.rwkv7:terms": lambda *x: rwkv7.plain_terms(*x[:2]),
             "time_mix.triton.rwkv7:terms_backward": lambda *x: rwkv7.terms_grads(*x[:3]),
             "time_mix.triton.rwkv7:output": rwkv7.plain_output,
-            "time_mix.triton.rwkv7:output_backward": rwkv7.output_grads,
+            "time_mix.triton.rwkv7:output_backward": in_torch(rwkv7._output.backward),
         },
         ("slipstream.kernels.time_mix.rwkv7",),
     ),

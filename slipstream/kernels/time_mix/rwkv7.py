@@ -34,7 +34,6 @@ from slipstream.runtime.autograd import (
 )
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
-from slipstream.runtime.gradient import autograd_function
 from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
 
 # of the source: a decay is at least exp(-exp(-1/2)) = 0.545
@@ -256,29 +255,6 @@ def terms_grads(douts: TermsGrads, inputs: TermsInputs, heads: int) -> list[Tens
     return plain_gradients(lambda *x: plain_terms(TermsInputs(*x), heads), inputs, grads)
 
 
-def _run_output(*args: Any) -> Tensor:
-    *given, eps, impl = args
-    inputs = OutputInputs(*given)
-    with _guard(impl, inputs.o, inputs.weight, inputs.o.shape[2]) as usable:
-        if usable:
-            return _launch().output(inputs, eps)
-    return plain_output(inputs, eps)
-
-
-def _run_output_backward(*args: Any) -> list[Tensor]:
-    dy, *given, eps, impl = args
-    inputs = OutputInputs(*given)
-    with _guard(impl, dy, inputs.weight, inputs.o.shape[2]) as usable:
-        if usable:
-            return _launch().output_backward(dy, inputs, eps)
-    return output_grads(dy, inputs, eps)
-
-
-def output_grads(dy: Tensor, inputs: OutputInputs, eps: float) -> list[Tensor]:
-    """The backward in plain torch."""
-    return plain_gradients(lambda *x: plain_output(OutputInputs(*x), eps), inputs, [dy])
-
-
 @cache
 def _launch() -> Any:
     """Triton is imported only here, once it is wanted."""
@@ -299,14 +275,6 @@ def _terms_backward_fake(*args: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in args[7:-2] if x is not None]
 
 
-def _output_fake(o: Tensor, *others: Any) -> Tensor:
-    return o.new_empty(others[3].shape)
-
-
-def _output_backward_fake(dy: Tensor, *others: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in others[:-2]]
-
-
 _TERMS_ARGS = f"{schema_of(TermsInputs)}, int heads, str impl"
 _OUTPUT_ARGS = f"{schema_of(OutputInputs)}, float eps, str impl"
 _terms = KernelOp(
@@ -319,17 +287,22 @@ _terms_backward = KernelOp(
     _terms_backward_fake,
     replay=True,
 )
+_terms.set_gradient(lambda *args: _Terms.apply(*args)[: 4 if args[3] is None else 5])
+_LAUNCH = "slipstream.kernels.time_mix.triton.rwkv7"
 _output = KernelOp(
-    "rwkv7_output", f"({_OUTPUT_ARGS}) -> Tensor", _run_output, _output_fake, replay=True
-)
-_output_backward = KernelOp(
-    "rwkv7_output_backward",
-    f"(Tensor dy, {_OUTPUT_ARGS}) -> Tensor[]",
-    _run_output_backward,
-    _output_backward_fake,
+    "rwkv7_output",
+    f"({_OUTPUT_ARGS}) -> Tensor",
+    fake=lambda o, r, k, v, gate, *_: o.new_empty(gate.shape),
+    kernel=f"{_LAUNCH}:output",
+    plain=plain_output,
+    kind=lambda o, weight: _kind(o, weight),
+    probe=lambda o, weight: _mismatch(o, weight, o.shape[2]),
+    packed={"inputs": OutputInputs},
     replay=True,
 )
-_terms.set_gradient(lambda *args: _Terms.apply(*args)[: 4 if args[3] is None else 5])
-_Output = autograd_function(
-    _output, _output_backward, results="y", wrt=" ".join(OutputInputs._fields)
+_Output = _output.with_gradient(
+    f"(Tensor dy, {_OUTPUT_ARGS}) -> Tensor[]",
+    f"{_LAUNCH}:output_backward",
+    results="y",
+    wrt=" ".join(OutputInputs._fields),
 )

@@ -7,8 +7,6 @@ slipstream::_token_mix_step.
 It has no gradient.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,10 +14,9 @@ from slipstream.common import checks
 from slipstream.common.pool_rows import PoolRows
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.time_mix.rwkv7 import wide
-from slipstream.runtime import numeric_probe
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, triton_or_eager
-from slipstream.runtime.guarded_launch import Guard, is_capturing, known_failure
+from slipstream.runtime.dispatch import choose
+from slipstream.runtime.guarded_launch import is_capturing
 from slipstream.runtime.token_ids import expect_below, expect_unique
 
 
@@ -50,20 +47,9 @@ def run(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None, impl: str 
     return _call(x, mu, state, indices, impl=impls)
 
 
-def _unsupported_reason(x: Tensor, mu: Tensor, state: Tensor) -> str | None:
-    if x.numel() == 0 or mu.numel() == 0:
-        return "there are no tokens"
-    if torch.float64 in (mu.dtype, state.dtype):
-        return "it computes in float32, and a tensor is float64"
-    if x.stride(1) != 1 or state.stride(1) != 1:
-        return "rows of x or state are not contiguous"
-    return known_failure(lambda: _kind(x, mu, state), x.device)
-
-
-_CANDIDATES = triton_or_eager(_unsupported_reason)
-
-
 def plain(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None) -> Tensor:
+    if indices is not None:
+        expect_unique("state_indices", indices, "slot")
     rows, token = PoolRows(indices, state.shape[0]), wide(x)
     before = rows.read(state).to(token.dtype)
     y = token + (before - token) * mu.to(token.dtype)[:, None]
@@ -75,46 +61,29 @@ def _kind(x: Tensor, mu: Tensor, state: Tensor) -> KernelKey:
     return ("token_mix_step.triton", x.dtype, mu.dtype, state.dtype, mu.shape[0])
 
 
-def _impl(x: Tensor, mu: Tensor, state: Tensor, state_indices: Tensor | None, impl: str) -> Tensor:
-    if state_indices is not None:
-        expect_unique("state_indices", state_indices, "slot")
-    kind = _kind(x, mu, state)
-    with Guard(impl, x.device, lambda: kind, lambda: _mismatch(x, mu, state)) as usable:
-        if usable:
-            from slipstream.kernels.time_mix.triton import token_mix_step
-
-            return token_mix_step.token_mix_step(x, mu, state, state_indices)
-    return plain(x, mu, state, state_indices)
-
-
-def _mismatch(x: Tensor, mu: Tensor, state: Tensor) -> str | None:
-    """The probe: three sequences of a pool of four, of as many channels."""
-    D = x.shape[1]
-    shapes = {"x": (x, 3), "mu": (mu, mu.shape[0]), "state": (state, 4)}
-    given = {name: numeric_probe.random_like(t, n, D) for name, (t, n) in shapes.items()}
-    indices = torch.tensor([2, -1, 0], device=x.device)
-
-    def call(t: numeric_probe.Given, impl: str) -> tuple[Tensor, ...]:
-        pool = t["state"].clone()
-        return _call(t["x"], t["mu"], pool, indices, impl=impl), pool
-
-    return numeric_probe.mismatch(
-        lambda t: call(t, TRITON_OR_EAGER),
-        lambda t: call(t, "eager"),
-        given,
-        gradients=False,
-        minimum_bar=numeric_probe.BARS[state.dtype][0],
-    )
-
-
-def _fake(x: Tensor, mu: Tensor, *others: Any) -> Tensor:
-    return x.new_empty(mu.shape[0], *x.shape)
+def _unsupported_reason(x: Tensor, mu: Tensor, state: Tensor) -> str | None:
+    if x.numel() == 0 or mu.numel() == 0:
+        return "there are no tokens"
+    if torch.float64 in (mu.dtype, state.dtype):
+        return "it computes in float32, and a tensor is float64"
+    if x.stride(1) != 1 or state.stride(1) != 1:
+        return "rows of x or state are not contiguous"
+    return None
 
 
 _call = KernelOp(
     "token_mix_step",
     "(Tensor x, Tensor mu, Tensor(a!) state, Tensor? state_indices, str impl) -> Tensor",
-    _impl,
-    _fake,
+    fake=lambda x, mu, *_: x.new_empty(mu.shape[0], *x.shape),
+    kernel="slipstream.kernels.time_mix.triton.token_mix_step:token_mix_step",
+    plain=plain,
+    kind=_kind,
+    # three sequences of a pool of four, of as many channels
+    probe={
+        "x": (3, 0),
+        "state": (4, 0),
+        "state_indices": lambda x: torch.tensor([2, -1, 0], device=x.device),
+    },
     replay=True,
 )
+_CANDIDATES = _call.candidates(_unsupported_reason)

@@ -116,7 +116,7 @@ def check_operators() -> None:
     torch.library.opcheck(rwkv7._terms.overload, terms)
     torch.library.opcheck(rwkv7._terms_backward.overload, (*heads, None, None, None, *terms))
     torch.library.opcheck(rwkv7._output.overload, output)
-    torch.library.opcheck(rwkv7._output_backward.overload, (x, *output))
+    torch.library.opcheck(rwkv7._output.backward.overload, (x, *output))
     assert rwkv7._mismatch(x, weight, 2) is None
 
 

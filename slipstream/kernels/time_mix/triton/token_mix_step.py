@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
+from slipstream.runtime.token_ids import expect_unique
 
 CHANNELS = 512  # of a program at most
 
@@ -42,6 +43,8 @@ def token_mix_step_kernel(
 
 def token_mix_step(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None) -> Tensor:
     """y [M, N, D]; the pool is updated."""
+    if indices is not None:
+        expect_unique("state_indices", indices, "slot")
     N, D = x.shape
     y = torch.empty(mu.shape[0], N, D, dtype=x.dtype, device=x.device)
     BD = min(CHANNELS, max(16, triton.next_power_of_2(D)))
