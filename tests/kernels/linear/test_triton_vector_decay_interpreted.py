@@ -26,7 +26,7 @@ SIZES = {
     "grouped": (2, 35, 2, 4, 16, 24, None),
     "packed": (1, 58, 1, 2, 20, 17, (5, 0, 33, 1, 19, 0)),
     "split": (2, 150, 1, 1, 20, 17, None),
-    "split, packed": (1, 233, 1, 2, 17, 20, (5, 0, 190, 1, 37, 0)),
+    "split, packed": (1, 233, 1, 2, 17, 20, (5, 0, 228)),
 }
 # form, size, gate, dtype, states
 CASES = {
@@ -147,7 +147,7 @@ def check_split(part: str) -> None:
     from slipstream.kernels.linear.triton.vector_decay import backend, launch
 
     kept = segments.MIN_CUT_CHUNKS, launch.ANCHOR_INTERVAL, launch.FORWARD_UNIT
-    segments.MIN_CUT_CHUNKS, launch.ANCHOR_INTERVAL, launch.FORWARD_UNIT = 3, 2, 1
+    segments.MIN_CUT_CHUNKS, launch.ANCHOR_INTERVAL, launch.FORWARD_UNIT = 2, 2, 1
     for form, size, gate in SPLIT[part]:
         terms = make(form, size, gate, torch.float32, True)
         prepared = backend.to_kernel_layout(terms)
