@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from slipstream.compiler.aot import Job
 from slipstream.compiler.trace import trace
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.runtime.files import read_json
+from slipstream.runtime.size_ladder import sizes
 from slipstream.tools.backend_query import KernelsFound
 
 
@@ -45,8 +47,8 @@ def find_model_kernels(
     arch: str,
     backward: bool = True,
 ) -> KernelsFound:
-    """The kernels of a training step of these models, with weights of each dtype. With
-    backward=False, the kernels of the loss alone. batch: rows and tokens.
+    """The kernels of a training step of these models, with weights of each dtype, for this batch of
+    rows and tokens and for any other. With backward=False, the kernels of the loss alone.
 
     Raises:
         ValueError: as `read`.
@@ -55,8 +57,10 @@ def find_model_kernels(
     jobs: dict[str, Job] = {}
     wanted: dict[str, list[str]] = {}
     for name in names:
-        for dtype in dtypes:
-            for job in trace_model(read(name), dtype, batch, arch, backward):
+        config = read(name)
+        others = [(x.B, x.T) for x in sizes(config.num_heads, packed=False) if x.T > 1]
+        for dtype, size in product(dtypes, dict.fromkeys((batch, *others))):
+            for job in trace_model(config, dtype, size, arch, backward):
                 jobs[job.key] = job
                 if name not in wanted.setdefault(job.key, []):
                     wanted[job.key].append(name)

@@ -60,6 +60,16 @@ def test_many_tokens_have_activations_in_products() -> None:
 
 
 @needs_compiler
+def test_a_step_of_any_size_finds_its_kernels(tmp_path: Path) -> None:
+    config = SlipstreamConfig(vocab_size=512, hidden_size=512, num_heads=4, mixers=["retention"])
+    config.save_pretrained(tmp_path)
+    found = {x.key for x, _ in find_model_kernels([str(tmp_path)], [BF16], (1, 512), "sm_90").tasks}
+    for size in ((1, 512), (3, 5000), (1, 30000)):
+        asked = trace_model(config, BF16, size, "sm_90", True)
+        assert not [job.name for job in asked if job.key not in found], size
+
+
+@needs_compiler
 def test_models_that_share_kernels_name_them_once(tmp_path: Path) -> None:
     small("retention").save_pretrained(tmp_path)
     names = [str(tmp_path), f"{CONFIGS}/retention.yaml"]
