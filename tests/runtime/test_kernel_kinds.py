@@ -26,7 +26,6 @@ from slipstream.kernels.elementwise import (
 from slipstream.kernels.elementwise import glu as activation
 from slipstream.kernels.elementwise import glu_mlp as gated_mlp
 from slipstream.kernels.gated_scan import op as gated_scan
-from slipstream.kernels.linear import decode
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton import plan as linear
 from slipstream.kernels.loss import launch as loss
@@ -70,11 +69,6 @@ def attention_kind(**given: Any) -> tuple:
 
 def norm_kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, **options: Any) -> tuple:
     return norm.kind(x, weight, gate, NormOptions(1e-5, **options))
-
-
-def pool_kind(scale: Tensor | None) -> tuple:
-    terms = LinearInputs(*(t(1, 1, 2, 8) for _ in "qkv"))
-    return decode._kind(terms, decode.Pool(t(3, 2, 8, 8), scale, None, None, False))
 
 
 # the key of a call, its arguments, and those of which each alone makes another
@@ -170,7 +164,6 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
         {x: t(1, 9, 2, 8) for x in "qkv"},
         {"q": t(1, 9, 2, 16), "v": narrow(1, 9, 2, 8), "g": t(1, 9, 2)},
     ),
-    "linear of a pool": (pool_kind, {"scale": None}, {"scale": narrow(3, 2, 8)}),
     "log_probs": (
         log_probs.kind,
         {"dtype": torch.float32, "classes": 9},
