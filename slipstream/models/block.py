@@ -97,21 +97,22 @@ class Block(GradientCheckpointingLayer):
         state: State | None = None,
         use_cache: bool = False,
         layer: LayerState | None = None,
-        room: int | None = None,
+        fixed: bool = False,
         next_norm: nn.Module | None = None,
         normed: Tensor | None = None,
     ) -> tuple[Tensor, Any, Tensor | None]:
         """Returns h, the next state and, if the mixer takes a first_value but there is none yet,
         that value for later blocks. Called again for its gradients, it is as consistent.
 
-        With `layer`, whose tokens h follows, that is updated in place and no state returned; `room`
-        is how much of it the mixer sees (LayerState.view). Then `normed` may be mixer_norm(h), and
-        the second result is next_norm of the first, where a launch has made that too.
+        With `layer`, whose tokens h follows, that is updated in place and no state returned. The
+        mixer sees the places in use, or if `fixed` all, whose sizes are those of every step. Then
+        `normed` may be mixer_norm(h), and the second result is next_norm of the first, where a
+        launch has made that too.
 
         first_value is positional, since reentrant checkpointing gives gradients to nothing else.
         """
         if layer is not None:
-            return self._advance(h, first_value, layer, positions, room, next_norm, normed)
+            return self._advance(h, first_value, layer, positions, fixed, next_norm, normed)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "context": context}
         mixing = options | {"positions": positions, "state": state, "use_cache": use_cache}
         if not self.consistent:
@@ -194,12 +195,12 @@ class Block(GradientCheckpointingLayer):
         first_value: Tensor | None,
         layer: LayerState,
         positions: Tensor | None,
-        room: int | None,
+        fixed: bool,
         next_norm: nn.Module | None,
         normed: Tensor | None,
     ) -> tuple[Tensor, Any, Tensor | None]:
         if self._fuses(h, layer):
-            return *self._fused(h, layer, positions, room, next_norm, normed), None
+            return *self._fused(h, layer, positions, fixed, next_norm, normed), None
         if self.residual_in_fp32:
             x, h = apply_norm(h, self.mixer_norm, self), widen(h)
         else:
@@ -211,7 +212,7 @@ class Block(GradientCheckpointingLayer):
             options = {"first_value": first_value} if given else {"output_value": True}
         if layer.rollback is not None:
             layer.record(Record(self.mixer, x, positions, options))
-        state = layer.view(x.shape[1], room)
+        state = layer.view(None if fixed else x.shape[1])
         y = self.mixer.step(x, state, positions=positions, **options)
         if "output_value" in options:
             y, value = y
@@ -234,7 +235,7 @@ class Block(GradientCheckpointingLayer):
         h: Tensor,
         layer: LayerState,
         positions: Tensor | None,
-        room: int | None,
+        fixed: bool,
         next_norm: nn.Module | None,
         normed: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -243,7 +244,7 @@ class Block(GradientCheckpointingLayer):
         mlp_norm = self.mlp_norm if isinstance(self.mlp, SwiGLU) else None
         behind = next_norm if mlp_norm is None else mlp_norm
         around = {"norm": norm, "residual": projections.normed_next(h, behind)}
-        y = self.mixer.step(x, layer.view(1, room), positions=positions, **around)
+        y = self.mixer.step(x, layer.view(None if fixed else 1), positions=positions, **around)
         h, normed = y if isinstance(y, tuple) else (y, None)
         if mlp_norm is None or not isinstance(self.mlp, SwiGLU):
             return h, normed

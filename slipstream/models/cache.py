@@ -76,13 +76,13 @@ class LayerState(CacheLayerMixin):
             return None
         return self._tensors[self.token_states[0]].shape[1]
 
-    def view(self, tokens: int, room: int | None = None) -> dict[str, Tensor]:
-        """The state for a call with T more tokens, with the first `room` tokens' places of tensors
-        that have one for each; None is as many as are used then."""
+    def view(self, tokens: int | None) -> dict[str, Tensor]:
+        """The state for a call with T more tokens, with the places used then of tensors that have
+        one for each token; None is with all places."""
         assert self._tensors is not None
-        if not self.token_states:
+        if not self.token_states or tokens is None:
             return self._tensors
-        end = self.seen + tokens if room is None else room
+        end = self.seen + tokens
         return {n: x[:, :end] if n in self.token_states else x for n, x in self._tensors.items()}
 
     def wide(self, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ Every sequence has a state per layer, so padding and packing are one thing: a pa
 as its sequences packed one after another (packing.py), and one decoding step of it needs nothing.
 """
 
-import sys
 from os import PathLike
 from typing import Any, ClassVar
 
@@ -229,11 +228,11 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         """
         h = self._first_normed(self.embed_tokens(input_ids))
         if torch.compiler.is_compiling():
-            return self._advance(h, cache, False, position_ids, sys.maxsize)[0]
+            return self._advance(h, cache, False, position_ids, True)[0]
         if position_ids is None:
             position_ids = cache.next_positions()
         with decoding.step():
-            return self._advance(h, cache, False, position_ids, sys.maxsize)[0]
+            return self._advance(h, cache, False, position_ids, True)[0]
 
     def verify(self, input_ids: Tensor, cache: StateCache, drafts: decoding.Drafts) -> Tensor:
         """Does `step` for T tokens, of which only the first is known to be right: ids [N, T] ->
@@ -245,7 +244,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             raise NotImplementedError("verify: drafts are not implemented for a consistent model")
         with decoding.step(drafts):
             h = self._first_normed(self.embed_tokens(input_ids))
-            return self._advance(h, cache, False, None, sys.maxsize)[0]
+            return self._advance(h, cache, False, None, True)[0]
 
     def _continue(
         self,
@@ -288,14 +287,14 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         cache: StateCache,
         keep: bool,
         positions: Tensor | None,
-        room: int | None = None,
+        fixed: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """Does _run for tokens that follow those in the cache, which is updated in place."""
         every, first_value, sources, normed = [], None, self._sources(h), None
         for i, ((block, norm), layer) in enumerate(zip(with_norms_behind(self, h), cache.layers)):
             h = self._mixed(i, h, sources)
             every += [h] if keep else []
-            options: Any = {"positions": positions, "room": room, "next_norm": norm}
+            options: Any = {"positions": positions, "fixed": fixed, "next_norm": norm}
             y, normed, value = block(h, first_value, layer=layer, normed=normed, **options)
             first_value = value if first_value is None else first_value
             h, sources = y, self._with_added(i, sources, h, y)
