@@ -203,10 +203,10 @@ def test_spilling_kernels_are_ordered_for_fewer_registers(
     arch: str, width: int, ordered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The delta rule's backward for sm_90, and Triton's scans of wide heads there: no others."""
-    from slipstream.kernels.linear.sm90.delta import bwd_fused_launch
+    from slipstream.kernels.linear.sm90.delta import backend
     from slipstream.kernels.linear.triton.delta import plan
 
-    for module in (bwd_fused_launch, plan):  # an option that every release knows
+    for module in (backend, plan):  # an option that every release knows
         monkeypatch.setattr(module, "FEWER_REGISTERS", {"launch_pdl": True})
     shape = Shape(B=1, T=16384, H=16, K=width, V=width)
     got = trace_operator(chosen(["chunk_gated_delta_rule"])[0], shape, arch, True)

@@ -1,33 +1,13 @@
-"""Abilities of the modules that launch the linear family's kernels, beyond forward and backward.
-
-Each has a constant CAPABILITIES, which op.py reads.
-"""
+"""The results of the linear family's back ends beyond forward's, and states of other ranks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import Segments
-
-
-@dataclass(frozen=True)
-class BackendCapabilities:
-    """
-    Attributes:
-        fp32_out: forward takes `dtype`, that of o.
-        skips_gate_grad: backward takes `gate_gradient`; False leaves the gate's gradient out.
-        saves_wy: forward takes `save`, and then also returns the tensors of a SavedWY, which
-            backward takes as `saved`.
-        exchanges: both take `exchange`, of sequences that go on at other ranks.
-    """
-
-    fp32_out: bool = False
-    skips_gate_grad: bool = False
-    saves_wy: bool = False
-    exchanges: bool = False
 
 
 class SavedWY(NamedTuple):
@@ -133,17 +113,15 @@ def pass_states(
     run(states, s_out)
 
 
-def unscaled(dfinal: Tensor | None, scale: float, exchange: Exchange | None) -> Tensor | None:
-    """dfinal for kernels whose gradients of states lack the scale. State passing multiplies and
-    divides by it, with fixed segments once for each sequence, and not where a rank ends. So dfinal
-    is divided before, in place, and what leaves the rank is multiplied after (scaled)."""
-    if dfinal is None or exchange is None or exchange.segment_tokens is None:
-        return dfinal
-    return dfinal.mul_(1 / scale)
+class Extras(NamedTuple):
+    """Wishes of callers that go past the operators.
 
+    Attributes:
+        save: the back end leaves what backward takes as `saved`, if it can.
+        exchange: of a call whose sequences go on at other ranks.
+        prefix: states that kernels leave on the way, or NoKernel is raised.
+    """
 
-def scaled(dstate: Tensor, scale: float, exchange: Exchange | None) -> Tensor:
-    """The gradient of the state as it leaves the rank, see unscaled."""
-    if exchange is None or exchange.segment_tokens is None:
-        return dstate
-    return dstate.mul_(scale)
+    save: bool = False
+    exchange: Exchange | None = None
+    prefix: PrefixStates | None = None

@@ -15,7 +15,7 @@ for each value head; for segments two states of each.
 Nothing here waits for the device, nor depends on values there.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +23,18 @@ from torch import Tensor
 
 from slipstream.kernels.linear.backend import Exchange, SavedWY
 from slipstream.kernels.linear.inputs import (
+    ChunkBackend,
+    Cotangents,
     LinearInputs,
-    cast_gate_grads,
+    as_fp32,
     contiguous,
     sum_grouped_heads,
 )
 from slipstream.kernels.linear.prefix_states import PrefixStates
-from slipstream.kernels.linear.segments import Segments
+from slipstream.kernels.linear.segments import (
+    Segments,
+    scan_args,
+)
 from slipstream.runtime.backends import device_of
 
 
@@ -70,7 +75,7 @@ class Checkpoints(NamedTuple):
     states: Tensor
 
 
-class DeltaBackend(ABC):
+class DeltaBackend(ChunkBackend):
     """A back end's stages. Tensors are contiguous; what is written is allocated by the caller."""
 
     # Whether chunk_dqkg reads its own part of w, and of q, before it writes there: then a gradient
@@ -134,10 +139,6 @@ class DeltaBackend(ABC):
     def choose_segments(self, terms: LinearInputs) -> Segments | None: ...
 
     @abstractmethod
-    def can_pass_states(self, terms: LinearInputs) -> bool:
-        """Whether any segments can be combined."""
-
-    @abstractmethod
     def entry_states(
         self,
         terms: LinearInputs,
@@ -162,10 +163,6 @@ class DeltaBackend(ABC):
     ) -> EntryStates: ...
 
     @abstractmethod
-    def chunk(self, terms: LinearInputs) -> int:
-        """Its tokens."""
-
-    @abstractmethod
     def num_chunks(self, terms: LinearInputs) -> int:
         """Chunks of all sequences, at most."""
 
@@ -182,10 +179,6 @@ class DeltaBackend(ABC):
             beta=terms.beta.contiguous(),
         )
 
-    def contiguous(self, x: Tensor) -> Tensor:
-        """As the kernels read it."""
-        return x.contiguous()
-
     def empty_checkpoints(
         self, terms: LinearInputs, exchange: Exchange | None
     ) -> Checkpoints | None:
@@ -196,37 +189,24 @@ class DeltaBackend(ABC):
         self,
         terms: LinearInputs,
         scale: float,
+        dtype: torch.dtype | None = None,
         save: bool = False,
         exchange: Exchange | None = None,
         prefix: PrefixStates | None = None,
     ) -> tuple[Any, ...]:
-        """o [B, T, HV, V] in q's dtype, the final state [N, HV, K, V] in float32, and with `save`
-        the tensors of a SavedWY.
-
-        Args:
-            save: whether a backward follows.
-            exchange: of a call whose sequences go on at other ranks.
-            prefix: states to leave on the way.
-        """
+        if dtype is not None:
+            terms = as_fp32(terms)
         terms = self.to_kernel_layout(terms)
         o = terms.v.new_empty(terms.v.shape)
         final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
-        checkpoints = self.empty_checkpoints(terms, exchange) if save else None
         with device_of(o.device):
+            checkpoints = self.empty_checkpoints(terms, exchange) if save else None
             wy = self.solve_tril(terms)
             ends = self.scan_ends(terms, wy, final, exchange)
-            ends |= {"checkpoints": checkpoints, "prefix": prefix}
-            self.chunk_fwd(terms, wy, scale, o, **ends)
-        if not save:
-            return o, final
-        return o, final, *SavedWY(*wy, checkpoints.states if checkpoints else None)
-
-    def segments(self, terms: LinearInputs, exchange: Exchange | None) -> Segments | None:
-        segments = self.choose_segments(terms)
-        if exchange is None:
-            return segments
-        can_pass = self.can_pass_states(terms)
-        return exchange.segments(terms, segments, self.chunk(terms), can_pass=can_pass)
+            self.chunk_fwd(terms, wy, scale, o, **ends, checkpoints=checkpoints, prefix=prefix)
+            if save and self.saves:
+                return o, final, *SavedWY(*wy, checkpoints.states if checkpoints else None)
+        return o, final
 
     def scan_ends(
         self,
@@ -236,75 +216,40 @@ class DeltaBackend(ABC):
         exchange: Exchange | None = None,
     ) -> dict[str, Any]:
         """Segments, and the states that chunk_fwd begins and ends with, by its arguments' names."""
-        segments, s_in = self.segments(terms, exchange), terms.initial_state
+        segments = self.choose_segments(terms)
+        if exchange is not None:
+            segments = self.agree(terms, segments, exchange)
+        s_in = terms.initial_state
         if segments is not None:
             s_in, _, final = self.entry_states(terms, wy, segments, final, exchange)
         return {"segments": segments, "s_in": s_in, "s_out": final}
 
-    def backward(
-        self,
-        terms: LinearInputs,
-        dout: Tensor | None,
-        dfinal: Tensor | None,
-        scale: float,
-        saved: SavedWY | None = None,
-        exchange: Exchange | None = None,
-    ) -> dict[str, Tensor]:
-        """Gradients by the name of the term, in its shape and dtype.
-
-        Args:
-            saved, exchange: of forward.
-        """
-        given, terms = terms, self.to_kernel_layout(terms)
-        do = torch.zeros_like(terms.v) if dout is None else self.contiguous(dout)
-        dfinal = None if dfinal is None else dfinal.contiguous()
-        dstate = None
-        if terms.initial_state is not None:
-            dstate = terms.initial_state.new_empty(terms.state_shape)
-        with device_of(do.device):
-            wy = WYFactors(*saved[:3]) if saved is not None else self.solve_tril(terms)
-            states = None if saved is None else saved.states
-            args = terms, do, dfinal, wy, scale, dstate
-            grads = self.fused_gradients(*args, states, exchange)
-            grads = grads or self.gradients(*args, exchange)
-        if dstate is not None:
-            grads["initial_state"] = dstate
-        return cast_gate_grads(grads, given)
-
     def fused_gradients(
-        self,
-        terms: LinearInputs,
-        do: Tensor,
-        dfinal: Tensor | None,
-        wy: WYFactors,
-        scale: float,
-        dstate: Tensor | None,
-        checkpoints: Tensor | None,
-        exchange: Exchange | None = None,
+        self, terms: LinearInputs, wy: WYFactors, given: Cotangents
     ) -> dict[str, Tensor] | None:
-        """As gradients, in one kernel; None where a call is better cut into the stages.
-        checkpoints: those that forward left, if any."""
+        """As staged_gradients, in one kernel; None where a call is better cut into the stages."""
         return None
 
-    def gradients(
-        self,
-        terms: LinearInputs,
-        do: Tensor,
-        dfinal: Tensor | None,
-        wy: WYFactors,
-        scale: float,
-        dstate: Tensor | None,
-        exchange: Exchange | None = None,
+    def gradients(self, terms: LinearInputs, given: Cotangents) -> dict[str, Tensor]:
+        saved = given.saved
+        wy = WYFactors(*saved[:3]) if saved else self.solve_tril(terms)
+        grads = self.fused_gradients(terms, wy, given)
+        return grads or self.staged_gradients(terms, wy, given)
+
+    def staged_gradients(
+        self, terms: LinearInputs, wy: WYFactors, given: Cotangents
     ) -> dict[str, Tensor]:
-        """All but the initial state's, which goes into dstate; those of beta and g in float32."""
-        segments = self.segments(terms, exchange)
+        do, dfinal, dstate, scale, _, _, exchange = given
+        segments = self.choose_segments(terms)
+        if exchange is not None:
+            segments = self.agree(terms, segments, exchange)
         s_in, ds_in, ds_out = terms.initial_state, dfinal, dstate
         if segments is not None:
             local = None if exchange is None else exchange.local
             s_in, M, _ = self.entry_states(terms, wy, segments, None, local)
-            given = scale, dfinal, M, segments, dstate, exchange
-            ds_in, _, ds_out = self.entry_dstates(terms, do, wy, *given)
-            del M, given
+            args = scale, dfinal, M, segments, dstate, exchange
+            ds_in, _, ds_out = self.entry_dstates(terms, do, wy, *args)
+            del M, args
         w, dv = (do.new_empty(do.shape) for _ in range(2))
         K, (HV, V) = terms.q.shape[-1], terms.v.shape[2:]
         states, dstates = (terms.v.new_empty(self.num_chunks(terms), HV, V, K) for _ in range(2))
@@ -331,3 +276,12 @@ class DeltaBackend(ABC):
             if getattr(terms, name) is not None:
                 grads[name] = do.new_empty(B, T, HV, dtype=torch.float32)
         return grads
+
+
+def delta_args(
+    terms: LinearInputs, segments: Segments | None, s_in: Tensor | None, s_out: Tensor | None
+) -> dict[str, Any]:
+    """Arguments of every kernel that goes from chunk to chunk."""
+    K, V = terms.q.shape[-1], terms.v.shape[-1]
+    sizes = {"H": terms.q.shape[2], "K": K, "V": V}
+    return sizes | scan_args(terms, segments, s_in, s_out)

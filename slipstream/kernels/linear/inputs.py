@@ -25,12 +25,15 @@ Shapes: B batch, T tokens, H heads of q, k, p, a, b; HV heads of the rest, a mul
 reading head hv // (HV // H); K key width, V value width; N sequences (B, or those packed in B = 1).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_type_hints
 
 import torch
 from torch import Tensor
+
+from slipstream.runtime.backends import device_of
 
 # Channels of a head, at most, that kernels take (wide_heads.py).
 MAX_HEAD_DIM = 256
@@ -229,6 +232,12 @@ def contiguous(terms: LinearInputs) -> LinearInputs:
     )
 
 
+def as_fp32(terms: LinearInputs) -> LinearInputs:
+    """With every floating tensor in float32."""
+    wide = (x if x is None or not x.is_floating_point() else x.float() for x in terms)
+    return LinearInputs(*cast(Any, wide))
+
+
 def pointers(terms: LinearInputs, names: Iterable[str]) -> dict[str, Tensor | None]:
     """Arguments of a kernel: q_ptr and so on."""
     return {f"{name}_ptr": getattr(terms, name) for name in names}
@@ -254,3 +263,136 @@ def cast_gate_grads(grads: dict[str, Tensor], given: LinearInputs) -> dict[str, 
 def scale_or_default(scale: float | None, q: Tensor) -> float:
     """The factor on the output: K^-0.5 if none is given."""
     return float(max(q.shape[-1], 1) ** -0.5 if scale is None else scale)
+
+
+def unscaled(dfinal: Tensor | None, scale: float, exchange: Any) -> Tensor | None:
+    """dfinal for kernels whose gradients of states lack the scale. State passing multiplies and
+    divides by it, with fixed segments once for each sequence, and not where a rank ends. So dfinal
+    is divided before, in place, and what leaves the rank is multiplied after (scaled)."""
+    if dfinal is None or exchange is None or exchange.segment_tokens is None:
+        return dfinal
+    return dfinal.mul_(1 / scale)
+
+
+def scaled(dstate: Tensor, scale: float, exchange: Any) -> Tensor:
+    """The gradient of the state as it leaves the rank, see unscaled."""
+    if exchange is None or exchange.segment_tokens is None:
+        return dstate
+    return dstate.mul_(scale)
+
+
+class Cotangents(NamedTuple):
+    """The gradients of the results, and what else a backward has besides its terms; dstate is
+    memory for the initial state's gradient, if there is one."""
+
+    do: Tensor
+    dfinal: Tensor | None
+    dstate: Tensor | None
+    scale: float
+    gate_gradient: bool
+    saved: Any
+    exchange: Any
+
+
+class ChunkBackend(ABC):
+    """A back end of chunks: layouts of terms and gradients around a family's stages.
+
+    Their order is in scalar_decay.py, vector_decay.py, delta.py and dplr.py, whose subclasses in
+    triton/ and sm90/ launch them. An exchange is one of backend.py.
+    """
+
+    # Whether forward has something for `saved`.
+    saves = False
+    # Whether the kernels leave the scale out of gradients of states.
+    scales_states = False
+
+    @abstractmethod
+    def forward(
+        self,
+        terms: LinearInputs,
+        scale: float,
+        dtype: torch.dtype | None = None,
+        save: bool = False,
+        exchange: Any = None,
+        prefix: Any = None,
+    ) -> tuple[Any, ...]:
+        """o [B, T, HV, V] in dtype, q's if None, the final state [N, HV, K, V] in float32, and with
+        `save` what backward takes as `saved`, if anything.
+
+        Args:
+            dtype: float32 or None.
+            save: whether a backward follows.
+            exchange: of a call whose sequences go on at other ranks.
+            prefix: states to leave on the way.
+        """
+
+    @abstractmethod
+    def gradients(self, terms: LinearInputs, given: Cotangents) -> dict[str, Tensor]:
+        """All but the initial state's, which goes into dstate; beta's and g's may be float32."""
+
+    @abstractmethod
+    def chunk(self, terms: LinearInputs) -> int:
+        """Its tokens."""
+
+    def can_pass_states(self, terms: LinearInputs) -> bool:
+        """Whether any segments can be combined."""
+        return True
+
+    def unit(self, terms: LinearInputs) -> int | None:
+        """Tokens of which a segment is a multiple; None for those of a chunk."""
+        return None
+
+    def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
+        """Everything as the kernels index it."""
+        return contiguous(terms)
+
+    def contiguous(self, x: Tensor) -> Tensor:
+        """As the kernels read it."""
+        return x.contiguous()
+
+    def to_input_layout(self, grads: dict[str, Tensor], given: LinearInputs) -> dict[str, Tensor]:
+        """Gradients in the shapes and dtypes of what was given."""
+        return cast_gate_grads(grads, given)
+
+    def agree(self, terms: LinearInputs, chosen: Any, exchange: Any) -> Any:
+        """The segments of a call whose sequences go on at other ranks."""
+        given = self.chunk(terms), self.unit(terms), self.can_pass_states(terms)
+        return exchange.segments(terms, chosen, *given)
+
+    def backward(
+        self,
+        terms: LinearInputs,
+        dout: Tensor | None,
+        dfinal: Tensor | None,
+        scale: float,
+        gate_gradient: bool = True,
+        saved: Any = None,
+        exchange: Any = None,
+    ) -> dict[str, Tensor]:
+        """Gradients by the name of the term, in its shape and dtype.
+
+        Args:
+            gate_gradient: False lets it leave out that of g.
+            saved, exchange: of forward.
+        """
+        given, terms = terms, self.to_kernel_layout(terms)
+        dfinal = None if dfinal is None else dfinal.contiguous()
+        if self.scales_states:
+            if scale == 0.0:  # o does not depend on q, k, v
+                dout, scale = None, 1.0
+            dfinal = unscaled(dfinal, scale, exchange)
+        if dout is not None and dout.dtype != terms.v.dtype:
+            dout = dout.to(terms.v.dtype)
+        do = torch.zeros_like(terms.v) if dout is None else self.contiguous(dout)
+        dstate = None
+        if terms.initial_state is not None:
+            dstate = terms.initial_state.new_empty(terms.state_shape)
+        saved = saved if self.saves else None
+        options = do, dfinal, dstate, scale, gate_gradient, saved, exchange
+        with device_of(do.device):
+            grads = self.gradients(terms, Cotangents(*options))
+            if dstate is not None:
+                if self.scales_states:
+                    dstate = scaled(dstate, scale, exchange)
+                grads["initial_state"] = dstate
+        return self.to_input_layout(grads, given)

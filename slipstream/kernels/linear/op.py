@@ -7,16 +7,18 @@ BackwardCall, and returns the gradients of the differentiable terms given, in th
 Below: forward_impl, backward_impl, the operators, and the autograd function around them (Linear).
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, cast
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import probe
-from slipstream.kernels.linear.backend import BackendCapabilities, Exchange, SavedWY
+from slipstream.kernels.linear.backend import Exchange, Extras
 from slipstream.kernels.linear.channel_gates import as_dplr, gradients_of
 from slipstream.kernels.linear.eager.blocks import block_forward
 from slipstream.kernels.linear.eager.chunk import chunk_forward
@@ -31,8 +33,9 @@ from slipstream.kernels.linear.inputs import (
     BackwardCall,
     ForwardCall,
     LinearInputs,
+    as_fp32,
 )
-from slipstream.kernels.linear.prefix_states import NoKernel, PrefixStates
+from slipstream.kernels.linear.prefix_states import NoKernel
 from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
@@ -55,20 +58,6 @@ _AS_USUAL = nullcontext()
 # Arguments of linear_backward; what forward saved comes behind them, the tensors of a SavedWY.
 NUM_BACKWARD_ARGS = NUM_TERMS + len(BackwardCall._fields)
 _TERMS = schema_of(LinearInputs)
-
-
-class Extras(NamedTuple):
-    """Wishes of callers that go past the operators.
-
-    Attributes:
-        save: the back end leaves a SavedWY if it can.
-        exchange: of a call whose sequences go on at other ranks.
-        prefix: states that kernels leave on the way, or NoKernel is raised.
-    """
-
-    save: bool = False
-    exchange: Exchange | None = None
-    prefix: PrefixStates | None = None
 
 
 NO_EXTRAS = Extras()
@@ -100,15 +89,16 @@ def forward_impl(*args: Any, extras: Extras = NO_EXTRAS) -> tuple[Any, ...]:
         consistent() if call.chunk == CONSISTENT else _AS_USUAL,
     ):
         if usable:
-            backend = _backend_for(first, terms, by_token)
-            given, options = _forward_options(terms, call, backend.CAPABILITIES, extras)
-            return backend.forward(given, call.scale, **options)
+            if by_token:
+                return _forward_by_token(terms, call, extras.exchange)
+            options = {"dtype": torch.float32} if call.wide else {}
+            return _backend(first, terms).forward(terms, call.scale, **extras._asdict(), **options)
     if others:
         return forward_impl(*terms, *call._replace(impl=others), extras=extras)
     if extras.prefix is not None:
         raise NoKernel(call.impl)
     forward = forward_after(extras.exchange, partial(_eager, chunk=call.chunk))
-    return forward(_as_fp32(terms) if call.wide else terms, call.scale)
+    return forward(as_fp32(terms) if call.wide else terms, call.scale)
 
 
 def _goes_by_token(terms: LinearInputs, call: ForwardCall, exchange: Exchange | None) -> bool:
@@ -128,26 +118,14 @@ def _guarded(terms: LinearInputs, call: ForwardCall, exchange: Exchange | None) 
     return "eager" if _is_fixed(exchange) and only_by_token(terms) else call.impl
 
 
-def _forward_options(
-    terms: LinearInputs, call: ForwardCall, can: BackendCapabilities, extras: Extras
-) -> tuple[LinearInputs, dict[str, Any]]:
-    """The arguments of a back end's forward besides scale."""
-    if extras.prefix is not None:
-        return terms, {"prefix": extras.prefix}
-    options: dict[str, Any] = {"save": True} if extras.save and can.saves_wy else {}
-    if extras.exchange is not None:
-        options |= _exchanging(extras.exchange, can)
-    if call.wide and can.fp32_out:
-        options["dtype"] = torch.float32
-    return _as_fp32(terms) if call.wide and not can.fp32_out else terms, options
+def _forward_by_token(
+    terms: LinearInputs, call: ForwardCall, exchange: Exchange | None
+) -> tuple[Tensor, Tensor]:
+    from slipstream.kernels.linear.triton import decode_launch
 
-
-def _exchanging(exchange: Exchange, can: BackendCapabilities) -> dict[str, Any]:
-    """The argument, for kernels that take it; else what they need is there after this."""
-    if can.exchanges:
-        return {"exchange": exchange}
-    exchange.by_calls()
-    return {}
+    if exchange is not None:
+        exchange.by_calls()  # what it needs is there after this
+    return decode_launch.forward(as_fp32(terms) if call.wide else terms, call.scale)
 
 
 def _eager(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
@@ -158,50 +136,19 @@ def _eager(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tenso
     return chunk_forward(terms, scale, chunk)
 
 
-def _backend_for(impl: str, terms: LinearInputs, by_token: bool = False) -> Any:
-    """The module that launches the kernels of a call (backend.py); Triton is imported only here,
-    once they are wanted."""
-    if by_token:
-        from slipstream.kernels.linear.triton import decode_launch
-
-        return decode_launch
-    if impl == "sm90":
-        if terms.transition == "none" and is_vector_decay(terms):
-            from slipstream.kernels.linear.sm90.vector_decay import backend as vector_decay_sm90
-
-            return vector_decay_sm90
-        if terms.transition == "none":
-            from slipstream.kernels.linear.sm90.scalar_decay import backend as scalar_decay_sm90
-
-            return scalar_decay_sm90
-        if per_channel(terms):
-            from slipstream.kernels.linear.sm90.dplr import backend as dplr_sm90
-
-            return dplr_sm90
-        from slipstream.kernels.linear.sm90.delta import backend as delta_sm90
-
-        return delta_sm90
-    assert impl == "triton", impl
+def _backend(impl: str, terms: LinearInputs) -> Any:
+    """The module that launches the kernels of a call in chunks; Triton is imported only here, once
+    they are wanted."""
     if per_channel(terms):
-        from slipstream.kernels.linear.triton.dplr import backend
-
-        return backend
+        return _module(impl, "dplr")
     if terms.transition == "delta":
-        from slipstream.kernels.linear.triton.delta import backend as delta_backend
-
-        return delta_backend
-    if is_vector_decay(terms):
-        from slipstream.kernels.linear.triton.vector_decay import backend as vector_decay_backend
-
-        return vector_decay_backend
-    from slipstream.kernels.linear.triton.scalar_decay import backend as scalar_decay_backend
-
-    return scalar_decay_backend
+        return _module(impl, "delta")
+    return _module(impl, "vector_decay" if is_vector_decay(terms) else "scalar_decay")
 
 
-def _as_fp32(terms: LinearInputs) -> LinearInputs:
-    wide = (x if x is None or not x.is_floating_point() else x.float() for x in terms)
-    return LinearInputs(*cast(Any, wide))
+@functools.cache
+def _module(impl: str, family: str) -> Any:
+    return import_module(f"slipstream.kernels.linear.{impl}.{family}.backend")
 
 
 def _empty_forward(
@@ -239,9 +186,10 @@ def backward_impl(*args: Any, extras: Extras = NO_EXTRAS) -> list[Tensor]:
         lambda: probe.mismatch(terms, first, False, linear),
     ) as usable:
         if usable:
-            backend = _backend_for(first, terms)
-            options = _backward_options(call, backend.CAPABILITIES, extras, saved)
-            grads = backend.backward(terms, call.dout, call.dfinal, call.scale, **options)
+            options: dict[str, Any] = {"gate_gradient": call.gate_gradient}
+            options |= {"saved": saved or None, "exchange": extras.exchange}
+            run = _backend(first, terms).backward
+            grads = run(terms, call.dout, call.dfinal, call.scale, **options)
     if grads is None and others and not alone:
         return backward_impl(*terms, *call._replace(impl=others), *saved, extras=extras)
     grads = grads or _plain_gradients(terms, call, extras.exchange)
@@ -257,20 +205,6 @@ def _backward_as_dplr(terms: LinearInputs, call: BackwardCall, extras: Extras) -
     inner = as_dplr(terms)
     found = backward_impl(*inner, *call._replace(gate_gradient=True), extras=extras)
     return _in_order(gradients_of(terms, by_name(inner, True, found)), terms, call)
-
-
-def _backward_options(
-    call: BackwardCall, can: BackendCapabilities, extras: Extras, saved: Sequence[Any]
-) -> dict[str, Any]:
-    """The arguments of a back end's backward that not all of them take."""
-    options: dict[str, Any] = {}
-    if extras.exchange is not None:
-        options |= _exchanging(extras.exchange, can)
-    if saved and can.saves_wy:
-        options["saved"] = SavedWY(*saved)
-    if can.skips_gate_grad and not call.gate_gradient:
-        options["gate_gradient"] = False
-    return options
 
 
 def _plain_gradients(

@@ -7,8 +7,7 @@ as if it were a sequence. The choice looks at shapes and dtypes alone, so that e
 equal bits. With consistent=True forward passes take only segments whose states are rounded as those
 of one scan are. Each family of kernels has its own costs, and so its own function here:
 
-    state_scan_sm90       sm_90, scalar decay, the one that consistent=True has
-    delta_scan_sm90       sm_90, delta rule, the same
+    scanned_sm90          sm_90, scalar decay and delta rule, the one that consistent=True has
     scalar_decay_tokens   Triton, no transition: M is one number, or one a channel
     vector_decay_sm90     sm_90, a decay per channel without transition, forward
     delta_tokens          Triton, delta rule and DPLR: M is [K, K]
@@ -18,7 +17,9 @@ of one scan are. Each family of kernels has its own costs, and so its own functi
 """
 
 from math import isqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from slipstream.compiler.arch import named
 from slipstream.kernels.linear.inputs import LinearInputs
@@ -40,12 +41,8 @@ MIN_SEGMENT_CHUNKS = 8
 MIN_VECTOR_DECAY_CHUNKS_AND_HEADS = 1024
 # Chunks that a cut has to take off a program's loop: about 30 us, the time of its launches.
 MIN_CHUNKS_SAVED = 18
-# How much faster a chunk of a scan without outputs is, and that scan's launch in chunks.
-SCAN_SPEEDUP, MIN_CHUNKS_SCANNED = 3, 4
-# With fewer, of more heads, that scan is bound by memory.
+# With fewer, of more heads, a scan without outputs is bound by memory.
 MIN_SCANNED_SEGMENTS = 4
-# Of the delta rule: with fewer, outputs take what the scan spares; of fewer chunks, launches do.
-MIN_DELTA_SCANNED, MIN_DELTA_SCANNED_CHUNKS = 4, 32
 # Value heads of all sequences from which on the fused backward takes whole sequences.
 FUSED_BWD_MIN_HEADS = 96
 FUSED_BWD_MIN_CHUNKS = 2  # of a segment there
@@ -85,11 +82,35 @@ def num_chunks(terms: LinearInputs, C: int) -> int:
     return B * -(-T // C) if terms.cu_seqlens is None else T // C + terms.sequences
 
 
-def size_args(terms: LinearInputs, segments: Segments | None) -> dict[str, int]:
-    """T, N, HV, H and tokens of a segment, by the names that kernels have for them."""
-    T, HV = terms.v.shape[1:3]
-    segment = T if segments is None else segments.tokens
-    return {"T": T, "N": terms.sequences, "HV": HV, "H": terms.q.shape[2], "segment": segment}
+def sequence_args(terms: LinearInputs) -> dict[str, Any]:
+    """Arguments by which a kernel finds the tokens of a sequence."""
+    packed, (T, HV) = terms.cu_seqlens is not None, terms.v.shape[1:3]
+    sizes = {"T": T, "N": terms.sequences, "HV": HV, "PACKED": packed}
+    return {"cu_ptr": terms.cu_seqlens, **sizes}
+
+
+def scan_args(
+    terms: LinearInputs, segments: Segments | None, s_in: Tensor | None, s_out: Tensor | None
+) -> dict[str, Any]:
+    """Arguments of kernels that carry a state from chunk to chunk: its ends, sizes and flags."""
+    return {
+        "s_in_ptr": s_in,
+        "s_out_ptr": s_out,
+        "segment": terms.v.shape[1] if segments is None else segments.tokens,
+        "HAS_GATE": terms.g is not None,
+        "HAS_S_IN": s_in is not None,
+        "HAS_S_OUT": s_out is not None,
+        "SPLIT": segments is not None,
+        **sequence_args(terms),
+    }
+
+
+def num_anchors(terms: LinearInputs, segments: Segments | None, interval: int) -> int:
+    """States, one every `interval` tokens, of all sequences or segments, at most."""
+    B, T = terms.v.shape[:2]
+    if segments is not None:
+        return segments.count * -(-segments.tokens // interval)
+    return B * -(-T // interval) if terms.cu_seqlens is None else T // interval + terms.sequences
 
 
 def delta_grid(terms: LinearInputs, segments: Segments | None, tile: int = TILE_V) -> tuple[int]:
@@ -121,25 +142,12 @@ def _scalar_decay_tokens(programs: int, T: int, sequences: int, C: int, unit: in
     return -(-chunks // (count * unit)) * unit * C
 
 
-def state_scan_sm90(terms: LinearInputs) -> Segments | None:
-    """Those of consistent=True, whose states are of one scan (sm90/scalar_decay/state_scan.py): as
-    many as find a multiprocessor, where they save more than the scan takes."""
+def scanned_sm90(terms: LinearInputs, programs: int) -> Segments | None:
+    """Those of consistent=True, whose states are of one scan without outputs: as many as find a
+    multiprocessor. programs: of a whole sequence or segment, of all heads."""
+    count = NUM_SMS // (programs * terms.sequences)
     chunks = _chunks_of_a_sequence(terms)
-    count = NUM_SMS // (terms.v.shape[2] * terms.sequences)
-    if not consistent_scope.on or count < MIN_SCANNED_SEGMENTS:
-        return None
-    each = -(-chunks // count)
-    if chunks - each < chunks / SCAN_SPEEDUP + MIN_CHUNKS_SCANNED:
-        return None
-    return split_into_segments(terms, each * CHUNK)
-
-
-def delta_scan_sm90(terms: LinearInputs) -> Segments | None:
-    """As state_scan_sm90, of the delta rule, whose scan alone takes 0.6 of one with outputs."""
-    HV, V = terms.v.shape[2:]
-    chunks = _chunks_of_a_sequence(terms)
-    count = NUM_SMS // (V // TILE_V * HV * terms.sequences)
-    if not consistent_scope.on or count < MIN_DELTA_SCANNED or chunks < MIN_DELTA_SCANNED_CHUNKS:
+    if not consistent_scope.on or count < MIN_SCANNED_SEGMENTS or chunks < MIN_CUT_CHUNKS:
         return None
     return split_into_segments(terms, -(-chunks // count) * CHUNK)
 

@@ -35,11 +35,11 @@ CUTS = (3, 12, 36, 52)
 
 def as_in_bfloat16() -> None:
     from slipstream.kernels.linear.triton.dplr import backend as dplr_backend
-    from slipstream.kernels.linear.triton.dplr import launch, tiles
+    from slipstream.kernels.linear.triton.dplr import tiles
     from slipstream.kernels.linear.triton.vector_decay import backend
 
     tables = [backend.BOUND, backend.SHIFT, backend.APART]
-    for module in (tiles, launch, dplr_backend):
+    for module in (tiles, dplr_backend):
         names = ("ANCHORED_TILES", "SHIFT", "APART")
         tables += [getattr(module, name) for name in names if hasattr(module, name)]
     for table in tables:

@@ -2,7 +2,6 @@
 
 import inspect
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,43 +12,31 @@ from slipstream.common.varlen import ChunkMap, chunk_map
 from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import op
 from slipstream.kernels.linear.backend import SavedWY
-from slipstream.kernels.linear.inputs import BackwardCall, LinearInputs
+from slipstream.kernels.linear.inputs import BackwardCall, ChunkBackend, LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.memory import make
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 MODULES = [
-    "triton.scalar_decay.backend", "triton.vector_decay.backend", "triton.delta.backend",
-    "triton.dplr.backend", "triton.decode_launch", "sm90.delta.backend", "sm90.dplr.backend",
-    "sm90.scalar_decay.backend", "sm90.vector_decay.backend",
-]  # fmt: skip
+    f"{impl}.{family}.backend"
+    for impl in ("triton", "sm90")
+    for family in ("scalar_decay", "vector_decay", "delta", "dplr")
+]
+BACKWARD = "gate_gradient", "saved", "exchange"
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_backward_takes_saved_tensors(name: str) -> None:
-    """Forward of one implementation, backward of the next: it gets nothing that it does not know.
+def test_back_ends_take_every_option(name: str) -> None:
+    """Forward of one implementation, backward of the next: each takes what op.py passes.
 
     The delta rule's raised a TypeError where its kernels in Gluon gave way between the two.
     """
     module = import_module(f"slipstream.kernels.linear.{name}")
-    assert hasattr(module, "forward")
-    if module.CAPABILITIES.saves_wy:
-        assert "saved" in inspect.signature(module.backward).parameters
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_capabilities_are_parameters(name: str) -> None:
-    """A module's forward and backward take the arguments of its capabilities."""
-    module = import_module(f"slipstream.kernels.linear.{name}")
-    can = module.CAPABILITIES
-    forward = set(inspect.signature(module.forward).parameters)
-    takes = {"dtype": can.fp32_out, "save": can.saves_wy, "exchange": can.exchanges}
-    assert {x for x, can_take in takes.items() if can_take} <= forward
-    if hasattr(module, "backward"):
-        backward = set(inspect.signature(module.backward).parameters)
-        takes = {"gate_gradient": can.skips_gate_grad, "saved": can.saves_wy}
-        takes["exchange"] = can.exchanges
-        assert {x for x, can_take in takes.items() if can_take} <= backward
+    assert isinstance(module.BACKEND, ChunkBackend)
+    for run, options in ((module.forward, op.Extras._fields), (module.backward, BACKWARD)):
+        inspect.signature(run).bind(
+            *[None] * (2 if run == module.forward else 4), **dict.fromkeys(options)
+        )
 
 
 @pytest.mark.parametrize("kind", ["delta_rule", "gated"])
@@ -73,21 +60,19 @@ def test_unused_slots_add_nothing_to_u_gradient(
     """Packed sequences have room for more chunks than there are, of which no scan on sm_90 writes
     how far they decay: from NaN there the gradient of u was NaN."""
     from slipstream.kernels.linear.sm90.vector_decay import backend
-    from slipstream.kernels.linear.triton.vector_decay import launch
 
     made: list[Tensor] = []
 
-    def launch_grads(work: object, prepared: Any, *args: object, **named: object) -> None:
-        made.append(prepared.decay)
+    def chunk_grads(self: object, problem: object, intra: Any, *args: Any, **named: Any) -> None:
+        made.append(intra.decay)
 
-    for name in ("chunk_dqk", "chunk_fwd"):
-        monkeypatch.setattr(backend, name, lambda *args, **named: None)
-    monkeypatch.setattr(backend.triton, "launch_grads", launch_grads)
-    monkeypatch.setattr(backend.triton, "choose_pairs", lambda work: None)
-    for module, tile in ((backend.triton, "_tile"), (launch, "_chunk_tile")):
-        monkeypatch.setattr(module, "family_of", lambda device: "sm_90")
-        monkeypatch.setattr(module, tile, getattr(module, tile).__wrapped__)  # no CPU keeps it
-    monkeypatch.setattr(backend, "gate_sums", lambda work: SimpleNamespace(z=None))
+    nothing = lambda *args, **named: None  # noqa: E731
+    for name in ("chunk_scan", "chunk_pairs"):
+        monkeypatch.setattr(backend.Sm90VectorDecay, name, nothing)
+    monkeypatch.setattr(backend.Sm90VectorDecay, "chunk_grads", chunk_grads)
+    for tile in ("_tile", "_chunk_tile"):
+        monkeypatch.setattr(backend.triton, "family_of", lambda device: "sm_90")
+        monkeypatch.setattr(backend.triton, tile, getattr(backend.triton, tile).__wrapped__)
     x = torch.zeros(1, 130, 2, 128, dtype=torch.bfloat16)
     cu = torch.tensor([0, 1, 65, 130], dtype=torch.int32)
     terms = LinearInputs(x, x, x, g=x, u=torch.zeros(2, 128), cu_seqlens=cu)

@@ -13,14 +13,13 @@ LENGTHS = {"batch": None, "packed": (70, 0, 130)}
 
 def in_segments() -> None:
     """Segments are a chunk of the largest tile."""
+    from slipstream.kernels.linear import scalar_decay, vector_decay
     from slipstream.kernels.linear.triton.delta import plan
     from slipstream.kernels.linear.triton.dplr import backend
-    from slipstream.kernels.linear.triton.scalar_decay import backend as scalar_backend
-    from slipstream.kernels.linear.triton.vector_decay import launch
 
     plan.delta_tokens = lambda programs, T, C: 64
     assert backend.segments_for_programs.__module__ == plan.__name__
-    for module in (scalar_backend, launch):
+    for module in (scalar_decay, vector_decay):
         module.scalar_decay_tokens = lambda terms, programs, C, unit: 64
 
 

@@ -84,7 +84,7 @@ def terms(case: tuple, device: torch.device | str) -> LinearInputs:
 
 def jobs(case: tuple, make: str) -> list[Job]:
     from slipstream.compiler.trace import trace
-    from slipstream.kernels.linear.sm90.delta import bwd_fused_launch, segment_launch
+    from slipstream.kernels.linear.sm90.delta import segment_launch
     from slipstream.kernels.linear.sm90.delta.backend import Sm90Delta
     from slipstream.kernels.linear.sm90.delta.bwd_schedule import make_schedule
 
@@ -134,7 +134,7 @@ def jobs(case: tuple, make: str) -> list[Job]:
             both: dict[str, Any] = {"s_in": given.initial_state, "s_out": given.initial_state}
             if "split_scan" in make:
                 both["s_in"] = rows.new_empty(cut.segments.count, HV, K, V)
-            bwd_fused_launch.launch_bwd_fused(given, out, wy, 0.1, marks, made, cut, **both)
+            delta.chunk_bwd(given, out, wy, 0.1, marks, made, cut, **both)
         elif "ends" in make or "meet" in make:
             start = given.initial_state
             made, far = rows.new_empty(8, HV, K, V + K), rows.new_empty(8, HV, dtype=torch.int32)

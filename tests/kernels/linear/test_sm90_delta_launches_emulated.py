@@ -54,7 +54,8 @@ def state_passing(
 
 def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Has launches run the kernels as numpy; names of those that ran, by and by."""
-    from slipstream.kernels.linear.sm90.delta import backend, bwd_fused_launch, segment_launch
+    from slipstream.kernels.linear.sm90.common import tma
+    from slipstream.kernels.linear.sm90.delta import backend, segment_launch
 
     ran: list[str] = []
 
@@ -85,13 +86,14 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made = new_empty(x, *shape, **options)
         return made.double().fill_(torch.nan) if made.is_floating_point() else made
 
-    def descriptor(x: Tensor | None, *sizes: int) -> Descriptor | None:
-        return None if x is None else Descriptor(x, *sizes)
+    def descriptor(x: Tensor | None, *sizes: int | None) -> Descriptor | None:
+        return None if x is None else Descriptor(x, *sizes[:3])
 
     new_empty = Tensor.new_empty
     monkeypatch.setattr(Tensor, "new_empty", empty)
-    for module in (backend, segment_launch, bwd_fused_launch):
+    for module in (backend, segment_launch):
         monkeypatch.setattr(module, "cached", cached)
+    for module in (backend, tma):
         monkeypatch.setattr(module, "tma_descriptor", descriptor)
     return ran
 
@@ -127,8 +129,8 @@ def states_scanned(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     from slipstream.kernels.linear import segments
     from slipstream.runtime.consistent import consistent_scope
 
-    monkeypatch.setattr(segments, "MIN_DELTA_SCANNED", 1)
-    monkeypatch.setattr(segments, "MIN_DELTA_SCANNED_CHUNKS", 1)
+    monkeypatch.setattr(segments, "MIN_SCANNED_SEGMENTS", 1)
+    monkeypatch.setattr(segments, "MIN_CUT_CHUNKS", 1)
     monkeypatch.setattr(consistent_scope, "on", True)
     return two_kernels(monkeypatch) | {"segment_transition"}
 
@@ -137,13 +139,13 @@ def one_scan(every: int, parts: int = 0, forward: str = "chunk_fwd") -> Callable
     """In parts of `every` chunks; parts: of a segment, where there are any."""
 
     def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-        from slipstream.kernels.linear.sm90.delta import backend, bwd_fused_launch
+        from slipstream.kernels.linear.sm90.delta import backend
         from slipstream.kernels.linear.sm90.delta.bwd_schedule import make_schedule
 
         monkeypatch.setattr(
             backend, "choose_schedule", lambda terms: make_schedule(terms, every, parts)
         )
-        monkeypatch.setattr(bwd_fused_launch, "NUM_SMS", 3)
+        monkeypatch.setattr(backend, "MAX_WORKSPACES", 3)
         ends = {"segment_transition", "dE"} if parts else set()
         return {"solve_tril", forward, "chunk_bwd"} | ends
 

@@ -163,7 +163,9 @@ def check_segments(part: str) -> None:
     kept = plan.delta_tokens
     for kind, size, gate, state, chunks in SEGMENTS[part]:
         plan.delta_tokens = lambda programs, T, C, chunks=chunks: chunks * C
-        assert TritonDplr.choose_segments(make(kind, size, gate, torch.float32, state)) is not None
+        assert (
+            TritonDplr().choose_segments(make(kind, size, gate, torch.float32, state)) is not None
+        )
         check(kind, size, gate, torch.float32, state)
         print(kind, size, gate, "segments ok", flush=True)
     plan.delta_tokens = kept

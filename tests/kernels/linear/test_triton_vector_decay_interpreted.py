@@ -26,7 +26,7 @@ SIZES = {
     "grouped": (2, 35, 2, 4, 16, 24, None),
     "packed": (1, 58, 1, 2, 20, 17, (5, 0, 33, 1, 19, 0)),
     "split": (2, 150, 1, 1, 20, 17, None),
-    "split, packed": (1, 233, 1, 2, 17, 20, (5, 0, 228)),
+    "split, packed": (1, 233, 1, 2, 17, 20, (5, 0, 190, 1, 37, 0)),
 }
 # form, size, gate, dtype, states
 CASES = {
@@ -143,20 +143,21 @@ def check_wide(size: str, gate: str) -> None:
 
 def check_split(part: str) -> None:
     """Sequences in segments; with short spans, so that short ones are cut."""
-    from slipstream.kernels.linear import segments
-    from slipstream.kernels.linear.triton.vector_decay import backend, launch
+    from slipstream.kernels.linear import segments, vector_decay
+    from slipstream.kernels.linear.triton.vector_decay import backend
 
-    kept = segments.MIN_CUT_CHUNKS, launch.ANCHOR_INTERVAL, launch.FORWARD_UNIT
-    segments.MIN_CUT_CHUNKS, launch.ANCHOR_INTERVAL, launch.FORWARD_UNIT = 2, 2, 1
+    kept = segments.MIN_CUT_CHUNKS, vector_decay.ANCHOR_INTERVAL, vector_decay.FORWARD_UNIT
+    segments.MIN_CUT_CHUNKS, vector_decay.ANCHOR_INTERVAL, vector_decay.FORWARD_UNIT = 2, 2, 1
+    backend.ANCHOR_INTERVAL = 2
     for form, size, gate in SPLIT[part]:
         terms = make(form, size, gate, torch.float32, True)
-        prepared = backend.to_kernel_layout(terms)
-        assert backend.make_problem(prepared, None).segments is not None
+        assert backend.BACKEND.choose_segments(terms, 1) is not None
         check(form, size, gate, torch.float32, True)
         print(form, size, gate, "ok", flush=True)
     if part == "sample":
         check_wide("split, packed", "mixed")
-    segments.MIN_CUT_CHUNKS, launch.ANCHOR_INTERVAL, launch.FORWARD_UNIT = kept
+    segments.MIN_CUT_CHUNKS, vector_decay.ANCHOR_INTERVAL, vector_decay.FORWARD_UNIT = kept
+    backend.ANCHOR_INTERVAL = kept[1]
 
 
 def check_shifted() -> None:

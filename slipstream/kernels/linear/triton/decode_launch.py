@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.decode import linear_decode_kernel
 from slipstream.kernels.linear.triton.scalar_decay.tiles import power_of_two
@@ -24,7 +23,6 @@ class DecodeTile:
     warps: int
 
 
-CAPABILITIES = BackendCapabilities()
 # BK -> tile. 32 columns are 128 bytes of a row of the state; 32 numbers a thread.
 TILES = {
     16: DecodeTile(32, 1),

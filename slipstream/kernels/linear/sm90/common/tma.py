@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import CHUNK
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.launch_cache import cache
 
@@ -33,6 +34,14 @@ def tma_descriptor(
         return None
     shape, strides = [x.numel() // width, width], [stride or width, 1]
     return TensorDescriptor(x, shape, strides, *_tile(int(rows), int(columns), x.dtype))
+
+
+def token_tiles(x: Tensor | None, columns: int, stride: int | None = None) -> Any:
+    """A descriptor of x [B, T, heads, channels] as rows of all heads, in tiles [CHUNK, columns];
+    None of None. stride: from token to token, if not those of all heads."""
+    if x is None:
+        return None
+    return tma_descriptor(x, x.shape[2] * x.shape[3], CHUNK, columns, stride)
 
 
 @cache

@@ -1,7 +1,8 @@
 """The delta rule's stages on sm_90 (kernels/linear/delta.py has their order).
 
 WY factors and segments are those of the Triton back end, so that either can be used with the
-other's. Nothing depends on device values.
+other's. Where heads are many the gradients are one kernel (chunk_bwd), by bwd_schedule.py. Nothing
+depends on device values.
 """
 
 from typing import Any
@@ -9,9 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
-from slipstream.kernels.linear.delta import Checkpoints, DeltaBackend, EntryStates, WYFactors
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.backend import Exchange
+from slipstream.kernels.linear.delta import (
+    Checkpoints,
+    DeltaBackend,
+    EntryStates,
+    WYFactors,
+    delta_args,
+)
+from slipstream.kernels.linear.inputs import (
+    Cotangents,
+    LinearInputs,
+    sum_grouped_heads,
+)
 from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import (
     CHUNK,
@@ -19,13 +30,19 @@ from slipstream.kernels.linear.segments import (
     TILE_V,
     Segments,
     delta_grid,
-    delta_scan_sm90,
     delta_sm90,
     num_chunks,
-    size_args,
+    scanned_sm90,
+    sequence_args,
 )
-from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, tma_descriptor
-from slipstream.kernels.linear.sm90.delta import bwd_fused_launch, segment_launch
+from slipstream.kernels.linear.sm90.common.tma import (
+    align16,
+    align_for_tma,
+    tma_descriptor,
+    token_tiles,
+)
+from slipstream.kernels.linear.sm90.delta import segment_launch
+from slipstream.kernels.linear.sm90.delta.bwd_fused import delta_chunk_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.bwd_schedule import (
     BackwardSchedule,
     choose_schedule,
@@ -38,19 +55,33 @@ from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_chunk_fwd
 from slipstream.kernels.linear.sm90.delta.dqkg import delta_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.segment_launch import BASE, STAGES
 from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
+from slipstream.runtime.backends import FEWER_REGISTERS
 from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.launch_cache import cached
 
-CAPABILITIES = BackendCapabilities(saves_wy=True, exchanges=True)
 # Value heads whose gradients of q and k are added up at once, at most: each sum is rounded.
 HEADS_PER_SEMAPHORE = 4
 TILE_K = 64  # channels of K that the gradients' kernel takes at a time
 GRADS = {"num_warps": 4, "maxnreg": 255}
 SOLVE = {"num_warps": 4, "maxnreg": 80}  # six programs fit a multiprocessor
+SCAN: dict[str, Any] = {
+    "BV": TILE_V,
+    "C": CHUNK,
+    "ST": STAGES,
+    "num_warps": 4,
+    "maxnreg": 128,  # of 16 warps: what all partitions share
+}
+MAX_WORKSPACES = NUM_SMS  # of chunk_bwd, whose programs run at once
+BWD_STAGES = 2  # tiles that the fused backward loads ahead
+# By V: registers of all warps, of those of the gradients, and of those that load and write.
+BWD_OPTIONS: dict[int, dict[str, Any]] = {
+    64: {"num_warps": 4, "maxnreg": 168, "REGISTERS": 208, "LOAD_REGISTERS": 32},
+    128: {"num_warps": 8, "maxnreg": 128, "REGISTERS": 184, "LOAD_REGISTERS": 24},
+}
 
 
 class Sm90Delta(DeltaBackend):
-    reuses_w = True
+    saves = reuses_w = True
 
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
         return super().to_kernel_layout(align_for_tma(terms))
@@ -99,23 +130,19 @@ class Sm90Delta(DeltaBackend):
             lognorm = beta_gate.new_empty(*size[:2], CHUNK // BASE)
         launch: Any = cached(delta_solve_tril_sm90_kernel)[(size[0] * HV,)]
         launch(
-            k_desc=tma_descriptor(terms.k, H * K, CHUNK, K),
-            r_desc=tma_descriptor(r, HV * CHUNK, CHUNK, CHUNK),
+            k_desc=token_tiles(terms.k, K),
+            r_desc=token_tiles(r, CHUNK),
             r_ptr=r,
             g_ptr=terms.g,
             beta_ptr=terms.beta,
             beta_gates_ptr=beta_gate,
             lognorm_ptr=lognorm,
-            cu_ptr=terms.cu_seqlens,
-            T=T,
-            N=terms.sequences,
-            HV=HV,
+            **sequence_args(terms),
             H=H,
             K=K,
             C=CHUNK,
             BASE=BASE,
             HAS_GATE=has_gate,
-            PACKED=terms.cu_seqlens is not None,
             **SOLVE,
         )
         return WYFactors(r, beta_gate, lognorm)
@@ -135,35 +162,31 @@ class Sm90Delta(DeltaBackend):
         prefix: PrefixStates | None = None,
     ) -> None:
         """In one of two kernels."""
-        HV, V = terms.v.shape[2:]
-        H, K = terms.q.shape[2:]
+        K = terms.q.shape[-1]
         interval, saved_states = checkpoints or (0, None)
         kernel, tile = delta_chunk_fwd_sm90_kernel, TILE_V
-        sizes = {**size_args(terms, segments), "SPLIT": segments is not None}
+        args = delta_args(terms, segments, s_in, s_out)
         if segments is None and self._use_2tile(terms):  # which has whole sequences alone
             kernel, tile = delta_chunk_fwd_2tile_sm90_kernel, 2 * TILE_V
-            del sizes["segment"], sizes["SPLIT"]
+            del args["segment"], args["SPLIT"]
         launch: Any = cached(kernel)[delta_grid(terms, segments, tile)]
         launch(
-            q_desc=tma_descriptor(terms.q, H * K, CHUNK, K) if states is None else None,
-            k_desc=tma_descriptor(terms.k, H * K, CHUNK, K),
-            v_desc=tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
-            r_desc=tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
-            o_desc=tma_descriptor(out, HV * V, CHUNK, TILE_V),
+            q_desc=token_tiles(terms.q, K) if states is None else None,
+            k_desc=token_tiles(terms.k, K),
+            v_desc=token_tiles(terms.v, TILE_V),
+            r_desc=token_tiles(wy.r, CHUNK),
+            o_desc=token_tiles(out, TILE_V),
             states_desc=tma_descriptor(states, K, TILE_V, K),
             checkpoints_desc=tma_descriptor(saved_states, K, TILE_V, K),
             o_ptr=out,
             beta_gates_ptr=wy.beta_gate,
-            s_in_ptr=s_in,
-            s_out_ptr=s_out,
-            cu_ptr=terms.cu_seqlens,
             scale=scale,
             every=interval,
             SAVE_STATES=states is not None,
             SAVE_CHECKPOINTS=checkpoints is not None,
             **(prefix.pointers() if prefix else NO_POINTERS),
-            **sizes,
-            **_flags(terms, s_in, s_out),
+            **args,
+            **SCAN,
         )
 
     def _use_2tile(self, terms: LinearInputs) -> bool:
@@ -185,26 +208,21 @@ class Sm90Delta(DeltaBackend):
         s_out: Tensor | None,
         segments: Segments | None,
     ) -> None:
-        HV, V = terms.v.shape[2:]
-        H, K = terms.q.shape[2:]
+        K = terms.q.shape[-1]
         launch: Any = cached(delta_chunk_dstate_sm90_kernel)[delta_grid(terms, segments)]
         launch(
-            q_desc=tma_descriptor(terms.q, H * K, CHUNK, K),
-            k_desc=tma_descriptor(terms.k, H * K, CHUNK, K),
-            do_desc=tma_descriptor(do, HV * V, CHUNK, TILE_V),
-            r_desc=tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
-            dv_desc=tma_descriptor(dv, HV * V, CHUNK, TILE_V),
+            q_desc=token_tiles(terms.q, K),
+            k_desc=token_tiles(terms.k, K),
+            do_desc=token_tiles(do, TILE_V),
+            r_desc=token_tiles(wy.r, CHUNK),
+            beta_gates_ptr=wy.beta_gate,
+            dv_desc=token_tiles(dv, TILE_V),
             states_desc=tma_descriptor(dstates, K, TILE_V, K),
             dv_ptr=dv,
-            beta_gates_ptr=wy.beta_gate,
             lognorm_ptr=None,
-            s_in_ptr=s_in,
-            s_out_ptr=s_out,
-            cu_ptr=terms.cu_seqlens,
             scale=scale,
-            SPLIT=segments is not None,
-            **size_args(terms, segments),
-            **_flags(terms, s_in, s_out),
+            **delta_args(terms, segments, s_in, s_out),
+            **SCAN,
         )
 
     def chunk_dqkg(
@@ -219,33 +237,29 @@ class Sm90Delta(DeltaBackend):
         scale: float,
         grads: dict[str, Tensor],
     ) -> None:
-        T, HV, V = terms.v.shape[1:]
-        H, K = terms.q.shape[2:]
+        (HV, V), (H, K) = terms.v.shape[2:], terms.q.shape[2:]
         heads, semaphores = grads["q"].shape[2], None
         if heads < HV:  # how many value heads have added up a chunk's gradients of q and k
             semaphores = w.new_zeros(states.shape[0] * heads, dtype=torch.int32)
         launch: Any = cached(delta_dqkg_sm90_kernel)[(states.shape[0] * HV,)]
         launch(
-            q_desc=tma_descriptor(terms.q, H * K, CHUNK, TILE_K),
-            k_desc=tma_descriptor(terms.k, H * K, CHUNK, TILE_K),
-            do_desc=tma_descriptor(do, HV * V, CHUNK, V),
-            w_desc=tma_descriptor(w, HV * V, CHUNK, V),
-            dv_desc=tma_descriptor(dv, HV * V, CHUNK, V),
+            q_desc=token_tiles(terms.q, TILE_K),
+            k_desc=token_tiles(terms.k, TILE_K),
+            do_desc=token_tiles(do, V),
+            w_desc=token_tiles(w, V),
+            dv_desc=token_tiles(dv, V),
             states_desc=tma_descriptor(states, K, V, TILE_K),
             dstates_desc=tma_descriptor(dstates, K, V, TILE_K),
-            dq_desc=tma_descriptor(grads["q"], heads * K, CHUNK, TILE_K),
-            dk_desc=tma_descriptor(grads["k"], heads * K, CHUNK, TILE_K),
+            dq_desc=token_tiles(grads["q"], TILE_K),
+            dk_desc=token_tiles(grads["k"], TILE_K),
             dq_ptr=grads["q"],
             dk_ptr=grads["k"],
             beta_gates_ptr=wy.beta_gate,
             dbeta_ptr=grads["beta"],
             dg_ptr=grads.get("g"),
-            cu_ptr=terms.cu_seqlens,
             semaphores_ptr=semaphores,
             scale=scale,
-            T=T,
-            N=terms.sequences,
-            HV=HV,
+            **sequence_args(terms),
             H=H,
             G=HV // heads,
             K=K,
@@ -253,7 +267,6 @@ class Sm90Delta(DeltaBackend):
             BK=TILE_K,
             C=CHUNK,
             HAS_GATE=terms.g is not None,
-            PACKED=terms.cu_seqlens is not None,
             GROUPED_HEADS=heads < HV,
             **GRADS,
         )
@@ -268,7 +281,8 @@ class Sm90Delta(DeltaBackend):
         """With consistent=True the states of segments are those of one scan."""
         segments = None
         if consistent_scope.on and exchange is None:
-            segments = delta_scan_sm90(terms)
+            HV, V = terms.v.shape[2:]
+            segments = scanned_sm90(terms, V // TILE_V * HV)
         if segments is None:
             return super().scan_ends(terms, wy, final, exchange)
         states = segment_launch.states_before(terms, wy, segments, final)
@@ -314,47 +328,115 @@ class Sm90Delta(DeltaBackend):
         return EntryStates(states, transition, dstate)
 
     def fused_gradients(
-        self,
-        terms: LinearInputs,
-        do: Tensor,
-        dfinal: Tensor | None,
-        wy: WYFactors,
-        scale: float,
-        dstate: Tensor | None,
-        checkpoints: Tensor | None,
-        exchange: Exchange | None = None,
+        self, terms: LinearInputs, wy: WYFactors, given: Cotangents
     ) -> dict[str, Tensor] | None:
         """Where the kernel's schedule has a place for it (bwd_schedule.py)."""
+        do, _, dstate, scale, _, saved, exchange = given
+        checkpoints = saved[3] if saved else None
         schedule = self._schedule(terms, exchange)
         if schedule is None:
             return None
-        grads = bwd_fused_launch.empty_grads(terms, do, self.heads_per_sum(terms))
+        grads = self._empty_fused_grads(terms, do)
         if checkpoints is None:  # forward runs once more, for these alone
             checkpoints = empty_checkpoints(terms, schedule)
             ends = self.scan_ends(terms, wy, None, None if exchange is None else exchange.local)
             ends["checkpoints"] = Checkpoints(schedule.interval, checkpoints)
             self.chunk_fwd(terms, wy, scale, grads["v"], **ends)
-        return bwd_fused_launch.backward(
-            terms, do, dfinal, wy, scale, dstate, schedule, grads, checkpoints, exchange
+        ds_in = self._fused_entry_dstates(terms, wy, given, schedule.segments)
+        args = terms, do, wy, scale, checkpoints, grads, schedule
+        self.chunk_bwd(*args, s_in=ds_in, s_out=dstate)
+        H = terms.q.shape[2]
+        return grads | {name: sum_grouped_heads(grads[name], H) for name in "qk"}
+
+    def _empty_fused_grads(self, terms: LinearInputs, do: Tensor) -> dict[str, Tensor]:
+        """Memory for the gradients; that of v also holds w meanwhile."""
+        B, T, HV = terms.v.shape[:3]
+        heads, K = HV // self.heads_per_sum(terms), terms.q.shape[3]
+        grads = {name: do.new_empty(B, T, heads, K) for name in "qk"}
+        for name in ("beta", "g"):
+            if getattr(terms, name) is not None:
+                grads[name] = do.new_empty(B, T, HV, dtype=torch.float32)
+        return grads | {"v": do.new_empty(do.shape)}
+
+    def _fused_entry_dstates(
+        self, terms: LinearInputs, wy: WYFactors, given: Cotangents, segments: Segments | None
+    ) -> Tensor | None:
+        """The gradient of the state after each part that a program takes."""
+        do, dfinal, _, scale, _, _, exchange = given
+        if exchange is not None:
+            cut = exchange.segments(terms, segments, CHUNK)
+            if cut is not None:
+                ends = dfinal, cut, exchange
+                dstates = segment_launch.entry_dstates(terms, do, wy, scale, *ends)
+                return dfinal if segments is None else dstates
+        elif segments is not None:
+            made = segment_launch.segment_transition(terms, wy, None, segments, alone=True)
+            dE = segment_launch.segment_transition_bwd(terms, do, wy, scale, dfinal, segments)
+            return segment_launch.state_passing(terms, dE, *made, dfinal, segments, reverse=True)
+        return dfinal
+
+    def chunk_bwd(
+        self,
+        terms: LinearInputs,
+        do: Tensor,
+        wy: WYFactors,
+        scale: float,
+        checkpoints: Tensor,
+        grads: dict[str, Tensor],
+        schedule: BackwardSchedule,
+        *,
+        s_in: Tensor | None,
+        s_out: Tensor | None,
+    ) -> None:
+        """Into grads, which leaves the states of chunks in memory and nothing else: dv comes where
+        w was.
+
+        Args:
+            checkpoints: the states before each part of a sequence, as forward left them.
+            s_in: gradients of the states after sequences; those after segments, in float32, are
+                overwritten.
+        """
+        HV, V = terms.v.shape[2:]
+        K, heads = terms.q.shape[-1], grads["q"].shape[2]
+        w, beta_gate = grads["v"], wy.beta_gate
+        segments, programs = schedule.segments, schedule.programs(terms)
+        workspaces = min(programs, MAX_WORKSPACES)
+        semaphores = beta_gate.shape[0] * heads if heads < HV else 0
+        states = w.new_empty(workspaces * max(schedule.interval - 2, 1), V, K)
+        run: Any = cached(delta_chunk_bwd_sm90_kernel)[(programs,)]
+        run(
+            q_desc=token_tiles(terms.q, K),
+            k_desc=token_tiles(terms.k, K),
+            v_desc=token_tiles(terms.v, V),
+            do_desc=token_tiles(do, V),
+            r_desc=token_tiles(wy.r, CHUNK),
+            dv_desc=token_tiles(w, V),
+            states_desc=tma_descriptor(states, K, V, K),
+            checkpoints_desc=tma_descriptor(checkpoints, K, V, K),
+            dq_desc=token_tiles(grads["q"], K),
+            dk_desc=token_tiles(grads["k"], K),
+            dq_ptr=grads["q"],
+            dk_ptr=grads["k"],
+            dv_ptr=w,
+            park_ptr=None if segments else beta_gate.new_empty(workspaces, V, K),
+            beta_gates_ptr=beta_gate,
+            dbeta_ptr=grads["beta"],
+            dg_ptr=grads.get("g"),
+            counts_ptr=w.new_zeros(workspaces + semaphores, dtype=torch.int32),
+            scale=scale,
+            G=HV // heads,
+            every=schedule.interval,
+            workspaces=workspaces,
+            BK=TILE_K,
+            C=CHUNK,
+            ST=BWD_STAGES,
+            WARPS=V // 16,
+            GROUPED_HEADS=heads < HV,
+            **delta_args(terms, segments, s_in, s_out),
+            **BWD_OPTIONS[V],
+            **FEWER_REGISTERS,
         )
 
 
-def _flags(terms: LinearInputs, s_in: Tensor | None, s_out: Tensor | None) -> dict[str, Any]:
-    """The constants of all kernels that go from chunk to chunk."""
-    return {
-        "K": terms.q.shape[-1],
-        "V": terms.v.shape[-1],
-        "BV": TILE_V,
-        "C": CHUNK,
-        "ST": STAGES,
-        "HAS_GATE": terms.g is not None,
-        "HAS_S_IN": s_in is not None,
-        "HAS_S_OUT": s_out is not None,
-        "PACKED": terms.cu_seqlens is not None,
-        "num_warps": 4,
-        "maxnreg": 128,  # of 16 warps: what all partitions share
-    }
-
-
-_BACKEND = Sm90Delta()
-forward, backward = _BACKEND.forward, _BACKEND.backward
+BACKEND = Sm90Delta()
+forward, backward = BACKEND.forward, BACKEND.backward

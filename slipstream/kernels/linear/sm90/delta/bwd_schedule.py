@@ -31,14 +31,10 @@ from slipstream.kernels.linear.segments import (
 )
 from slipstream.runtime.launch_cache import by_sizes
 
-# Percent of the bytes of arguments, results and gradients. 25 are promised; a few small tensors are
-# not counted.
+# Percent of the bytes of arguments, results and gradients that the kernel may have besides, and
+# bytes that it always may.
 MAX_WORKSPACE_PCT = 24.9
 SMALL_BYTES = 1 << 26
-# Where no blocks are that short: of the smallest size, what shorter blocks are not worth if that
-# is at most SMALL_BYTES.
-SMALL_CALL_SLACK = 0.15
-SEGMENT_SLACK = 0.125  # by which segments may grow so that they have a whole number of blocks
 # For a chunk there and back, and for a block's beginning and end, on an H200.
 CHUNK_MICROSECONDS, BLOCK_MICROSECONDS = 11.4, 9.0
 # Chunks of a block where segments are given: fewer take too long, more need too much memory.
@@ -72,9 +68,10 @@ def make_schedule(terms: LinearInputs, interval: int, blocks: int = 0) -> Backwa
 
 
 def choose_schedule(terms: LinearInputs) -> BackwardSchedule | None:
-    """So that what there is beyond arguments and results stays below MAX_WORKSPACE_PCT of those, in
-    as little time as that lets it take; if none are short enough, about as little as can be. None:
-    in two kernels, which leave S, dS' and w of all chunks, where heads and all that are few."""
+    """So that what there is beyond arguments and results stays below MAX_WORKSPACE_PCT of those or
+    SMALL_BYTES, in as little time as that lets it take; if none are short enough, as little memory
+    as can be. None: in two kernels, which leave S, dS' and w of all chunks, where heads and all
+    that are few."""
     count = num_fused_bwd(terms)
     B, T, HV, V = terms.v.shape
     K, E = terms.q.shape[3], terms.q.element_size()
@@ -124,8 +121,6 @@ def _choose_blocks(
     for blocks in BLOCK_COUNTS:
         interval = -(-chunks // blocks)
         split = -(-chunks // interval) if count > 1 else 0
-        if split * interval > (1 + SEGMENT_SLACK) * chunks:
-            continue
         segments = num_segments(interval * split) if split else 0
         programs = min(HV * (segments or N), NUM_SMS)
         run = programs * K * V * (E * max(interval - 2, 0) + (0 if split else 4))
@@ -135,10 +130,7 @@ def _choose_blocks(
         sizes[found] += row_bytes * V + max(run, row_bytes * (K + V))
         times[found] = CHUNK_MICROSECONDS * max(split * interval, chunks)
         times[found] += BLOCK_MICROSECONDS * -(-chunks // interval)
-    smallest = min(sizes.values())
-    if smallest + saved_bytes <= SMALL_BYTES:
-        smallest = int((1 + SMALL_CALL_SLACK) * smallest)
-    limit = max(allowed - saved_bytes, smallest)
+    limit = max(max(allowed, SMALL_BYTES) - saved_bytes, min(sizes.values()))
     return min((x for x, size in sizes.items() if size <= limit), key=lambda x: times[x])
 
 

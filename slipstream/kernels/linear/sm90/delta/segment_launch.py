@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import Exchange, pass_states
-from slipstream.kernels.linear.delta import WYFactors
+from slipstream.kernels.linear.delta import WYFactors, delta_args
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments, delta_grid, size_args
-from slipstream.kernels.linear.sm90.common.tma import tma_descriptor
+from slipstream.kernels.linear.segments import (
+    CHUNK,
+    TILE_V,
+    Segments,
+    delta_grid,
+    sequence_args,
+)
+from slipstream.kernels.linear.sm90.common.tma import token_tiles
 from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.segment_transition import (
     delta_segment_transition_sm90_kernel,
@@ -21,6 +27,14 @@ from slipstream.runtime.launch_cache import cached
 
 BASE = 16  # rows of the blocks that the inverse begins with
 STAGES = 3
+_OPTIONS: dict[str, Any] = {
+    "BV": TILE_V,
+    "C": CHUNK,
+    "ST": STAGES,
+    "BLOCKS": CHUNK // BASE,
+    "num_warps": 4,
+    "maxnreg": 168,  # of 12 warps
+}
 
 
 def segment_transition(
@@ -33,8 +47,7 @@ def segment_transition(
 ) -> tuple[Tensor, Tensor]:
     """E and M of segments [count, HV, K, V + K], or M alone [count, HV, K, K], and where M counts
     as zero [count, HV]; with every, of a sequence's first and last segment too."""
-    HV, V = terms.v.shape[2:]
-    H, K = terms.q.shape[2:]
+    (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
     wide = K if alone else V + K
     transition = wy.beta_gate.new_empty(segments.count, HV, K, wide)
     m_is_zero = transition.new_empty(segments.count, HV, dtype=torch.int32)
@@ -42,17 +55,10 @@ def segment_transition(
         (wide // TILE_V * HV * segments.count,)
     ]
     launch(
-        k_desc=tma_descriptor(terms.k, H * K, CHUNK, K),
-        v_desc=tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
-        r_desc=tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
-        beta_gates_ptr=wy.beta_gate,
         lognorm_ptr=wy.transition_lognorm,
-        s_in_ptr=s_in,
         transition_ptr=transition,
         m_is_zero_ptr=m_is_zero,
-        cu_ptr=terms.cu_seqlens,
-        **size_args(terms, segments),
-        **{**_segment_transition_flags(terms, s_in), "V": wide - K, "EVERY": every},
+        **_transition_args(terms, wy, segments, s_in, None) | {"V": wide - K, "EVERY": every},
     )
     return transition, m_is_zero
 
@@ -61,27 +67,34 @@ def states_before(
     terms: LinearInputs, wy: WYFactors, segments: Segments, s_out: Tensor | None
 ) -> Tensor:
     """The state before each segment [count, HV, K, V], of one scan; s_out gets the last ones."""
-    HV, V = terms.v.shape[2:]
-    H, K = terms.q.shape[2:]
+    (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
     states = wy.beta_gate.new_empty(segments.count, HV, K, V)
     launch: Any = cached(delta_segment_transition_sm90_kernel)[delta_grid(terms, None)]
     launch(
-        k_desc=tma_descriptor(terms.k, H * K, CHUNK, K),
-        v_desc=tma_descriptor(terms.v, HV * V, CHUNK, TILE_V),
-        r_desc=tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
-        beta_gates_ptr=wy.beta_gate,
         lognorm_ptr=None,
-        s_in_ptr=terms.initial_state,
         transition_ptr=None,
         m_is_zero_ptr=None,
-        cu_ptr=terms.cu_seqlens,
-        **size_args(terms, segments),
-        **_segment_transition_flags(terms, terms.initial_state),
-        HAS_S_OUT=s_out is not None,
         states_ptr=states,
-        s_out_ptr=s_out,
+        **_transition_args(terms, wy, segments, terms.initial_state, s_out),
     )
     return states
+
+
+def _transition_args(
+    terms: LinearInputs,
+    wy: WYFactors,
+    segments: Segments,
+    s_in: Tensor | None,
+    s_out: Tensor | None,
+) -> dict[str, Any]:
+    args = delta_args(terms, segments, s_in, s_out) | _OPTIONS
+    del args["SPLIT"]
+    return args | {
+        "k_desc": token_tiles(terms.k, terms.k.shape[-1]),
+        "v_desc": token_tiles(terms.v, TILE_V),
+        "r_desc": token_tiles(wy.r, CHUNK),
+        "beta_gates_ptr": wy.beta_gate,
+    }
 
 
 def segment_transition_bwd(
@@ -94,29 +107,23 @@ def segment_transition_bwd(
     every: bool = False,
 ) -> Tensor:
     """dE of segments [count, HV, K, V]; with every, of a sequence's first segment too."""
-    HV, V = terms.v.shape[2:]
-    H, K = terms.q.shape[2:]
+    (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
     dE = wy.beta_gate.new_empty(segments.count, HV, K, V)
     launch: Any = cached(delta_chunk_dstate_sm90_kernel)[delta_grid(terms, segments)]
     launch(
-        q_desc=tma_descriptor(terms.q, H * K, CHUNK, K),
-        k_desc=tma_descriptor(terms.k, H * K, CHUNK, K),
-        do_desc=tma_descriptor(do, HV * V, CHUNK, TILE_V),
-        r_desc=tma_descriptor(wy.r, HV * CHUNK, CHUNK, CHUNK),
+        q_desc=token_tiles(terms.q, K),
+        k_desc=token_tiles(terms.k, K),
+        do_desc=token_tiles(do, TILE_V),
+        r_desc=token_tiles(wy.r, CHUNK),
+        beta_gates_ptr=wy.beta_gate,
         dv_desc=None,
         states_desc=None,
         dv_ptr=None,
-        beta_gates_ptr=wy.beta_gate,
         lognorm_ptr=wy.transition_lognorm,
-        s_in_ptr=s_in,
-        s_out_ptr=dE,
-        cu_ptr=terms.cu_seqlens,
         scale=scale,
-        **size_args(terms, segments),
-        HAS_S_OUT=True,
-        SPLIT=True,
         EVERY=every,
-        **_segment_transition_flags(terms, s_in),
+        **delta_args(terms, segments, s_in, dE),
+        **_OPTIONS,
     )
     return dE
 
@@ -170,11 +177,8 @@ def state_passing(
             s_in_ptr=s_in,
             entry_ptr=states,
             s_out_ptr=s_out,
-            cu_ptr=terms.cu_seqlens,
-            T=terms.v.shape[1],
-            N=terms.sequences,
-            HV=HV,
             segment=segments.tokens,
+            **sequence_args(terms),
             K=K,
             V=V,
             BV=TILE_V,
@@ -183,7 +187,6 @@ def state_passing(
             BACK=reverse,
             HAS_S_IN=s_in is not None,
             HAS_S_OUT=s_out is not None,
-            PACKED=terms.cu_seqlens is not None,
             num_warps=4,
             num_stages=1,
         )
@@ -193,19 +196,3 @@ def state_passing(
 
     pass_states(run, entry, s_out, terms, segments, transition, exchange, reads_others=True)
     return entry
-
-
-def _segment_transition_flags(terms: LinearInputs, s_in: Tensor | None) -> dict[str, Any]:
-    return {
-        "K": terms.q.shape[-1],
-        "V": terms.v.shape[-1],
-        "BV": TILE_V,
-        "C": CHUNK,
-        "ST": STAGES,
-        "BLOCKS": CHUNK // BASE,
-        "HAS_GATE": terms.g is not None,
-        "HAS_S_IN": s_in is not None,
-        "PACKED": terms.cu_seqlens is not None,
-        "num_warps": 4,
-        "maxnreg": 168,  # of 12 warps
-    }

@@ -5,11 +5,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import BackendCapabilities, Exchange
-from slipstream.kernels.linear.delta import Checkpoints, DeltaBackend, EntryStates, WYFactors
+from slipstream.kernels.linear.backend import Exchange
+from slipstream.kernels.linear.delta import (
+    Checkpoints,
+    DeltaBackend,
+    EntryStates,
+    WYFactors,
+    delta_args,
+)
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
 from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
-from slipstream.kernels.linear.segments import Segments, num_chunks, num_sequences, size_args
+from slipstream.kernels.linear.segments import (
+    Segments,
+    num_chunks,
+    num_sequences,
+    sequence_args,
+)
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta.chunk import (
     delta_chunk_dstate_kernel,
@@ -30,8 +41,6 @@ from slipstream.kernels.linear.triton.delta.solve_tril import BASE, delta_solve_
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
-
-CAPABILITIES = BackendCapabilities(exchanges=True)
 
 
 class TritonDelta(DeltaBackend):
@@ -67,13 +76,11 @@ class TritonDelta(DeltaBackend):
             beta_ptr=terms.beta,
             r_ptr=r,
             rows_ptr=beta_gate,
-            cu_ptr=terms.cu_seqlens,
-            T=T,
-            N=terms.sequences,
-            HV=HV,
+            **sequence_args(terms),
             H=H,
             K=K,
             BK=tile.solve.B,
+            HAS_GATE=terms.g is not None,
             C=tile.C,
             LEVELS=(tile.C // BASE.value).bit_length() - 1,
             HAS_P=terms.p is not None,
@@ -156,22 +163,14 @@ class TritonDelta(DeltaBackend):
             states_ptr=state_descriptor(states, kernel_tile.B, BK)
             if tma and states is not None
             else states,
-            s_in_ptr=s_in,
-            s_out_ptr=s_out,
             m_ptr=m,
-            cu_ptr=terms.cu_seqlens,
             scale=scale,
-            **size_args(terms, segments),
-            K=K,
-            V=V,
+            **delta_args(terms, segments, s_in, s_out),
             BK=BK,
             BV=kernel_tile.B,
             C=tile.C,
             OUTPUT=make,
             HAS_P=terms.p is not None,
-            HAS_S_IN=s_in is not None,
-            HAS_S_OUT=s_out is not None,
-            SPLIT=segments is not None,
             GROUPED=H != HV,
             TMA=tma,
             SPLIT_BF16=uses_split_bf16(terms),
@@ -192,8 +191,7 @@ class TritonDelta(DeltaBackend):
         s_out: Tensor | None = None,
         segments: Segments | None = None,
     ) -> None:
-        HV, V = terms.v.shape[2:]
-        H, K = terms.q.shape[2:]
+        (HV, V), H = terms.v.shape[2:], terms.q.shape[2]
         tile, BK = tile_of(terms)
         sequences = num_sequences(terms, segments)
         kernel_tile = tile.dstate
@@ -215,21 +213,13 @@ class TritonDelta(DeltaBackend):
             states_ptr=state_descriptor(dstates, BV, BK)
             if tma and dstates is not None
             else dstates,
-            s_in_ptr=s_in,
-            s_out_ptr=s_out,
-            cu_ptr=terms.cu_seqlens,
             scale=scale,
-            **size_args(terms, segments),
-            K=K,
-            V=V,
+            **delta_args(terms, segments, s_in, s_out),
             BK=BK,
             BV=BV,
             C=tile.C,
             OUTPUT="ends" if dstates is None else "states",
             HAS_P=terms.p is not None,
-            HAS_S_IN=s_in is not None,
-            HAS_S_OUT=s_out is not None,
-            SPLIT=segments is not None,
             GROUPED=H != HV,
             TMA=tma,
             SPLIT_BF16=uses_split_bf16(terms),
@@ -248,7 +238,7 @@ class TritonDelta(DeltaBackend):
         scale: float,
         grads: dict[str, Tensor],
     ) -> None:
-        (T, HV, V), (H, K) = terms.v.shape[1:], terms.q.shape[2:]
+        (HV, V), (H, K) = terms.v.shape[2:], terms.q.shape[2:]
         tile, _ = tile_of(terms)
         BK = tile.grads.B
         BV = min(64, BK)
@@ -273,15 +263,13 @@ class TritonDelta(DeltaBackend):
             rows_ptr=wy.beta_gate,
             dbeta_ptr=grads["beta"],
             dg_ptr=grads.get("g"),
-            cu_ptr=terms.cu_seqlens,
             scale=scale,
-            T=T,
-            N=terms.sequences,
-            HV=HV,
+            **sequence_args(terms),
             H=H,
             K=K,
             V=V,
             BK=BK,
+            HAS_GATE=terms.g is not None,
             BV=BV,
             C=tile.C,
             HAS_P=terms.p is not None,
@@ -291,5 +279,5 @@ class TritonDelta(DeltaBackend):
         )
 
 
-_BACKEND = TritonDelta()
-forward, backward = _BACKEND.forward, _BACKEND.backward
+BACKEND = TritonDelta()
+forward, backward = BACKEND.forward, BACKEND.backward

@@ -63,8 +63,6 @@ def launch_options(terms: LinearInputs, kernel_tile: KernelTile) -> dict[str, An
     # beside k there is no room for as many stages of p
     wide = terms.p is not None and terms.q.shape[-1] > MAX_M_OFFSET_WIDTH
     return {
-        "HAS_GATE": terms.g is not None,
-        "PACKED": terms.cu_seqlens is not None,
         "FP32": terms.q.dtype == torch.float32,
         "PRECISION": fp32_dot_precision(),
         "num_warps": kernel_tile.warps,
