@@ -283,6 +283,13 @@ TABLES: dict[str, Table] = {
         "bench/training.py --only checkpointed", by="who",
         lines=("attention", "retention", "gla", "gated_deltanet", "kda", "rwkv7"),
     ),
+    "packed": Table(
+        """SELECT * FROM varying WHERE "case" = 'packed, tokens/s' ORDER BY n""", "name",
+        {"mixer": "{name}", "32768 tokens, tokens/s": "{32768@ours:4}",
+         "of whole rows": "{32768@ratio:3}", "8192 tokens, tokens/s": "{8192@ours:4}",
+         "of its whole rows": "{8192@ratio:3}"},
+        "bench/varying.py", by="tokens",
+    ),
     "convergence": Table(
         CONVERGENCE, "model",
         {"model": "{model}", "step": "{step}", "seeds": "{seeds}", "ours": "{ours}", "fla": "{fla}",
