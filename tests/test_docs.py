@@ -73,7 +73,7 @@ def test_tried_ideas_are_one_row_each(page: str) -> None:
     for part in (rejected, accepted):
         found = [x for x in part.splitlines() if x.startswith("|")][2:]
         dates = [match[1] for x in found if (match := row.fullmatch(x))]
-        assert len(dates) == len(found) > 2
+        assert len(dates) == len(found) > 0
         assert dates == sorted(dates, reverse=True)
 
 

@@ -60,7 +60,7 @@ def test_many_tokens_have_activations_in_products() -> None:
 
 
 @needs_compiler
-def test_a_step_of_any_size_finds_its_kernels(tmp_path: Path) -> None:
+def test_steps_of_any_size_find_kernels(tmp_path: Path) -> None:
     config = SlipstreamConfig(vocab_size=512, hidden_size=512, num_heads=4, mixers=["retention"])
     config.save_pretrained(tmp_path)
     found = {x.key for x, _ in find_model_kernels([str(tmp_path)], [BF16], (1, 512), "sm_90").tasks}
