@@ -161,11 +161,12 @@ def _known_tables() -> dict[Any, Any] | None:
     return _STEP.tables
 
 
-def _once(key: tuple, of: Any, make: Callable[[], Made]) -> Made:
-    """make(), or what it made in this forward for the same key, which has the id of `of`."""
+def _once(kind: tuple, of: Any, make: Callable[[], Made]) -> Made:
+    """make(), or what it made in this forward for the same kind and the same `of`."""
     known = _known_tables()
     if known is None:
         return make()
+    key = (id(of), *kind)
     if key not in known:
         known[key] = of, make()  # with it, lest others get its id
     return known[key][1]
@@ -178,8 +179,7 @@ def first_positions(tokens: int, device: torch.device) -> Tensor:
 
 def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """As ops.packed_positions; offsets must not change within a forward."""
-    key = ("packed", id(cu_seqlens), tokens)
-    return _once(key, cu_seqlens, lambda: positions_of(cu_seqlens, tokens))
+    return _once((tokens,), cu_seqlens, lambda: positions_of(cu_seqlens, tokens))
 
 
 def verifies() -> bool:
@@ -189,8 +189,8 @@ def verifies() -> bool:
 
 def tables(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """As ops.rotary_tables; positions must not change within a step."""
-    key = (id(positions), dim, base, dtype)
-    return _once(key, positions, lambda: rotary_tables(positions, dim, base=base, dtype=dtype))
+    kind = dim, base, dtype
+    return _once(kind, positions, lambda: rotary_tables(positions, dim, base=base, dtype=dtype))
 
 
 def rotary(x: Tensor, positions: Tensor, dim: int, base: float) -> Tensor:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from slipstream.compiler.arch import named
+
 
 class Size(NamedTuple):
     """A batch of B rows of T tokens, or `sequences` packed in one row of T."""
@@ -26,7 +28,7 @@ class Size(NamedTuple):
 STEPS = (
     (1, (1, 1024)),
     (12, (1,)),
-    (100, (1, 66, 95, 132)),
+    (100, (1, 66, 95, named("sm_90").units)),
     (256, (1,)),
     (1024, (1, 33)),
     (2048, (1, 16, 24, 33, 66)),

@@ -126,8 +126,9 @@ def main() -> None:
                 patch.object(module, look, lambda *_, **__: None).start()
     what, *names = sys.argv[1:]
     if what == "offsets":
-        rows = [x for x in OPERATORS if x.name in names]
-        assert len(rows) == len({*names} - {"recurrent_step"}), names
+        names_of_rows = {*names} - {"recurrent_step"}
+        rows = [x for x in OPERATORS if x.name in names_of_rows]
+        assert len(rows) == len(names_of_rows), names
         for wrong in OFFSETS:
             for row in rows:
                 check_offsets(row, wrong, size)
