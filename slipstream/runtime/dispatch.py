@@ -259,7 +259,8 @@ class ValidationCache:
                 self._by_key.clear()
             before = _fallbacks
             # to torch.jit.trace sizes are tensors
-            decides = tensors and not is_tracing()
+            first = next((x for x in tensors if x is not None), None)
+            decides = first is not None and call_replay.is_enabled(first) and not is_tracing()
             found = self._decided(key, make, tensors) if decides else make()
             if before == _fallbacks:
                 self._by_key[key] = found

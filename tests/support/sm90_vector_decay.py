@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import Segments, num_sequences, size_args
+from slipstream.kernels.linear.segments import Segments, num_sequences
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
 
@@ -73,7 +73,9 @@ def scan(
         made[0] = made[-1] = given[0] = given[1] = None
     pointers = [None if p is None else emulator.Pointer(p.contiguous()) for p in given]
     scales = (1 / SCALE, SCALE) if reverse else (1.0, 1.0)
-    sizes = tuple(size_args(t, segments).values())
+    T, heads = t.v.shape[1:3]
+    segment = T if segments is None else segments.tokens
+    sizes = T, t.sequences, heads, t.q.shape[2], segment
     flags: dict[str, Any] = {
         "K": K,
         "X": X,

@@ -23,13 +23,14 @@ def locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED: tl.constexpr):
         past = N
         while past - i_n > 1:
             middle = (i_n + past) // 2
-            before = tl.load(cu_ptr + middle).to(tl.int64) // C + middle <= i_chunk
+            # of wrong offsets none is below 0, so that they lead to no token before the first
+            start = tl.maximum(tl.load(cu_ptr + middle).to(tl.int64), 0)
+            before = start // C + middle <= i_chunk
             i_n = tl.where(before, middle, i_n)
             past = tl.where(before, past, middle)
         begin = tl.maximum(tl.load(cu_ptr + i_n).to(tl.int64), 0)
         end = tl.minimum(tl.load(cu_ptr + i_n + 1).to(tl.int64), T)
-        # below 0 only with wrong offsets, which must not lead before the first token
-        i_c = tl.maximum(i_chunk - (begin // C + i_n), 0)
+        i_c = i_chunk - (begin // C + i_n)
         length = tl.maximum(end - begin, 0)
     else:
         chunks = tl.cdiv(T, C)
