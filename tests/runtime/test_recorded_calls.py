@@ -94,7 +94,9 @@ def test_calls_can_be_replayed(calls: list[Recorded], shape: str) -> None:
     from slipstream.compiler.trace import PlainTorch, trace
 
     seen = 0
-    for sample in SAMPLES:
+    # what long sequences and many heads change is the linear family's chunks
+    chunked = SHAPES[shape].T > 1000
+    for sample in [x for x in SAMPLES if not chunked or x.name.startswith("chunk_")]:
         for _ in range(2):  # tables that a first call makes are there for the second
             calls.clear()
             with suppress(PlainTorch, ValueError, NotImplementedError):
@@ -102,7 +104,7 @@ def test_calls_can_be_replayed(calls: list[Recorded], shape: str) -> None:
         not_played = [(x.name, x.failed) for x in calls if x.failed]
         assert not not_played, f"{sample.op}: {not_played}"
         seen += bool(calls)
-    assert seen > 35
+    assert seen > (20 if chunked else 35)
 
 
 def _call(sample: Sample, shape: Shape, device: torch.device) -> Any:
