@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 STEPS = ["venv", "lint", "test", "test-avx2", "test-oldest"]
-BESIDE = "newest", "docs"  # another step
+IN_PARALLEL = "newest", "docs"  # to another step
 STAND_IN = """#!/bin/sh
 echo "$1" >> "$LOG"
 case " $FAILS " in *" $1 "*) exit 1 ;; esac
@@ -26,8 +26,8 @@ def _ci(folder: Path, fails: str, **options: str) -> tuple[int, list[str], str]:
         [ROOT / ".ci/run"], env=env | options, capture_output=True, text=True, check=False
     )
     made = log.read_text().split()
-    assert fails in STEPS or {*BESIDE} <= {*made}
-    return ran.returncode, [x for x in made if x not in BESIDE], ran.stderr
+    assert fails in STEPS or {*IN_PARALLEL} <= {*made}
+    return ran.returncode, [x for x in made if x not in IN_PARALLEL], ran.stderr
 
 
 def test_ci_runs_the_tests_under_the_newest_torch(tmp_path: Path) -> None:
