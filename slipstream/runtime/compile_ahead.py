@@ -4,7 +4,7 @@ The first call of an operator waits for its own kernels alone (runtime/parallel_
 numbers of tokens or sequences take others of a short list (runtime/size_ladder.py). So an operator
 that says what its arguments are in other sizes has those compiled after that, in threads that leave
 the processor to whoever waits for a kernel. The calls run on fake tensors: they take none of the
-GPU's memory and launch nothing. What fails is left to a call that wants it.
+GPU's memory and launch nothing. A call that needs a kernel that failed here compiles it again.
 
     SLIPSTREAM_AHEAD   on, or off
 """
@@ -30,7 +30,7 @@ from slipstream.compiler.compiler_state import compiler_state
 from slipstream.runtime import backends, parallel_compile
 
 ENABLED = os.environ.get("SLIPSTREAM_AHEAD", "on") != "off"
-# Of the processors, one in so many compiles what nothing waits for.
+# One processor in so many compiles in the background.
 SHARE = 4
 # The arguments of a call, whose tensors are on the meta device, in other sizes.
 AtSizes = Callable[[tuple], Iterable[tuple]]

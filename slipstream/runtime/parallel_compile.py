@@ -126,7 +126,7 @@ def only_compiling(
     pool: Any, ready: Future, is_wanted: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
     """Launches of this thread compile their kernels, in the pool, which begins at the end of the
-    block; what the block raises is left to the call itself. Returns when all are compiled.
+    block. Errors of the block are dropped: the call itself raises them. Returns when all are done.
 
     Args:
         ready: what the first launch waits for.

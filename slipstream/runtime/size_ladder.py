@@ -38,7 +38,7 @@ STEPS = (
 
 
 def sizes(heads: int, packed: bool) -> list[Size]:
-    """The sizes for calls of so many heads, each once."""
+    """Lists the distinct sizes for calls of so many heads."""
     found: dict[Size, None] = {}
     for tokens, at_most in STEPS:
         for count in at_most:
