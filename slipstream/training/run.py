@@ -173,7 +173,7 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
     if ranks.any_of(interrupt.requested is not None, args.device):
         return Result(directory, begun, None, 0.0)
     _train_on(trainer, checkpoint)
-    step, rate = trainer.state.global_step, trainer.speed.mean_rate()
+    step, rate = trainer.state.global_step, trainer.tokens_per_second
     if step < args.max_steps:
         return Result(directory, step, None, rate)
     with console.status("scoring all held-out text"):
@@ -363,7 +363,7 @@ def _trainer(
         callbacks=[board, StopWhenAsked(interrupt)],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(ConsoleProgress(console, trainer.speed, data.eval_rows))
+    trainer.add_callback(ConsoleProgress(console))
     return trainer
 
 

@@ -5,6 +5,7 @@ bits per byte = nats of all predicted tokens / ln 2 / bytes of text they stand f
 
 import math
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from slipstream.training.checkpoints import sizes
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.muon import Muon, inner_matrices
 from slipstream.training.rows import Batches, Cursor, Rows, Tally
-from slipstream.training.speed import Speed, flops_per_token, peak_flops, peak_memory
 
 
 class Place(TrainerCallback, ExportableState):
@@ -84,16 +84,15 @@ class LMTrainer(Trainer):
         capture: bool = False,
         **options: Any,
     ) -> None:
-        self.place, self.speed, self.muon = place, Speed(), muon
-        callbacks = [*options.pop("callbacks", []), place, self.speed]
+        self.place, self.muon = place, muon
+        callbacks = [*options.pop("callbacks", []), place]
         super().__init__(callbacks=callbacks, **options)
         self.captured_loss = CapturedLoss(self.model) if capture else None
         # which of how many read rows of their own
         self.readers = self.args.process_index, self.args.world_size
         self.computing_alike = 1  # processes that get the same tokens of the same rows
         self._bytes = self._targets = 0  # since the last log
-        peak = peak_flops()
-        self._seconds_at_peak = None if peak is None else flops_per_token(self.model) / peak
+        self._tokens, self.tokens_per_second = 0, 0.0  # of this process's steps
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.muon is None or self.optimizer is not None:
@@ -119,7 +118,7 @@ class LMTrainer(Trainer):
         self._targets += tally.targets
         self._bytes += tally.text_bytes
         tokens = inputs["input_ids"].numel() * self.args.world_size
-        self.speed.tokens += tokens // self.computing_alike
+        self._tokens += tokens // self.computing_alike
         return super().training_step(model, inputs, *args, **kw)
 
     def compute_loss(
@@ -142,10 +141,9 @@ class LMTrainer(Trainer):
         if "loss" in logs and self._bytes:
             targets, text = ranks.summed([self._targets, self._bytes], self.args.device)
             logs["bits_per_byte"] = logs["loss"] / math.log(2) * targets / text
-            logs["tokens_per_second"] = rate = self.speed.rate()
-            logs["memory_gib"] = peak_memory() / 2**30
-            if self._seconds_at_peak is not None:
-                logs["mfu"] = rate / self.args.world_size * self._seconds_at_peak
+            assert start_time is not None
+            self.tokens_per_second = self._tokens / (time.time() - start_time)
+            logs["tokens_per_second"] = self.tokens_per_second
             self._bytes = self._targets = 0
         if "train_loss" in logs:
             logs["train_loss"] = _mean_loss(self.state.log_history)

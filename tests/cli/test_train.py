@@ -66,7 +66,6 @@ def interrupted(config: Path, out: Path, number: signal.Signals, step: int) -> s
 
 
 MEASURED = (
-    "memory_gib",
     "tokens_per_second",
     "train_runtime",
     "train_samples_per_second",

@@ -23,7 +23,6 @@ from slipstream.training.sample import load
 
 STEPS = 6
 TIMES = (
-    "memory_gib",
     "tokens_per_second",
     "train_runtime",
     "train_samples_per_second",
