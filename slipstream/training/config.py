@@ -13,15 +13,16 @@ capture: true                                    loss and gradients as CUDA grap
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
+from huggingface_hub.dataclasses import type_validator
 
 from slipstream.runtime.files import read_text, write_text
-from slipstream.training.values import checked, expect_keys
 
 PACKINGS = ("separator", "reset")
 
@@ -160,6 +161,9 @@ class RunConfig:
         return _plain(asdict(self))
 
 
+SECTIONS = {"tokenizer": Tokenizer, "data": Data, "muon": Muon, "parallel": Parallel}
+
+
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a run's config.
 
@@ -186,22 +190,48 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConf
 
 
 def from_dict(raw: Mapping[str, Any]) -> RunConfig:
-    expect_keys("", raw, [f.name for f in fields(RunConfig)])
+    """Raises as `load` does. A section without a value is as one that is left out."""
     if raw.get("output_dir") is None:
+        expect_keys("", raw, get_type_hints(RunConfig))
         raise ValueError("output_dir: want a directory for the run, got none")
-    sections: dict[str, Any] = {"output_dir": checked("output_dir", raw["output_dir"], str)}
-    sections["tokenizer"] = _section("tokenizer", Tokenizer, raw.get("tokenizer") or {})
-    sections["data"] = _section("data", Data, raw.get("data") or {})
-    if raw.get("init_from") is not None:
-        sections["init_from"] = checked("init_from", raw["init_from"], str)
-    if raw.get("muon") is not None:
-        sections["muon"] = _section("muon", Muon, raw["muon"])
-    if raw.get("capture") is not None:
-        sections["capture"] = checked("capture", raw["capture"], bool)
-    sections["parallel"] = _section("parallel", Parallel, raw.get("parallel") or {})
-    for name in ("model", "training"):
-        sections[name] = dict(_mapping(name, raw.get(name) or {}))
-    return RunConfig(**sections)
+    given = {"data": {}} | {name: value for name, value in raw.items() if value is not None}
+    for name, cls in SECTIONS.items():
+        if name in given:
+            given[name] = cls(**checked(f"{name}.", given[name], get_type_hints(cls)))
+    return RunConfig(**checked("", given, get_type_hints(RunConfig)))
+
+
+def checked(prefix: str, values: Any, hints: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as their type hints have them: an integer for a float is one, a list becomes the
+    tuple, a single string the tuple of it.
+
+    Raises:
+        ValueError: a key that does not exist. TypeError: a value of another type.
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{prefix[:-1]}: want a mapping of keys to values, got {values!r}")
+    expect_keys(prefix, values, hints)
+    made = dict(values)
+    for key, value in values.items():
+        if get_origin(hints[key]) is tuple and isinstance(value, str | list):
+            made[key] = (value,) if isinstance(value, str) else tuple(value)
+        elif type(value) is int and int not in (kinds := (hints[key], *get_args(hints[key]))):
+            made[key] = float(value) if float in kinds else value
+        type_validator(prefix + key, made[key], hints[key])
+    return made
+
+
+def expect_keys(prefix: str, values: Iterable[str], known: Iterable[str]) -> None:
+    """
+    Raises:
+        ValueError: a key that is not among the known ones; names the nearest of them.
+    """
+    known = list(known)
+    for key in values:
+        if key not in known:
+            near = get_close_matches(str(key), known, n=1)
+            advice = f"did you mean {prefix}{near[0]}?" if near else f"want one of {known}"
+            raise ValueError(f"{prefix}{key}: no such key; {advice}")
 
 
 def read_yaml(text: str, source: str) -> Any:
@@ -215,18 +245,6 @@ def read_yaml(text: str, source: str) -> Any:
     except yaml.YAMLError as error:
         words = " ".join(str(error).split())
         raise ValueError(f"{source}: cannot be read as YAML: {words}") from error
-
-
-def _section(name: str, cls: Any, values: Any) -> Any:
-    hints = get_type_hints(cls)
-    expect_keys(f"{name}.", _mapping(name, values), list(hints))
-    return cls(**{k: checked(f"{name}.{k}", v, hints[k]) for k, v in values.items()})
-
-
-def _mapping(name: str, values: Any) -> Mapping[str, Any]:
-    if not isinstance(values, Mapping):
-        raise TypeError(f"{name}: want a mapping of keys to values, got {values!r}")
-    return values
 
 
 def _set(raw: dict[str, Any], keys: list[str], value: Any) -> None:

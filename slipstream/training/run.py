@@ -22,7 +22,7 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.runtime.files import write_text
 from slipstream.training import corpus, ranks, tokenizer
 from slipstream.training.checkpoints import STATE, exported, search, step_of
-from slipstream.training.config import Parallel, RunConfig, read_yaml
+from slipstream.training.config import Parallel, RunConfig, checked, expect_keys, read_yaml
 from slipstream.training.config import Tokenizer as TokenizerConfig
 from slipstream.training.console import ConsoleProgress
 from slipstream.training.interrupt import Interrupt
@@ -30,7 +30,6 @@ from slipstream.training.parallel import ShardedTrainer, expect_processes, is_sh
 from slipstream.training.rows import Collator, Cursor, Position, Rows
 from slipstream.training.sample import saved_directory, weights
 from slipstream.training.trainer import LMTrainer, Place, StopWhenAsked
-from slipstream.training.values import checked, expect_keys
 
 DEFAULTS = {
     "per_device_train_batch_size": 8,
@@ -183,21 +182,23 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
 def arguments(config: RunConfig) -> TrainingArguments:
     """transformers' TrainingArguments of the config's section `training`."""
     hints = get_type_hints(TrainingArguments)
-    settable = [x for x in hints if x not in {*FORCED, *UNUSED, "output_dir"}]
+    settable = {x: hints[x] for x in hints if x not in {*FORCED, *UNUSED, "output_dir"}}
     for key in config.training:
         if key in UNUSED:
             raise ValueError(f"training.{key}: has no use here: {UNUSED[key]}")
         if key in FORCED or key == "output_dir":
             raise ValueError(f"training.{key}: is not for setting; the run sets it")
-    expect_keys("training.", config.training, settable)
-    given = {k: checked(f"training.{k}", v, hints[k]) for k, v in config.training.items()}
+    given = checked("training.", config.training, settable)
     options: dict[str, Any] = {**DEFAULTS, **given, **FORCED}
     options["report_to"] = _reporters(options["report_to"])
     options.setdefault("per_device_eval_batch_size", options["per_device_train_batch_size"])
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 and not torch.accelerator.is_available():
         options["use_cpu"] = True  # without it, each process takes itself for the only one
-    args = TrainingArguments(output_dir=config.output_dir, **options)
+    try:
+        args = TrainingArguments(output_dir=config.output_dir, **options)
+    except ValueError as error:
+        raise ValueError(f"training: {error}") from error
     if started != args.world_size:
         raise NotImplementedError(
             f"training: {started} processes were started (WORLD_SIZE), and transformers makes "
