@@ -37,11 +37,8 @@ def train(
         console = Console(quiet=not first)
         if not first:
             logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-        with ranks.reported_once():
-            settings = load(config, overrides or ())
-        with ranks.others_needed():
-            result = run(settings, interrupt, console, fresh)
-            ranks.leave()
+        result = run(load(config, overrides or ()), interrupt, console, fresh)
+        ranks.leave()
         if result.held_out is None:
             console.print(
                 f"stopped after step {result.step}, nothing lost; the same command continues",

@@ -1,11 +1,6 @@
 """Several processes of one run, as torchrun starts them: the first writes files for all."""
 
-import os
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -50,60 +45,6 @@ def summed(values: list[float], device: torch.device) -> list[float]:
 def any_of(condition: bool, device: torch.device) -> bool:
     """Whether `condition` is true on any rank: others would wait for one that stops alone."""
     return summed([float(condition)], device)[0] > 0
-
-
-# Once one rank of a machine has exited, torchrun ends the others within this time. So the first
-# rank exits first: otherwise it might be ended before it has said why.
-SECONDS_FOR_FIRST = 10.0
-
-# What the communication libraries' errors say where another process is gone.
-_GONE = ("closed by peer", "reset by peer", "Socket closed", "remote process exited", "Broken pipe")
-
-
-@contextmanager
-def reported_once() -> Iterator[None]:
-    """For errors that every rank finds alike, such as a wrong config: the first of each machine
-    raises at once, and torchrun then ends the others. A rank that is not ended raises too: it may
-    be the only one with the error, as where a file is missing for it alone."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError, NotImplementedError):
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            with _ended_by_sigterm():
-                time.sleep(SECONDS_FOR_FIRST)
-        raise
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the process at once, also where a run has a handler that would finish a step."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: set by no Python code
-
-
-@contextmanager
-def others_needed() -> Iterator[None]:
-    """For code that needs all ranks.
-
-    Raises:
-        OSError: another process of the run has ended. It takes the place of the communication
-            library's own error.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not in_group() or not any(words in str(error) for words in _GONE):
-            raise
-        raise OSError(
-            f"rank {dist.get_rank()}: another process of the run has ended, and the others cannot "
-            "go on without it; the same command continues from the newest checkpoint"
-        ) from error
 
 
 def leave() -> None:

@@ -143,9 +143,7 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
     Args:
         fresh: refuse to continue; an unfinished run in the directory is an error.
 
-    Under torchrun every rank calls this; the first writes the files and prints. Of the ranks of a
-    machine the first raises what is wrong with the config at once, the others seconds later if
-    torchrun has not ended them by then.
+    Under torchrun every rank calls this; the first writes the files and prints.
 
     Raises:
         ValueError: a key or value that cannot be; the directory holds a run of another config.
@@ -153,12 +151,11 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     directory = Path(config.output_dir)
-    with ranks.reported_once():
-        args = arguments(config)
-        parallel = expect_processes(config.parallel, args.world_size)
-        if config.init_from is None:
-            _expect_model(config.model)
-        checkpoint = ranks.on_first_rank(lambda: _begin(config, directory, console, fresh))
+    args = arguments(config)
+    parallel = expect_processes(config.parallel, args.world_size)
+    if config.init_from is None:
+        _expect_model(config.model)
+    checkpoint = ranks.on_first_rank(lambda: _begin(config, directory, console, fresh))
     begun = 0 if checkpoint is None else step_of(checkpoint)
     if begun >= args.max_steps and (result := _read_result(directory)) is not None:
         console.print(

@@ -7,7 +7,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from slipstream.training import ranks
 from slipstream.training.checkpoints import Damaged, Incomplete, expect_whole, search, sizes
 from slipstream.training.config import from_dict
 from slipstream.training.interrupt import Interrupt
@@ -133,16 +132,3 @@ def test_train_refuses_before_it_writes(
     with pytest.raises((ValueError, TypeError), match=words):
         train(from_dict(config), Interrupt(), Console(quiet=True))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_rank_reports_what_is_wrong_for_it_alone(
-    rank: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first at once, another once torchrun had time to end it."""
-    waited: list[float] = []
-    monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.setattr(ranks.time, "sleep", waited.append)
-    with pytest.raises(OSError, match="no such file"), ranks.reported_once():
-        raise OSError("no such file")
-    assert waited == [ranks.SECONDS_FOR_FIRST] * int(rank)
