@@ -10,7 +10,6 @@ Checkpoints are torch.distributed.checkpoint's, and can be continued by another 
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -81,20 +79,6 @@ def shard_model(model: SlipstreamForCausalLM, mesh: DeviceMesh, device: torch.de
     for layer in model.model.layers:
         fully_shard(layer, mesh=over)
     fully_shard(model, mesh=over)
-
-
-@contextmanager
-def named_failures() -> Iterator[None]:
-    """For torch's checkpoints: what they raise derives from BaseException, and no handler sees it.
-
-    Raises:
-        RuntimeError: with the error of each rank that has one.
-    """
-    try:
-        yield
-    except CheckpointException as error:
-        said = [f"rank {rank}: {type(x[0]).__name__}: {x[0]}" for rank, x in error.failures.items()]
-        raise RuntimeError("; ".join(said)) from error
 
 
 class ShardedTrainer(LMTrainer):
@@ -196,8 +180,7 @@ class ShardedTrainer(LMTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         ranks.wait()  # for the first rank to have made the folder
-        with named_failures():
-            state_dict_saver.save(self._states(), checkpoint_id=str(Path(output_dir) / SHARDS))
+        state_dict_saver.save(self._states(), checkpoint_id=str(Path(output_dir) / SHARDS))
         if self.args.should_save:
             schedule: Any = self.lr_scheduler
             torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER)
@@ -220,16 +203,14 @@ class ShardedTrainer(LMTrainer):
                 f"{resume_from_checkpoint}: parallel.tensor: want {want}, as the run that saved it "
                 f"had, got {here}"
             )
-        with named_failures():
-            state_dict_loader.load(states, checkpoint_id=str(Path(resume_from_checkpoint) / SHARDS))
+        state_dict_loader.load(states, checkpoint_id=str(Path(resume_from_checkpoint) / SHARDS))
         set_model_state_dict(self.model, states["model"])
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         states = self._states()
-        with named_failures():
-            state_dict_loader.load(states, checkpoint_id=str(Path(checkpoint) / SHARDS))
+        state_dict_loader.load(states, checkpoint_id=str(Path(checkpoint) / SHARDS))
         assert self.optimizer is not None
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         set_optimizer_state_dict(self.model, optimizer, states["optimizer"])

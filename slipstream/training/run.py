@@ -21,7 +21,6 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.runtime.files import write_text
 from slipstream.training import corpus, ranks, tokenizer
-from slipstream.training.checkpoints import STATE, exported, search, step_of
 from slipstream.training.config import Parallel, RunConfig, checked, expect_keys, read_yaml
 from slipstream.training.config import Tokenizer as TokenizerConfig
 from slipstream.training.console import ConsoleProgress
@@ -29,7 +28,15 @@ from slipstream.training.interrupt import Interrupt
 from slipstream.training.parallel import ShardedTrainer, expect_processes, is_sharded, make_mesh
 from slipstream.training.rows import Collator, Cursor, Position, Rows
 from slipstream.training.sample import saved_directory, weights
-from slipstream.training.trainer import LMTrainer, Place, StopWhenAsked
+from slipstream.training.trainer import (
+    STATE,
+    LMTrainer,
+    Place,
+    StopWhenAsked,
+    exported,
+    newest_checkpoint,
+    step_of,
+)
 
 DEFAULTS = {
     "per_device_train_batch_size": 8,
@@ -155,7 +162,7 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
     parallel = expect_processes(config.parallel, args.world_size)
     if config.init_from is None:
         _expect_model(config.model)
-    checkpoint = ranks.on_first_rank(lambda: _begin(config, directory, console, fresh))
+    checkpoint = ranks.on_first_rank(lambda: _begin(config, directory, fresh))
     begun = 0 if checkpoint is None else step_of(checkpoint)
     if begun >= args.max_steps and (result := _read_result(directory)) is not None:
         console.print(
@@ -245,20 +252,14 @@ def _expect_model(options: Mapping[str, Any]) -> None:
         raise ValueError(f"model: {' '.join(str(found or error).split())}") from error
 
 
-def _begin(config: RunConfig, directory: Path, console: Console, fresh: bool) -> Path | None:
+def _begin(config: RunConfig, directory: Path, fresh: bool) -> Path | None:
     """Takes the directory for this config; the checkpoint to continue from, if there is one."""
     directory.mkdir(parents=True, exist_ok=True)
-    found = search(directory)
-    if fresh and (found.newest is not None or found.skipped):
+    if fresh and any(directory.glob("checkpoint-*")):
         raise ValueError(f"output_dir: {directory} holds a run; delete it or name another")
-    for checkpoint, reason in found.skipped:
-        console.print(f"skipping {checkpoint}: {reason}", highlight=False)
-    if found.newest is None and found.damaged:
-        raise ValueError(
-            f"output_dir: {directory} has no whole checkpoint left; delete it or name another"
-        )
-    _claim(config, directory, resuming=found.newest is not None)
-    return found.newest
+    newest = newest_checkpoint(directory)
+    _claim(config, directory, resuming=newest is not None)
+    return newest
 
 
 def _claim(config: RunConfig, directory: Path, resuming: bool) -> None:

@@ -3,15 +3,14 @@
 bits per byte = nats of all predicted tokens / ln 2 / bytes of text they stand for
 """
 
+import json
 import math
-import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -20,28 +19,45 @@ from transformers.trainer_callback import ExportableState
 from slipstream.models import SlipstreamForCausalLM
 from slipstream.training import config, ranks
 from slipstream.training.capture import CapturedLoss
-from slipstream.training.checkpoints import sizes
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.muon import Muon, inner_matrices
 from slipstream.training.rows import Batches, Cursor, Rows, Tally
 
+# The last file of a checkpoint to be written: it is there only if all is.
+STATE = "trainer_state.json"
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """That of a run, without those whose saving was interrupted."""
+    folders = [p for p in directory.glob("checkpoint-*") if p.name[11:].isdecimal()]
+    return next(filter(is_whole, sorted(folders, key=step_of, reverse=True)), None)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    try:
+        exported(json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def exported(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What Place.state has put into a STATE."""
+    return state["stateful_callbacks"][Place.__name__]["attributes"]
+
 
 class Place(TrainerCallback, ExportableState):
-    """The cursor of the rows and the sizes of a checkpoint's files, in its trainer_state.json.
-
-    That file is the last one of a checkpoint to be written, so it is there only if all is.
-    """
+    """The cursor of the rows, and the corpus that it is in, in a checkpoint's STATE."""
 
     def __init__(self, cursor: Cursor, fingerprint: str) -> None:
         self.cursor, self.fingerprint = cursor, fingerprint
-        self.checkpoint: Path | None = None  # the one that is being saved
 
     def state(self) -> dict[str, Any]:
-        attributes = {
-            "cursor": list(self.cursor),
-            "fingerprint": self.fingerprint,
-            "files": {} if self.checkpoint is None else sizes(self.checkpoint),
-        }
+        attributes = {"cursor": list(self.cursor), "fingerprint": self.fingerprint}
         return {"args": {}, "attributes": attributes}
 
     def on_train_begin(
@@ -169,26 +185,9 @@ class LMTrainer(Trainer):
             prefetch_factor=args.dataloader_prefetch_factor,
         )
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
-        if ranks.rank() == 0:
-            # what is left of an earlier attempt would be taken for a part of this one
-            shutil.rmtree(folder, ignore_errors=True)
-        ranks.wait()
-        self.place.checkpoint = folder
-        try:
-            super()._save_checkpoint(model, trial)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            shutil.rmtree(
-                folder, ignore_errors=True
-            )  # on a full disk, what is half there is in the way
-            raise OSError(f"{folder}: cannot be saved: {error}") from error
-        finally:
-            self.place.checkpoint = None
-
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        ranks.wait()  # each rank has a file of its own, and the first lists them
+        ranks.wait()  # each rank has a file of its own, and the first then writes STATE
 
     def evaluate(
         self,

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 
 from slipstream.training.config import Parallel, from_dict
 from slipstream.training.interrupt import Interrupt
-from slipstream.training.parallel import SHARDS, ShardedTrainer, expect_processes
+from slipstream.training.parallel import expect_processes
 from slipstream.training.run import train
 from slipstream.training.sample import load
 from tests.support.processes import run_ranks
@@ -96,15 +95,6 @@ def alone(out: Path, **sections: dict) -> Path:
     return out
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_part_that_cannot_be_saved_names_its_rank(tmp_path: Path) -> None:
-    """Of a kind that LMTrainer removes half a checkpoint for."""
-    (tmp_path / SHARDS).write_text("a file is where the folder goes")
-    trainer: Any = SimpleNamespace(_states=lambda: {"w": torch.ones(2)})
-    with pytest.raises(RuntimeError, match=r"^rank 0: FileExistsError: "):
-        ShardedTrainer._save_optimizer_and_scheduler(trainer, str(tmp_path))
-
-
 def test_dimensions_are_those_of_the_processes() -> None:
     assert expect_processes(Parallel(), 4) == Parallel(4)
     assert expect_processes(Parallel(shard=2), 4) == Parallel(2, 2)
@@ -149,11 +139,10 @@ def test_sharded_run_goes_on_as_another(tmp_path: Path) -> None:
     assert_same(tmp_path / "two", want)
     for name in ("result.json", "model.safetensors"):
         (tmp_path / "two" / name).unlink()
-    (tmp_path / "two/checkpoint-6/shards/.metadata").unlink()
+    (tmp_path / "two/checkpoint-6/trainer_state.json").unlink()
     again = raw(tmp_path / "two", parallel={"context": 2})
     again["training"]["per_device_train_batch_size"] = 4
     text = finish(again, tmp_path)
-    assert "checkpoint-6: shards/.metadata is missing" in text
     assert "continuing at" in text and "checkpoint-3" in text
     assert_same(tmp_path / "two", want)
 

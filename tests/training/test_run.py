@@ -3,14 +3,12 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
-from safetensors.torch import save_file
 
-from slipstream.training.checkpoints import Damaged, Incomplete, expect_whole, search, sizes
 from slipstream.training.config import from_dict
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.run import arguments, train
+from slipstream.training.trainer import newest_checkpoint
 
 
 def raw(out, **training) -> dict:
@@ -23,55 +21,24 @@ def raw(out, **training) -> dict:
     }
 
 
-def planted(directory: Path, step: int) -> Path:
-    """A checkpoint with files like those of a run."""
+def planted(directory: Path, step: int, text: str | None = None) -> Path:
+    """A checkpoint of which only the last file matters."""
     folder = directory / f"checkpoint-{step}"
     folder.mkdir()
-    save_file({"weight": torch.ones(2)}, folder / "model.safetensors")
-    for name in ("optimizer.pt", "scheduler.pt"):
-        torch.save({}, folder / name)
-    attributes = {"cursor": [0, []], "fingerprint": "", "files": sizes(folder)}
-    state = {"global_step": step, "stateful_callbacks": {"Place": {"attributes": attributes}}}
-    (folder / "trainer_state.json").write_text(json.dumps(state))
+    state = {"stateful_callbacks": {"Place": {"attributes": {"cursor": [0, []]}}}}
+    (folder / "trainer_state.json").write_text(json.dumps(state) if text is None else text)
     return folder
 
 
-def test_search_finds_the_newest_whole_checkpoint(tmp_path) -> None:
-    assert search(tmp_path) == (None, (), False)
-    for step in (9, 10, 11, 12):
+def test_newest_checkpoint_is_whole(tmp_path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    for step in (9, 10):
         planted(tmp_path, step)
     (tmp_path / "checkpoint-abc").mkdir()
-    assert search(tmp_path).newest == tmp_path / "checkpoint-12"
-    (tmp_path / "checkpoint-12/trainer_state.json").write_text('{"glob')
-    (tmp_path / "checkpoint-11/optimizer.pt").unlink()
-    found = search(tmp_path)
-    assert found.newest == tmp_path / "checkpoint-10" and found.damaged
-    assert [x.name for x, _ in found.skipped] == ["checkpoint-12", "checkpoint-11"]
-    assert "trainer_state.json" in found.skipped[0][1]
-    assert "optimizer.pt is missing" in found.skipped[1][1]
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
-@pytest.mark.parametrize("size", [None, 0, 39])
-def test_checkpoint_with_cut_file_is_damaged(tmp_path, name: str, size: int) -> None:
-    folder = planted(tmp_path, 3)
-    expect_whole(folder)
-    if size is None:
-        (folder / name).unlink()
-    else:
-        (folder / name).write_bytes(b"x" * size)
-    with pytest.raises(Damaged, match=name):
-        expect_whole(folder)
-
-
-@pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", '{"stateful_callbacks": {}}'])
-def test_checkpoint_without_last_file_is_incomplete(tmp_path, text: str | None) -> None:
-    folder = planted(tmp_path, 3)
-    (folder / "trainer_state.json").unlink()
-    if text is not None:
-        (folder / "trainer_state.json").write_text(text)
-    with pytest.raises(Incomplete, match="trainer_state"):
-        expect_whole(folder)
+    (tmp_path / "checkpoint-99").mkdir()
+    for step, text in enumerate(("", "{}", "[]", "null", '{"glob', '{"stateful_callbacks": {}}')):
+        planted(tmp_path, 11 + step, text)
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 
 def test_interrupt_of_two_signals(request) -> None:
