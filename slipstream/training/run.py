@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import platform
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,7 +14,6 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
@@ -53,7 +51,7 @@ DEFAULTS = {
     "save_total_limit": 2,
     "logging_steps": 1,
     "seed": 0,
-    "report_to": "none",
+    "report_to": "tensorboard",
     "dataloader_pin_memory": torch.cuda.is_available(),
 }
 """Over transformers' own. A log line per step: only so are the logs of a resumed run the same."""
@@ -80,55 +78,17 @@ UNUSED = {
 }
 """Options of TrainingArguments that would do nothing or harm here, and why."""
 
-CHANGEABLE = (
-    "activation_checkpointing",
-    "activation_checkpointing_kwargs",
-    "bf16",
-    "bf16_full_eval",
-    "dataloader_multiprocessing_context",
-    "dataloader_num_workers",
-    "dataloader_persistent_workers",
-    "dataloader_pin_memory",
-    "dataloader_prefetch_factor",
-    "ddp_backend",
-    "ddp_broadcast_buffers",
-    "ddp_bucket_cap_mb",
-    "ddp_find_unused_parameters",
-    "ddp_static_graph",
-    "ddp_timeout",
-    "eval_delay",
-    "eval_on_start",
-    "eval_steps",
-    "eval_strategy",
-    "fp16_full_eval",
-    "gradient_accumulation_steps",
-    "gradient_checkpointing",
-    "gradient_checkpointing_kwargs",
-    "log_level",
-    "log_level_replica",
-    "log_on_each_node",
-    "logging_first_step",
-    "logging_nan_inf_filter",
-    "logging_steps",
-    "logging_strategy",
-    "max_grad_norm",
-    "max_steps",
-    "per_device_eval_batch_size",
-    "per_device_train_batch_size",
-    "report_to",
-    "run_name",
-    "save_steps",
-    "save_strategy",
-    "save_total_limit",
-    "skip_memory_metrics",
-    "tf32",
-    "torch_compile",
-    "torch_compile_backend",
-    "torch_compile_mode",
-    "torch_empty_cache_steps",
-    "use_cpu",
+FIXED = (
+    "optim",
+    "optim_args",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "seed",
 )
-"""Options that a resumed run takes from its config; of all others its checkpoint decides."""
+"""Options that a resumed run has from its checkpoint; of all others its config decides."""
 
 RESULT = "result.json"
 RUN = "run.yaml"
@@ -194,7 +154,6 @@ def arguments(config: RunConfig) -> TrainingArguments:
             raise ValueError(f"training.{key}: is not for setting; the run sets it")
     given = checked("training.", config.training, settable)
     options: dict[str, Any] = {**DEFAULTS, **given, **FORCED}
-    options["report_to"] = _reporters(options["report_to"])
     options.setdefault("per_device_eval_batch_size", options["per_device_train_batch_size"])
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 and not torch.accelerator.is_available():
@@ -221,21 +180,6 @@ def arguments(config: RunConfig) -> TrainingArguments:
     return args
 
 
-def _reporters(wanted: str | list[str] | None) -> list[str]:
-    """The names of report_to but tensorboard, which every run has.
-
-    Raises:
-        ValueError: a name that transformers does not know.
-    """
-    names = [wanted] if isinstance(wanted, str) else list(wanted or ())
-    names = [x for x in names if x not in ("none", "tensorboard")]
-    for name in names:
-        if name not in (*INTEGRATION_TO_CALLBACK, "all"):
-            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            raise ValueError(f"training.report_to: want some of {known}, got {name!r}")
-    return names
-
-
 def _expect_model(options: Mapping[str, Any]) -> None:
     """Refuses a section `model` that makes no model, before anything is written.
 
@@ -247,9 +191,7 @@ def _expect_model(options: Mapping[str, Any]) -> None:
         with torch.device("meta"):
             SlipstreamForCausalLM(SlipstreamConfig(**options))
     except (StrictDataclassError, ValueError, TypeError) as error:
-        # the cause names the field and the value, the error around it says so a second time
-        found = error.__cause__ if isinstance(error, StrictDataclassError) else None
-        raise ValueError(f"model: {' '.join(str(found or error).split())}") from error
+        raise ValueError(f"model: {' '.join(str(error).split())}") from error
 
 
 def _begin(config: RunConfig, directory: Path, fresh: bool) -> Path | None:
@@ -264,38 +206,15 @@ def _begin(config: RunConfig, directory: Path, fresh: bool) -> Path | None:
 
 def _claim(config: RunConfig, directory: Path, resuming: bool) -> None:
     """Writes the resolved config beside the run, or checks that the run is this config's."""
-    before, now = _read_run(directory, resuming), config.plain()
-    if resuming:
-        _expect_same(before, now, directory)
-    if any(before.get(section) != now[section] for section in ("tokenizer", "data")):
-        shutil.rmtree(directory / "tokenizer", ignore_errors=True)  # of a run that never began
-    config.dump(directory / RUN)
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    write_text(directory / "versions.json", json.dumps(versions, indent=1))
-
-
-def _read_run(directory: Path, resuming: bool) -> dict[str, Any]:
-    """The config of the run in a directory; empty if there is none.
-
-    Raises:
-        ValueError: it is wanted and cannot be read.
-    """
     path = directory / RUN
-    try:
-        found = read_yaml(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, ValueError) as error:
-        if resuming:
-            raise ValueError(
-                f"{path}: of a run with checkpoints, cannot be read: {error}"
-            ) from error
-        return {}
-    if resuming and not isinstance(found, dict):
-        raise ValueError(f"{path}: want the config of the run, got {found!r:.60}")
-    return found if isinstance(found, dict) else {}
+    if resuming:
+        before = read_yaml(path.read_text(encoding="utf-8"), str(path))
+        if not isinstance(before, dict):
+            raise ValueError(f"{path}: want the config of the run, got {before!r:.60}")
+        _expect_same(before, config.plain(), directory)
+    else:
+        shutil.rmtree(directory / "tokenizer", ignore_errors=True)  # of a run that never began
+    config.dump(path)
 
 
 def _expect_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
@@ -303,24 +222,24 @@ def _expect_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: P
     Raises:
         ValueError: what a resumed run would not take from its config differs from the run's own.
     """
-    usual = {f.name: f.default for f in fields(TrainingArguments)} | DEFAULTS
-    if before.get("init_from") != now["init_from"]:
-        raise ValueError(
-            f"init_from: differs from the run in {directory}, {before.get('init_from')!r}, got "
-            f"{now['init_from']!r}; name another output_dir"
-        )
-    for section in ("model", "tokenizer", "data", "muon", "training"):
-        ours, theirs = before.get(section) or {}, now[section] or {}
-        default = usual if section == "training" else {}
-        for key in dict.fromkeys([*ours, *theirs]):
-            if section == "training" and key in CHANGEABLE:
-                continue
-            was, wanted = (x.get(key, default.get(key)) for x in (ours, theirs))
-            if was != wanted:
-                raise ValueError(
-                    f"{section}.{key}: differs from the run in {directory}, {was!r}, and a resumed "
-                    f"run cannot take another, got {wanted!r}; name another output_dir"
-                )
+    ours, theirs = _fixed(before), _fixed(now)
+    for key in {**ours, **theirs}:
+        was, wanted = ours.get(key), theirs.get(key)
+        if was != wanted:
+            raise ValueError(
+                f"{key}: differs from the run in {directory}, {was!r}, and a resumed run cannot "
+                f"take another, got {wanted!r}; name another output_dir"
+            )
+
+
+def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a resumed run cannot take from another config, by dotted keys."""
+    training = {f.name: f.default for f in fields(TrainingArguments)}
+    training |= {**DEFAULTS, **(config.get("training") or {})}
+    found = {f"training.{name}": training[name] for name in FIXED}
+    for section in ("model", "tokenizer", "data", "muon"):
+        found |= {f"{section}.{key}": x for key, x in (config.get(section) or {}).items()}
+    return {"init_from": config.get("init_from"), **found}
 
 
 def _trainer(
@@ -344,8 +263,6 @@ def _trainer(
     rows = Rows(train_corpus, tok, data.row_tokens, lanes=data.lanes, seed=args.seed)
     held_rows = Rows(held_out, tok, data.row_tokens, seed=0, epochs=1, limit=data.eval_rows)
     collator = Collator(data.packing, tokenizer.end_of_text(tok), tokenizer.token_bytes(tok))
-    board = TensorBoardCallback()
-    board.logging_dir = str(directory / "tensorboard")
     make: Any = LMTrainer
     if is_sharded(parallel):
         make = functools.partial(ShardedTrainer, mesh=make_mesh(parallel, args.device))
@@ -359,7 +276,7 @@ def _trainer(
         place=Place(rows.start, train_corpus.fingerprint()),
         muon=config.muon,
         capture=config.capture,
-        callbacks=[board, StopWhenAsked(interrupt)],
+        callbacks=[StopWhenAsked(interrupt)],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ConsoleProgress(console))

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,11 +30,7 @@ def obtain(config: Tokenizer, corpus: Corpus, directory: Path) -> PreTrainedToke
     """
     if not directory.is_dir():
         made = train(config, corpus) if config.path is None else _load(config.path)
-        # written beside and renamed: an interrupted write leaves no half tokenizer behind
-        beside = directory.with_name(directory.name + ".partial")
-        shutil.rmtree(beside, ignore_errors=True)
-        made.save_pretrained(beside)
-        beside.rename(directory)
+        made.save_pretrained(directory)
     tokenizer = _load(str(directory))
     end_of_text(tokenizer)
     return tokenizer

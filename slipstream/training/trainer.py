@@ -161,8 +161,7 @@ class LMTrainer(Trainer):
             self.tokens_per_second = self._tokens / (time.time() - start_time)
             logs["tokens_per_second"] = self.tokens_per_second
             self._bytes = self._targets = 0
-        if "train_loss" in logs:
-            logs["train_loss"] = _mean_loss(self.state.log_history)
+        logs.pop("train_loss", None)  # of the steps of this process alone
         super().log(logs, start_time)
 
     def get_train_dataloader(self) -> DataLoader:
@@ -227,13 +226,3 @@ class LMTrainer(Trainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.model(**self._prepare_inputs(batch), skip_logits=True).loss
         return loss.item() * targets
-
-
-def _mean_loss(history: list[dict[str, Any]]) -> float:
-    """Over all steps of a run, by what is logged: Trainer's own is over those of this process."""
-    total, before = 0.0, 0
-    for entry in history:
-        if "loss" in entry:
-            total += entry["loss"] * (entry["step"] - before)
-            before = entry["step"]
-    return total / max(before, 1)

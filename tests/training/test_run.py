@@ -87,7 +87,7 @@ def test_arguments_rejects_no_steps(tmp_path) -> None:
         ("training", "max_steps", "many", "'training.max_steps' expected int, got str"),
         ("training", "num_train_epochs", 3, "training.num_train_epochs: has no use here"),
         ("model", "hidden_sise", 32, "did you mean model.hidden_size"),
-        ("model", "hidden_size", "wide", "^model: Field .hidden_size. expected int, got str"),
+        ("model", "hidden_size", "wide", "^model: .*'hidden_size' expected int, got str"),
         ("model", "mixers", [{"type": "gla", "nonesuch": 1}], "model: .*nonesuch"),
     ],
 )
