@@ -240,7 +240,8 @@ class ValidationCache:
 
     def __init__(self) -> None:
         self._by_key: dict[tuple, Any] = {}
-        self._by_kind: dict[tuple, list[call_replay.RecordedCall]] = {}
+        # None for a kind whose decision is no record's
+        self._by_kind: dict[tuple, list[call_replay.RecordedCall] | None] = {}
 
     def clear(self) -> None:
         self._by_key.clear()
@@ -269,8 +270,11 @@ class ValidationCache:
     def _decided(
         self, key: tuple, make: Callable[[], Any], tensors: Sequence[Tensor | None]
     ) -> Any:
-        kind = tuple([len(x) if type(x) is Size else x for x in key])
+        alike = len({*map(id, tensors)})  # fewer where one is given twice
+        kind = (alike, *[len(x) if type(x) is Size else x for x in key])
         records = self._by_kind.setdefault(kind, [])
+        if records is None:
+            return make()
         given = (*tensors,)
         for record in records:
             if (found := record.play(given, ())) is not call_replay.MISS:
@@ -280,4 +284,6 @@ class ValidationCache:
         found, record = call_replay.record_decision(make, given)
         if record is not None:
             records.append(record)
+        else:
+            self._by_kind[kind] = None
         return found

@@ -66,6 +66,20 @@ def test_plans_follow_sizes_not_seen_before() -> None:
     assert asked == before
 
 
+def test_what_is_no_record_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording takes many times as long as asking."""
+    tried, record = [], call_replay.record_decision
+    monkeypatch.setattr(
+        call_replay, "record_decision", lambda *args: tried.append(1) or record(*args)
+    )
+    cache = ValidationCache()
+    for rows in range(1, 30):
+        x = torch.zeros(rows, 4)
+        # an operation, which no record of a decision has
+        assert cache.get(signature((x,)), lambda: int((x + 1).shape[0]), (x,)) == rows
+    assert len(tried) == 1
+
+
 def test_operators_of_sizes_not_seen_before_are_checked() -> None:
     """A wrong argument is refused after many right ones of other sizes."""
     for T in range(5, 25):

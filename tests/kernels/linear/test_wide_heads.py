@@ -20,6 +20,7 @@ from slipstream.kernels.linear.modes.wide_heads import (
 )
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
+from slipstream.runtime.call_replay import record_decision
 from slipstream.tools.catalog import Shape, chosen, flat
 from tests.support.interpreted import run
 from tests.support.operators import Size, cast, offsets, packed, relative_error, with_grads
@@ -102,6 +103,8 @@ def check_split(terms: LinearInputs, groups: HeadGroups, columns: int) -> None:
     for x, y in zip(split, shapes_of_split(terms, groups), strict=True):
         assert (x is None) == (y is None)
         assert x is None or y is None or (x.shape, x.dtype) == (y.shape, y.dtype)
+    _, record = record_decision(lambda: shapes_of_split(terms, groups).v.shape[2], terms)
+    assert record is not None  # a plan is not asked for again for each size
     want = linear_reference(whole, 0.3)
     got = join_heads(*linear_reference(split, 0.3), parts, groups)
     weights = [torch.randn_like(x) for x in want]

@@ -20,7 +20,6 @@ Columns are split besides where the kernels for sm_90 then take a call that they
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -90,15 +89,17 @@ def join_heads(
 
 
 def shapes_of_split(terms: LinearInputs, groups: HeadGroups) -> LinearInputs:
-    """The result of split_heads without data, for its shapes, dtypes and devices."""
+    """The result of split_heads without data, for its shapes, dtypes and devices: made without an
+    operation on the terms, so that a plan can be recorded."""
     if not groups.is_split:
         return terms
-    meta = LinearInputs(
-        *(None if x is None else torch.empty_like(x, device="meta") for x in terms)  # type: ignore
-    )
-    made = split_heads(meta, groups)
-    pairs = zip(terms, made)
-    return LinearInputs(*(None if x is None else x.new_empty(()).expand(y.shape) for x, y in pairs))  # type: ignore
+    times = {"H": groups.rows, "HV": groups.rows * groups.columns}
+    widths = {"K": groups.K, "V": groups.V}
+    found = {}
+    for name, x, dims in _given(terms):
+        shape = [widths.get(d, n * times.get(d, 1)) for d, n in zip(dims, x.shape, strict=True)]
+        found[name] = x.new_empty(()).expand(shape)
+    return terms._replace(**found)
 
 
 def _padded(x: Tensor, channels: int) -> Tensor:
