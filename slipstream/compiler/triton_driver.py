@@ -8,6 +8,7 @@ when the first of them is loaded. Here a thread builds it meanwhile.
 import contextlib
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 # In this release a driver is made as below.
@@ -37,7 +38,7 @@ def _driver() -> Any:
 
     class EarlyDriver(nvidia.CudaDriver):
         def __init__(self) -> None:
-            self._lock, self._utils = threading.Lock(), None
+            self._lock = threading.Lock()
             GPUDriver.__init__(self)
 
         def launcher_cls(self, src: Any, metadata: Any) -> Any:
@@ -46,12 +47,12 @@ def _driver() -> Any:
             assert self.utils is not None
             return nvidia.CudaLauncher(src, metadata)
 
-        @property
+        @cached_property
         def utils(self) -> Any:
             """The C part. Where it cannot be built, whoever asks is told why, each time."""
             with self._lock:
-                if self._utils is None:
-                    self._utils = nvidia.CudaUtils()
-            return self._utils
+                if "utils" not in vars(self):
+                    vars(self)["utils"] = nvidia.CudaUtils()
+            return vars(self)["utils"]
 
     return EarlyDriver()

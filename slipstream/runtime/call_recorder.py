@@ -333,22 +333,30 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         result = pinned(result)
         return result, self._constant(result)
 
-    def result(self, result: Any) -> tuple[str, bool]:
-        """The text of what the call returns, and whether all of it is memory of its own.
+    def result(self, result: Any) -> str:
+        """The text of what the call returns. Views of memory of its own come as tensors that may be
+        changed in place, as custom_op.py has them.
 
         Raises:
             Unrecordable: it is no tensor of the call.
         """
         if result is None:
-            return "None", True
+            return "None"
         if not isinstance(result, Tensor) and type(result) not in (tuple, list):
             raise Unrecordable(f"a call gives {type(result).__name__}")
-        outs = [result] if isinstance(result, Tensor) else [x for x in result if x is not None]
-        values = [self.value_of(x) for x in outs]
-        makes = all(
-            x.name[0] == "v" and x.root is x and not y._is_view() for x, y in zip(values, outs)
-        )
-        return self._text(result), makes
+        texts = [self._result(x) for x in ([result] if isinstance(result, Tensor) else result)]
+        if isinstance(result, Tensor):
+            return texts[0]
+        inside = "".join(f"{x}, " for x in texts)
+        return f"[{inside}]" if type(result) is list else f"({inside})"
+
+    def _result(self, x: Any) -> str:
+        if not isinstance(x, Tensor):
+            return self._text(x)
+        name, memory = self.value_of(x).name, x.untyped_storage()._cdata
+        given = (y for y in self.args if isinstance(y, Tensor))
+        own = not any(y.untyped_storage()._cdata == memory for y in given)
+        return f"{name}.data" if own and x._is_view() else name
 
     # -- launches
 

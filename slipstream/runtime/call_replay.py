@@ -105,10 +105,9 @@ class RecordedCall:
 
     written: Callable[[tuple], Any] | None = None
 
-    def __init__(self, taken: CallRecorder, result: str, makes_results: bool) -> None:
-        """result: the text of what it returns; makes_results: whether all of that is memory of its
-        own, and none is a view."""
-        self.operations, self.makes_results = taken.operations, makes_results
+    def __init__(self, taken: CallRecorder, result: str) -> None:
+        """result: the text of what it returns."""
+        self.operations = taken.operations
         self.source = _Writer(taken, result).text()
         scope: dict[str, Any] = {**taken.constants, "MISS": MISS, "KNOWN": {}}
         scope["remember"] = _remember
@@ -309,7 +308,7 @@ def record_decision(
         taking.close()
     if taking.failed or taking.operations or taking.launches:
         return result, None
-    return result, RecordedCall(taking, text, True)
+    return result, RecordedCall(taking, text)
 
 
 def record(
@@ -325,7 +324,7 @@ def record(
     if max_operations is not None and taking.operations > max(max_operations, taking.launches // 2):
         return result, None
     try:
-        text, makes = taking.result(result)
+        text = taking.result(result)
     except Unrecordable:
         return result, None
-    return result, RecordedCall(taking, text, makes)
+    return result, RecordedCall(taking, text)

@@ -165,7 +165,7 @@ class DirectCall:
             if result is not call_replay.MISS:
                 if record.written is not None:
                     increment_version(record.written(args))
-                return result if record.makes_results else _as_bases(result, args)
+                return result
         if known.closed:
             return call_replay.MISS
         if known.due:

@@ -15,6 +15,17 @@ _SCRATCH, _METADATA, _KERNEL = 7, 9, 13
 _DESCRIBED = "padding", "round_f32_to_tf32"
 
 
+class _Tile(SimpleNamespace):
+    """What a descriptor describes, and the tensor that it lies in."""
+
+    @property
+    def base(self) -> "_Tile":
+        return self
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
 class TensorMapCache:
     """TMA's descriptors of tiles of one kind.
 
@@ -35,8 +46,7 @@ class TensorMapCache:
         """Makes one that is not known."""
         if len(self.known) >= MAX_MAPS:
             self.known.clear()
-        base = SimpleNamespace(data_ptr=lambda: pointer)
-        like = SimpleNamespace(base=base, shape=[*shape], strides=[*strides], **self._like)
+        like = _Tile(pointer=pointer, shape=[*shape], strides=[*strides], **self._like)
         made = self.known[pointer, shape, strides] = self._make(like, *self._rest)[0]
         return made
 
