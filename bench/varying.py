@@ -8,13 +8,14 @@
 
 packed MIXER TOKENS: a training step with AdamW of 12 layers, hidden size 1024, bf16: one row of
 documents whose lengths are new in every step (log-normal, means 700 and 300), in tokens/s beside 8
-whole rows of as many tokens; then the ms of a step beside the same offsets again, each waited for,
-the median of all, and the slowest beside its own repeat. prefill MIXER: 24 layers, one prompt of 60
-to 2000 tokens, ms beside a prompt of 1000 tokens again. decode MIXER: 24 layers, ms a token of one
-sequence without CUDA graphs, beside the same positions of a second sequence. host OPERATOR:
-microseconds of a call of a size not seen before, beside the same size again; both: with backward.
-compilations: kernel variants asked for after the first steps (slipstream.runtime.compilations);
-host_us: until a step returns. A case run with SLIPSTREAM_REPLAY=off says so.
+whole rows of as many tokens, a few steps of either in turns, the median of all turns; then the ms
+of a step beside the same offsets again, each waited for, the median of all, and the slowest beside
+its own repeat. prefill MIXER: 24 layers, one prompt of 60 to 2000 tokens, ms beside a prompt of
+1000 tokens again. decode MIXER: 24 layers, ms a token of one sequence without CUDA graphs, beside
+the same positions of a second sequence. host OPERATOR: microseconds of a call of a size not seen
+before, beside the same size again; both: with backward. compilations: kernel variants asked for
+after the first steps (slipstream.runtime.compilations) and those that are compiled in the
+background after them; host_us: until a step returns. A case run with SLIPSTREAM_REPLAY=off says so.
 """
 
 import statistics
@@ -28,7 +29,7 @@ import torch
 from harness import DEVICE, Report, Row, language_model, parser, synchronize
 from torch import Tensor
 
-from slipstream.runtime import call_replay, compilations
+from slipstream.runtime import call_replay, compilations, compile_ahead
 from slipstream.tools.catalog import Shape, chosen
 
 MIXERS = {
@@ -38,7 +39,7 @@ MIXERS = {
 }
 PACKED = {8192: 300, 32768: 700}  # tokens of a step, and of a document on average
 OPERATORS = ("chunk_gated_delta_rule", "chunk_kda", "chunk_gla", "chunk_simple_gla", "attention")
-WARM, STEPS, CALLS = 4, 12, 40
+WARM, STEPS, TURNS, CALLS = 4, 4, 5, 40
 
 
 def offsets(total: int, mean: int, random: Random) -> Tensor:
@@ -56,6 +57,12 @@ def timed(step: Callable[[], object]) -> tuple[float, float]:
     returned = time.perf_counter()
     synchronize()
     return returned - start, time.perf_counter() - start
+
+
+def asked_for() -> int:
+    """Kernel variants so far, with those that are compiled ahead."""
+    compile_ahead.finish()
+    return compilations()
 
 
 def in_a_row(steps: Sequence[Callable[[], object]]) -> tuple[float, float]:
@@ -98,25 +105,27 @@ def packed(mixer: str, total: int, report: Report) -> Iterator[Row]:
         optimizer.step()
         optimizer.zero_grad()
 
-    count = report.runs(STEPS)
+    count, turns = report.runs(STEPS), report.runs(TURNS)
     rows = partial(step, (8, tokens // 8))
-    texts = [offsets(tokens, mean, random) for _ in range(WARM + 2 * count)]
+    texts = [offsets(tokens, mean, random) for _ in range(WARM + (turns + 3) * count)]
     documents = [partial(step, (1, tokens), cu_seqlens=x) for x in texts]
     in_a_row([rows] * WARM)
     in_a_row(documents[:WARM])
     if report.options.once:
         return
-    before = compilations()
-    host, ours = in_a_row(documents[WARM : WARM + count])
-    pairs = [(timed(x)[1], timed(x)[1]) for x in documents[WARM + count :]]
+    before, found, whole = asked_for(), [], []
+    for i in range(turns):
+        found.append(in_a_row(documents[WARM + i * count :][:count]))
+        whole.append(in_a_row([rows] * count)[1])
+    host, ours = map(statistics.median, zip(*found, strict=True))
+    pairs = [(timed(x)[1], timed(x)[1]) for x in documents[WARM + turns * count :]]
     cells = {
         "tokens": tokens,
         "sequences": round(statistics.mean(len(x) - 1 for x in texts)),
         "compilations": compilations() - before,
         "host_us": round(host * 1e6),
     }
-    whole = in_a_row([rows] * count)[1]
-    yield row(mixer, "packed, tokens/s", cells, tokens / ours, tokens / whole)
+    yield row(mixer, "packed, tokens/s", cells, tokens / ours, tokens / statistics.median(whole))
     new, same = (statistics.median(x) * 1e3 for x in zip(*pairs, strict=True))
     yield row(mixer, "packed, ms a step", cells, new, same)
     slowest = max(x for x, _ in pairs) * 1e3
@@ -138,7 +147,7 @@ def prefill(mixer: str, report: Report) -> Iterator[Row]:
         timed(call)
     if report.options.once:
         return
-    before = compilations()
+    before = asked_for()
     found = sorted(timed(call) for call in new[WARM : WARM + report.runs(CALLS)])
     asked = compilations() - before
     same = [timed(x)[1] for x in [prompt(longest // 2)] * report.runs(CALLS)]
@@ -167,7 +176,7 @@ def decode(mixer: str, report: Report) -> Iterator[Row]:
     tokens(WARM)
     if report.options.once:
         return
-    before, count = compilations(), report.runs(CALLS)
+    before, count = asked_for(), report.runs(CALLS)
     found, again = tokens(count), tokens(count)
     cells = {
         "tokens": ids.shape[1],
@@ -206,7 +215,7 @@ def host(operator: str, report: Report) -> Iterator[Row]:
             timed(x)
         if report.options.once:
             continue
-        before = compilations()
+        before = asked_for()
         ours = statistics.median(timed(x)[0] for x in new[WARM:])
         asked = compilations() - before
         again = call(sizes[0], trained)
