@@ -127,30 +127,40 @@ def _held(m: Any, layout: str) -> Held:
     return held
 
 
+def _pairs(layout: str, every: bool) -> list[tuple[str, str]]:
+    """Pairs of methods: all, or each in one layout; a layout has each method first and second."""
+    methods, turn = [*METHODS], [*LAYOUTS].index(layout)
+    return [
+        (first, second)
+        for (i, first), (j, second) in product(enumerate(methods), enumerate(methods))
+        if every or (i + j) % len(LAYOUTS) == turn
+    ]
+
+
+def _models(quick: str, *slow: str) -> Any:
+    """Names of models, and whether all pairs go through all layouts."""
+    cases = [pytest.param(x, True, marks=pytest.mark.slow) for x in (quick, *slow)]
+    return pytest.mark.parametrize(("name", "every"), [(quick, False), *cases])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "hybrid",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("gla", "retention", "rwkv7", "mla")),
-    ],
-)
+@_models("hybrid", "gla", "retention", "rwkv7", "mla")
 @torch.no_grad()
-def test_methods_after_methods(name: str, layout: str) -> None:
+def test_methods_after_methods(name: str, every: bool, layout: str) -> None:
     m, found = model(name), {}
     start = _held(m, layout)
-    for first, second in product(METHODS, METHODS):
+    for first, second in _pairs(layout, every):
         held = METHODS[second](METHODS[first](copy.deepcopy(start)))
         assert_holds(m, held, found)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["gla", pytest.param("attention", marks=pytest.mark.slow)])
+@_models("gla", "attention")
 @torch.no_grad()
-def test_calls_between_methods(name: str, layout: str) -> None:
+def test_calls_between_methods(name: str, every: bool, layout: str) -> None:
     m, found = model(name), {}
     start = _held(m, layout)
-    for first, second in product(METHODS, METHODS):
+    for first, second in _pairs(layout, every):
         held = call(m, METHODS[first](copy.deepcopy(start)), 4, told="all", seed=7)
         assert_holds(m, METHODS[second](held), found)
 

@@ -97,18 +97,20 @@ def test_calls_can_be_replayed(calls: list[Recorded], shape: str) -> None:
     # what long sequences and many heads change is the linear family's chunks
     chunked = SHAPES[shape].T > 1000
     for sample in [x for x in SAMPLES if not chunked or x.name.startswith("chunk_")]:
-        for _ in range(2):  # tables that a first call makes are there for the second
+        for _ in range(2):
             calls.clear()
             with suppress(PlainTorch, ValueError, NotImplementedError):
                 trace(partial(_call, sample, SHAPES[shape]), "sm_90")  # some refuse the shape
-        not_played = [(x.name, x.failed) for x in calls if x.failed]
+            not_played = [(x.name, x.failed) for x in calls if x.failed]
+            if not not_played:  # else once more: tables that a first call makes are there then
+                break
         assert not not_played, f"{sample.op}: {not_played}"
         seen += bool(calls)
     assert seen > (20 if chunked else 35)
 
 
 def _call(sample: Sample, shape: Shape, device: torch.device) -> Any:
-    return sample.call(sample.inputs(shape, device))
+    return sample.call(sample.inputs(shape, device, blank=True))
 
 
 def test_keys_are_of_kinds_and_not_of_sizes() -> None:
