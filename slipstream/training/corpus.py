@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.training.config import Data
-from slipstream.training.tables import Table, of_data_sets, of_parquet
+from slipstream.training.tables import Table, tables
 
 # bytes of a text that are read at a time
 PIECE = 1 << 20
@@ -77,10 +77,10 @@ class Corpus:
                     break
                 # the cut depends on the offset alone: so a piece is the same after a resume
                 cut = block.rfind(b"\n", 0, PIECE) + 1 or PIECE
-                yield Piece(offset, _decode(block[:cut]), ends=False)
+                yield Piece(offset, block[:cut].decode("utf-8", "replace"), ends=False)
                 offset += cut
             if block:
-                yield Piece(offset, _decode(block), ends=True)
+                yield Piece(offset, block.decode("utf-8", "replace"), ends=True)
 
     def _lines(self, file: File, offset: int) -> Iterator[Piece]:
         with file.path.open("rb") as f:
@@ -92,19 +92,13 @@ class Corpus:
 
     def _text(self, file: File, offset: int, line: bytes) -> str:
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{_line(file, offset)}: no JSON: {error}") from error
-        if not isinstance(row, dict) or self.text_field not in row:
-            has = f"its keys are {', '.join(row)}" if isinstance(row, dict) else f"got {row!r:.60}"
-            field = f"data.text_field is {self.text_field!r}"
-            raise ValueError(f"{_line(file, offset)}: want an object with text, {field}; {has}")
-        text = row[self.text_field]
-        if not isinstance(text, str):
+            text = json.loads(line)[self.text_field]
+            return SURROGATE.sub("\ufffd", text)  # half a character, which is none
+        except (ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"{_line(file, offset)}: {self.text_field}: want text, got {text!r:.60}"
-            )
-        return SURROGATE.sub("\ufffd", text)  # half a character, which is none
+                f"{_line(file, offset)}: want a JSON object with text in {self.text_field!r}, "
+                f"data.text_field: {type(error).__name__}: {error}"
+            ) from error
 
     def _takes(self, name: str) -> bool:
         return is_held_out(name, self.held_out) == self.want_held_out
@@ -127,7 +121,9 @@ def split(data: Data) -> tuple[Corpus, Corpus]:
     Raises:
         ValueError: no files, or none on one of the sides.
     """
-    files = [*find(data.files, data), *of_data_sets(data)]
+    files = find(data.files, data)
+    for source in data.datasets:
+        files += tables(source, source, data.lanes)
     if data.eval_files:
         held = find(data.eval_files, data, "data.eval_files")
         paths = {f.path for f in held}
@@ -178,7 +174,7 @@ def find(patterns: Sequence[str], data: Data, key: str = "data.files") -> list[F
     files: list[File | Table] = []
     for file in sorted(found.values(), key=lambda f: (f.name, f.path)):
         parquet = file.path.suffix == ".parquet"
-        files += of_parquet(file.path, file.name, data) if parquet else [file]
+        files += tables(str(file.path), file.name, data.lanes) if parquet else [file]
     return files
 
 
@@ -194,7 +190,3 @@ def _line(file: File, offset: int) -> str:
     with file.path.open("rb") as f:
         number = f.read(offset).count(b"\n") + 1
     return f"{file.path}, line {number}"
-
-
-def _decode(raw: bytes) -> str:
-    return raw.decode("utf-8", errors="replace")

@@ -1,7 +1,6 @@
 """The tokenizer: an existing one, or a byte-level BPE trained on the training text."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +14,8 @@ from slipstream.training.config import Tokenizer
 from slipstream.training.corpus import Corpus
 
 END = "<|endoftext|>"
-# The time to train on a word grows with the square of its length.
-_LONGEST = 64
-_LONG_WORD = re.compile(
-    rf"(?:[^\W\d_]{{{_LONGEST}}}|\d{{{_LONGEST}}}|[^\w\s]{{{_LONGEST}}}|_{{{_LONGEST}}}|\s{{{_LONGEST}}})"
-)
+# Bytes: the time to train on a word grows with the square of its length.
+LONGEST_WORD = 64
 
 
 def obtain(config: Tokenizer, corpus: Corpus, directory: Path) -> PreTrainedTokenizerFast:
@@ -45,7 +41,9 @@ def end_of_text(tokenizer: PreTrainedTokenizerFast) -> int:
 
 def train(config: Tokenizer, corpus: Corpus) -> PreTrainedTokenizerFast:
     backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    cut = pre_tokenizers.FixedLength(length=LONGEST_WORD)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, cut])  # pyright: ignore
     backend.decoder = decoders.ByteLevel()  # pyright: ignore
     trainer = trainers.BpeTrainer(
         vocab_size=config.vocab_size,
@@ -88,13 +86,4 @@ def _sample(corpus: Corpus, limit: int) -> Iterator[str]:
                 if limit <= 0:
                     return
                 limit -= len(piece.text)
-                yield from _cut(piece.text)
-
-
-def _cut(text: str) -> Iterator[str]:
-    """The text, cut inside of words longer than _LONGEST."""
-    begin = 0
-    for word in _LONG_WORD.finditer(text):
-        yield text[begin : word.end()]
-        begin = word.end()
-    yield text[begin:]
+                yield piece.text
