@@ -26,8 +26,8 @@ from slipstream.training.config import load
 from slipstream.training.corpus import split
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.run import train
+from slipstream.training.sample import generate
 from slipstream.training.sample import load as load_model
-from slipstream.training.sample import stream
 
 CONFIG = "configs/demo.yaml"
 PROSE = Path("demo-out/prose")
@@ -48,7 +48,7 @@ def main() -> None:
         return
     model, tokenizer = load_model(result.directory)
     console.rule("a sample, from the first two lines on")
-    stream(model, tokenizer, PROMPT, tokens=160)
+    generate(model, tokenizer, [PROMPT], tokens=160)
     rows = config.data.eval_rows
     plot(result.directory, Path("loss.png"), rows)
     text = next(iter(split(config.data)[1].files)).path.read_text(encoding="utf-8")

@@ -27,14 +27,18 @@ def generate(
         if (prompt is None) == (file is None):
             raise ValueError("prompt: want either a prompt or --file, got both or none")
         from slipstream.runtime.files import read_text
-        from slipstream.training.sample import continue_all, load, stream
+        from slipstream.training import sample
 
-        model, tokenizer = load(checkpoint)
-        sampling = (tokens, temperature, top_p, seed)
-        if prompt is not None:
-            speed = stream(model, tokenizer, prompt, *sampling)
-        else:
-            assert file is not None
-            lines = [x for x in read_text(file).splitlines() if x.strip()]
-            speed = continue_all(model, tokenizer, lines, batch, *sampling)
+        prompts = [prompt] if prompt is not None else []
+        if file is not None:
+            prompts = [x for x in read_text(file).splitlines() if x.strip()]
+        speed = sample.generate(
+            *sample.load(checkpoint),
+            prompts,
+            batch,
+            tokens=tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        )
         typer.secho(f"{speed:,.0f} tokens/s", err=True, dim=True)

@@ -92,8 +92,10 @@ def orthogonal(x: Tensor) -> Tensor:
     return x if wide else x.mT
 
 
-def inner_matrices(model: nn.Module) -> list[Tensor]:
-    """Weights of the linear maps inside a model's blocks: not its embedding, not its head."""
+def of_model(model: nn.Module, momentum: float, **options: Any) -> Muon:
+    """For the weights of the linear maps inside a model's blocks, not its embedding and head."""
     blocks: Any = model.get_submodule("model.layers")
-    linear = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
-    return [m.weight for m in linear if m.weight.requires_grad]
+    linear = (m.weight for m in blocks.modules() if isinstance(m, nn.Linear))
+    matrices = {id(w): w for w in linear if w.requires_grad}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in matrices]
+    return Muon(matrices.values(), others, momentum=momentum, **options)

@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -85,11 +84,6 @@ class ShardedTrainer(LMTrainer):
     """Args besides LMTrainer's: mesh, of make_mesh. The model is sharded here."""
 
     def __init__(self, *, mesh: DeviceMesh, **options: Any) -> None:
-        if options.get("muon") is not None:
-            raise NotImplementedError(
-                "muon: wants whole matrices, which a sharded model does not have; leave the section"
-                " out, or parallel.shard, parallel.context and parallel.tensor at 1"
-            )
         self.mesh = mesh
         args: TrainingArguments = options["args"]
         shard_model(options["model"], mesh, args.device)
@@ -185,24 +179,17 @@ class ShardedTrainer(LMTrainer):
             schedule: Any = self.lr_scheduler
             torch.save(schedule.state_dict(), Path(output_dir) / SCHEDULER)
 
+    @property
+    def _bare_optimizer(self) -> Any:
+        """Without accelerate's wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
     def _states(self) -> dict[str, Any]:
-        assert self.optimizer is not None
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, optimizer),
-        }
+        model, optimizer = get_state_dict(self.model, self._bare_optimizer)
+        return {"model": model, "optimizer": optimizer}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         states = {"model": get_model_state_dict(self.model)}
-        there = FileSystemReader(Path(resume_from_checkpoint) / SHARDS).read_metadata()
-        if any(f"model.{name}" not in there.state_dict_metadata for name in states["model"]):
-            here = self.computing_alike
-            want = "1" if here > 1 else "more than 1"
-            raise ValueError(
-                f"{resume_from_checkpoint}: parallel.tensor: want {want}, as the run that saved it "
-                f"had, got {here}"
-            )
         state_dict_loader.load(states, checkpoint_id=str(Path(resume_from_checkpoint) / SHARDS))
         set_model_state_dict(self.model, states["model"])
 
@@ -211,8 +198,6 @@ class ShardedTrainer(LMTrainer):
             return
         states = self._states()
         state_dict_loader.load(states, checkpoint_id=str(Path(checkpoint) / SHARDS))
-        assert self.optimizer is not None
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        set_optimizer_state_dict(self.model, optimizer, states["optimizer"])
+        set_optimizer_state_dict(self.model, self._bare_optimizer, states["optimizer"])
         schedule: Any = self.lr_scheduler
         schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))

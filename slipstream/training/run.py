@@ -18,7 +18,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.runtime.files import write_text
-from slipstream.training import corpus, ranks, tokenizer
+from slipstream.training import corpus, muon, ranks, tokenizer
 from slipstream.training.config import Parallel, RunConfig, checked, expect_keys, read_yaml
 from slipstream.training.config import Tokenizer as TokenizerConfig
 from slipstream.training.console import ConsoleProgress
@@ -274,13 +274,34 @@ def _trainer(
         data_collator=collator,
         processing_class=tok,
         place=Place(rows.start, train_corpus.fingerprint()),
-        muon=config.muon,
         capture=config.capture,
+        optimizers=(_optimizer(config, model, args), None),
         callbacks=[StopWhenAsked(interrupt)],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ConsoleProgress(console))
     return trainer
+
+
+def _optimizer(config: RunConfig, model: Any, args: TrainingArguments) -> Any:
+    """Muon; None leaves the choice to Trainer."""
+    if config.muon is None:
+        return None
+    if is_sharded(config.parallel):
+        raise NotImplementedError(
+            "muon: wants whole matrices, which a sharded model does not have; leave the section out"
+            ", or parallel.shard, parallel.context and parallel.tensor at 1"
+        )
+    return muon.of_model(
+        model,
+        config.muon.momentum,
+        lr=args.learning_rate,
+        matrix_lr=config.muon.learning_rate,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        fused=True,
+    )
 
 
 def _with_tokenizer_of(config: TokenizerConfig, begun: Path | None) -> TokenizerConfig:

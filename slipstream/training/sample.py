@@ -53,46 +53,21 @@ def weights(directory: Path) -> Any:
     return model
 
 
-def stream(
-    model: Any,
-    tokenizer: Any,
-    prompt: str,
-    tokens: int,
-    temperature: float = 0.8,
-    top_p: float = 0.95,
-    seed: int = 0,
-) -> float:
-    """Prints the prompt and what follows; returns new tokens per second, with the prompt's time.
-
-    Raises:
-        ValueError: the prompt is empty.
-    """
-    inputs = _encoded(tokenizer, prompt, model.device)
-    if inputs["input_ids"].shape[1] == 0:
-        raise ValueError("prompt: want some text, got none")
-    set_seed(seed)
-    begin = time.perf_counter()
-    out = model.generate(
-        **inputs,
-        max_new_tokens=tokens,
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-        **_sampling(temperature, top_p),
-    )
-    made = out.shape[1] - inputs["input_ids"].shape[1]
-    return made / (time.perf_counter() - begin)
-
-
-def continue_all(
+def generate(
     model: Any,
     tokenizer: Any,
     prompts: list[str],
-    batch: int,
+    batch: int = 1,
+    *,
     tokens: int,
     temperature: float = 0.8,
     top_p: float = 0.95,
     seed: int = 0,
 ) -> float:
-    """Prints each prompt and what follows, a batch at a time; returns new tokens per second.
+    """Prints each prompt and what follows, a batch at a time, of a single prompt token by token.
+
+    Returns:
+        New tokens per second, with the prompts' time.
 
     Raises:
         ValueError: there are no prompts, or one is empty.
@@ -102,33 +77,30 @@ def continue_all(
     set_seed(seed)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    sampling: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        sampling |= {"temperature": temperature, "top_p": top_p, "top_k": 0}
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if len(prompts) == 1 else None
     made, seconds = 0, 0.0
     for begin in range(0, len(prompts), batch):
         part = prompts[begin : begin + batch]
-        inputs = _encoded(tokenizer, part, model.device, padding=True, padding_side="left")
-        if not bool(inputs["attention_mask"].any(1).all()):
-            raise ValueError("prompts: want some text in every line, got one without a token")
+        inputs = tokenizer(part, return_tensors="pt", padding=True, padding_side="left")
+        ids, mask = (inputs[x].to(model.device) for x in ("input_ids", "attention_mask"))
+        if not bool(mask.any(1).all()):
+            raise ValueError("prompts: want some text in each, got one without a token")
         start = time.perf_counter()
         out = model.generate(
-            **inputs,
+            input_ids=ids,
+            attention_mask=mask,
             max_new_tokens=tokens,
             pad_token_id=tokenizer.pad_token_id,
-            **_sampling(temperature, top_p),
+            streamer=streamer,
+            **sampling,
         )
-        new = out[:, inputs["input_ids"].shape[1] :].cpu()
+        new = out[:, ids.shape[1] :].cpu()
         seconds += time.perf_counter() - start
         made += int((new != tokenizer.pad_token_id).sum())
         for prompt, row in zip(part, new):
-            print(prompt + tokenizer.decode(row, skip_special_tokens=True), flush=True)
+            if streamer is None:
+                print(prompt + tokenizer.decode(row, skip_special_tokens=True), flush=True)
     return made / seconds
-
-
-def _encoded(tokenizer: Any, text: Any, device: Any, **options: Any) -> dict[str, torch.Tensor]:
-    given = tokenizer(text, return_tensors="pt", **options).to(device)
-    return {name: given[name] for name in ("input_ids", "attention_mask")}
-
-
-def _sampling(temperature: float, top_p: float) -> dict[str, Any]:
-    if temperature <= 0:
-        return {"do_sample": False}
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}

@@ -17,10 +17,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 
 from slipstream.models import SlipstreamForCausalLM
-from slipstream.training import config, ranks
+from slipstream.training import ranks
 from slipstream.training.capture import CapturedLoss
 from slipstream.training.interrupt import Interrupt
-from slipstream.training.muon import Muon, inner_matrices
 from slipstream.training.rows import Batches, Cursor, Rows, Tally
 
 # The last file of a checkpoint to be written: it is there only if all is.
@@ -84,8 +83,7 @@ class StopWhenAsked(TrainerCallback):
 class LMTrainer(Trainer):
     """Its batches are the Collator's, with a tally; its checkpoints remember the place.
 
-    Args besides Trainer's: place, muon for that optimizer instead of args.optim, and capture for
-    a CapturedLoss where the model is not wrapped.
+    Args besides Trainer's: place, and capture for a CapturedLoss where the model is not wrapped.
     """
 
     model: SlipstreamForCausalLM  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -96,11 +94,10 @@ class LMTrainer(Trainer):
         self,
         *,
         place: Place,
-        muon: config.Muon | None = None,
         capture: bool = False,
         **options: Any,
     ) -> None:
-        self.place, self.muon = place, muon
+        self.place = place
         callbacks = [*options.pop("callbacks", []), place]
         super().__init__(callbacks=callbacks, **options)
         self.captured_loss = CapturedLoss(self.model) if capture else None
@@ -109,24 +106,6 @@ class LMTrainer(Trainer):
         self.computing_alike = 1  # processes that get the same tokens of the same rows
         self._bytes = self._targets = 0  # since the last log
         self._tokens, self.tokens_per_second = 0, 0.0  # of this process's steps
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.muon is None or self.optimizer is not None:
-            return super().create_optimizer(model)
-        matrices = inner_matrices(self.model)
-        taken = {id(p) for p in matrices}
-        self.optimizer = Muon(
-            matrices,
-            [p for p in self.model.parameters() if p.requires_grad and id(p) not in taken],
-            lr=self.args.learning_rate,
-            matrix_lr=self.muon.learning_rate,
-            momentum=self.muon.momentum,
-            weight_decay=self.args.weight_decay,
-            betas=(self.args.adam_beta1, self.args.adam_beta2),
-            eps=self.args.adam_epsilon,
-            fused=True,
-        )
-        return self.optimizer
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kw: Any) -> Tensor:
         tally: Tally = inputs.pop("tally")

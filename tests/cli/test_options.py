@@ -45,12 +45,7 @@ class Option:
 
 
 def _of_generate(option: str, name: str, value: Any) -> Option:
-    """In both functions, a prompt's and a file's."""
-
-    def holds(ran: Ran) -> bool:
-        return ran["stream"][name] == value == ran["continue_all"][name]
-
-    return Option("generate run a\ngenerate run --file {}/lines", option, holds)
+    return Option("generate run a", option, lambda ran: ran["generate"][name] == value)
 
 
 def _of_doctor(option: str, holds: Callable[[Ran], bool]) -> Option:
@@ -86,10 +81,10 @@ OPTIONS = {
         "train {}/run.yaml", "--fresh", lambda ran: ran["train"]["fresh"] is True
     ),
     "generate --file": Option(
-        "generate run", "--file {}/lines", lambda ran: ran["continue_all"]["prompts"] == ["a", "b"]
+        "generate run", "--file {}/lines", lambda ran: ran["generate"]["prompts"] == ["a", "b"]
     ),
     "generate --batch": Option(
-        "generate run --file {}/lines", "--batch 3", lambda ran: ran["continue_all"]["batch"] == 3
+        "generate run --file {}/lines", "--batch 3", lambda ran: ran["generate"]["batch"] == 3
     ),
     "generate --tokens": _of_generate("--tokens 7", "tokens", 7),
     "generate --temperature": _of_generate("--temperature 0.5", "temperature", 0.5),
@@ -178,8 +173,7 @@ WORKERS: dict[str, Any] = {
     "slipstream.training.config.load": SimpleNamespace(),
     "slipstream.training.run.train": SimpleNamespace(held_out=None, step=1),
     "slipstream.training.sample.load": ("model", "tokenizer"),
-    "slipstream.training.sample.stream": 1.0,
-    "slipstream.training.sample.continue_all": 1.0,
+    "slipstream.training.sample.generate": 1.0,
     "slipstream.models.convert.convert": SimpleNamespace(
         source="a", target="b", parameters=1, weight_bytes=1
     ),
