@@ -13,9 +13,10 @@ import atexit
 import contextlib
 import os
 import queue
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,9 @@ from slipstream.runtime import backends, parallel_compile
 ENABLED = os.environ.get("SLIPSTREAM_AHEAD", "on") != "off"
 # One processor in so many compiles in the background.
 SHARE = 4
+# Seconds that a thread which wants Python's lock waits for another's turn to end, meanwhile. Python's
+# own 5 ms are added to each of the program's waits for the GPU: a step of decoding took 10 ms.
+TURN = 0.0005
 # The arguments of a call, whose tensors are on the meta device, in other sizes.
 AtSizes = Callable[[tuple], Iterable[tuple]]
 
@@ -90,6 +94,18 @@ def _leave_filters_alone() -> None:
     )
 
 
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, TURN))
+    ours = sys.getswitchinterval()
+    try:
+        yield
+    finally:
+        if sys.getswitchinterval() == ours:  # else the program has set another
+            sys.setswitchinterval(before)
+
+
 class _Background:
     """One thread that runs calls, and a few that compile for it."""
 
@@ -135,7 +151,7 @@ class _Background:
         _leave_filters_alone()
         pool = _Threads(max(1, (os.cpu_count() or 1) // SHARE))
         while (job := self._jobs.get()) is not None and not self._ends:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), _short_turns():
                 self._compile(pool, *job)
             with self._done:
                 self._left -= 1
