@@ -75,8 +75,11 @@ def test_what_is_no_record_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> Non
     cache = ValidationCache()
     for rows in range(1, 30):
         x = torch.zeros(rows, 4)
-        # an operation, which no record of a decision has
-        assert cache.get(signature((x,)), lambda: int((x + 1).shape[0]), (x,)) == rows
+
+        def make(x: Tensor = x) -> int:
+            return (x + 1).shape[0]  # an operation, which no record of a decision has
+
+        assert int(cache.get(signature((x,)), make, (x,))) == rows
     assert len(tried) == 1
 
 
