@@ -340,14 +340,11 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         Raises:
             Unrecordable: it is no tensor of the call.
         """
-        if result is None:
-            return "None"
-        if not isinstance(result, Tensor) and type(result) not in (tuple, list):
+        if result is None or isinstance(result, Tensor):
+            return self._result(result)
+        if type(result) not in (tuple, list):
             raise Unrecordable(f"a call gives {type(result).__name__}")
-        texts = [self._result(x) for x in ([result] if isinstance(result, Tensor) else result)]
-        if isinstance(result, Tensor):
-            return texts[0]
-        inside = "".join(f"{x}, " for x in texts)
+        inside = "".join(f"{self._result(x)}, " for x in result)
         return f"[{inside}]" if type(result) is list else f"({inside})"
 
     def _result(self, x: Any) -> str:

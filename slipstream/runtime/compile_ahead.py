@@ -33,8 +33,8 @@ from slipstream.runtime import backends, parallel_compile
 ENABLED = os.environ.get("SLIPSTREAM_AHEAD", "on") != "off"
 # One processor in so many compiles in the background.
 SHARE = 4
-# Seconds of a thread's turn with Python's lock, meanwhile. Python's own 5 ms come on top of each wait
-# of the program for the GPU: on an H200 a forward of linear attention took 10.2 ms for 0.2.
+# Seconds of a thread's turn with Python's lock, meanwhile. Python's own 5 ms come on top of each
+# wait of the program for the GPU: on an H200 a forward of linear attention took 10.2 ms for 0.2.
 TURN = 0.0005
 # The arguments of a call, whose tensors are on the meta device, in other sizes.
 AtSizes = Callable[[tuple], Iterable[tuple]]
