@@ -34,16 +34,14 @@ def test_worker_outlives_its_compiler() -> None:
         assert set(first) == {"triton", "ptxas", "ptxas_blackwell"}
         refused = worker.compile(job("raise"))
         assert refused.status == "refused" and "planted refusal" in refused.reason
-        aborted = worker.compile(job("abort"))
-        assert aborted.status == "crash" and "SIGABRT" in aborted.reason
         asserted = worker.compile(job("assert"))
-        assert asserted.status == "crash"
+        assert asserted.status == "crash" and "SIGABRT" in asserted.reason
         assert asserted.reason.endswith(": assertion in Scheduler.cpp, some::Scheduler::order")
         killed = worker.compile(job("kill"))
         assert killed.status == "crash" and "SIGKILL" in killed.reason
         worker.start()
-        hung = worker.compile(job("hang"), timeout=1.0)
-        assert hung.status == "hang" and "1 s" in hung.reason
+        hung = worker.compile(job("hang"), timeout=0.2)
+        assert hung.status == "hang" and "0.2 s" in hung.reason
         assert worker.compile(job("nothing")).status == "ok"
     finally:
         worker.close()

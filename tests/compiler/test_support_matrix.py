@@ -19,6 +19,7 @@ from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.runtime import backends
 from slipstream.tools.variant_cover import cover, resolved, smallest_cover
 from tests.support.planted_fault import FAULT, plant
+from tests.support.traced_in_a_thread import trace_in_a_thread
 from tests.support.triton_release import HAS_GLUON
 
 compiles = pytest.mark.skipif(
@@ -158,6 +159,7 @@ def test_matrix_retries_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     from slipstream.cli.commands import app
 
+    trace_in_a_thread(monkeypatch)
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     run = ["matrix", "squared_relu", "--arch", "sm_80", "--forward", "--shapes", "1", "--jobs", "1"]
     hung = CliRunner().invoke(app, [*run, "--timeout", "0"])

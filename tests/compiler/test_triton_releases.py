@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.compiler.triton_releases import install
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from tests.support.traced_in_a_thread import trace_in_a_thread
 
 
 @pytest.fixture
@@ -57,6 +58,7 @@ def test_matrix_under_another_release(tmp_path: Path, monkeypatch: pytest.Monkey
 
     from slipstream.cli.commands import app
 
+    trace_in_a_thread(monkeypatch)
     here = find_spec("triton")
     assert here is not None and here.origin is not None
     folder = tmp_path / "releases/triton-3.6.99"

@@ -46,13 +46,15 @@ def some_cut(seed: int) -> Cut:
 
 
 def cuts_of(op: Sample, thorough: bool) -> list[Cut]:
-    """Token by token only the recurrence is another. A sample: packed, and the others in turn."""
+    """Token by token only the recurrence is another. A sample: of an operator's first row packed,
+    and of every row the others in turn."""
     if op.op.startswith("fused"):
         return [CUTS[2]]
     others = [x for x in CUTS if x is not CUTS[2]]
-    by_chunks = [x.name for x in CALLS if not x.op.startswith("fused")]
-    turn = by_chunks.index(op.name) % len(others)
-    return list(CUTS) if thorough else [CUTS[2], others[turn]]
+    by_chunks = [x for x in CALLS if not x.op.startswith("fused")]
+    turn = [x.name for x in by_chunks].index(op.name) % len(others)
+    first = next(x for x in by_chunks if x.op == op.op) is op
+    return list(CUTS) if thorough else [*[CUTS[2]] * first, others[turn]]
 
 
 @pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.slow)])

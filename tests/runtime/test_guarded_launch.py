@@ -415,7 +415,7 @@ def test_process_survives_dying_compiler(
 ) -> None:
     assert jitting("nothing") is not None
     if what == "hang":
-        monkeypatch.setattr(compiler_state, "TIMEOUT", 5.0)
+        monkeypatch.setattr(compiler_state, "TIMEOUT", 0.2)
     with pytest.warns(guarded_launch.KernelDisabledWarning, match=words):
         assert attempt(lambda: jitting(what)) == "eager"
 

@@ -7,7 +7,7 @@ TRITON_INTERPRET=1 python -m tests.support.ignored_rows        the operators, by
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -42,9 +42,7 @@ class Loss(NamedTuple):
     inputs: Callable[[], Given]
 
 
-def _of_operator(sample: Sample, options: Mapping[str, Any], impl: str | None) -> Loss:
-    sample = replace(sample, options={**sample.options, **options})
-
+def _of_operator(sample: Sample, impl: str | None) -> Loss:
     def inputs() -> Given:
         made = sample.inputs(SIZE)
         return {n: x for n, x in made.items() if n != "target"}
@@ -54,7 +52,7 @@ def _of_operator(sample: Sample, options: Mapping[str, Any], impl: str | None) -
             return sample.call({**given, "target": _target(live)}, impl)
         return sample.call({**given, "mask": live}, impl)
 
-    return Loss(f"{sample.name} {[*options.values()]}", call, inputs)
+    return Loss(f"{sample.name} {[*sample.options.values()]}", call, inputs)
 
 
 def _target(live: Tensor) -> Tensor:
@@ -62,13 +60,17 @@ def _target(live: Tensor) -> Tensor:
 
 
 def of_operators(impl: str | None) -> list[Loss]:
-    """Every row of the catalog whose function reduces a loss, or ignores rows."""
-    found = []
+    """Every row of the catalog whose function reduces a loss, or ignores rows, by every reduction;
+    rows that differ by that alone are one."""
+    found: dict[str, Sample] = {}
     for sample in OPERATORS:
         reductions = [{"reduction": x} for x in REDUCTIONS] if "reduction" in sample.takes else []
         if reductions or "ignore_index" in sample.takes:
-            found += [_of_operator(sample, x, impl) for x in reductions or [{}]]
-    return found
+            for more in reductions or [{}]:
+                options = {**sample.options, **more}
+                key = f"{sample.op} {sample.tensors} {sorted(options.items())}"
+                found.setdefault(key, replace(sample, options=options))
+    return [_of_operator(x, impl) for x in found.values()]
 
 
 def _of_tensors(name: str, shapes: str, call: Callable[..., Any]) -> Loss:

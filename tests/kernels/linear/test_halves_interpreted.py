@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.support.interpreted import run
+from tests.support.interpreted import PARTS, parts, run
 
 CALLS = {
     "kda": lambda q, k, v, g, unit, impl="triton": ops.chunk_kda(
@@ -56,12 +56,14 @@ def inputs() -> tuple[Tensor, ...]:
     return q, k, v, -0.1 * torch.rand(1, T, 1, D), unit
 
 
-def check(name: str) -> None:
+def check(name: str, part: str) -> None:
+    """A sample: each gate with a cut in each half."""
     q, k, v, g, unit = inputs()
+    before = CALLS[name](q, k, v, g, unit)[0]
     # the last ones are of every token: halves of a chunk then decay too far, and quarters do not
-    for strong, share in ((-20.0, 1.0), (-5.0, 1.0), (-200.0, 1.0), (-20.0, 0.0)):
-        before = CALLS[name](q, k, v, g, unit)[0]
-        for cut in CUTS:
+    gates = ((-20.0, 1.0), (-5.0, 1.0), (-200.0, 1.0), (-20.0, 0.0))
+    for i, (strong, share) in enumerate(gates):
+        for cut in CUTS[i % 2 :: 2] if part == "sample" else CUTS:
             later = strong * (1 - share * torch.rand_like(g[:, cut:]))
             future = torch.cat([g[:, :cut], later], 1)
             after = CALLS[name](q, k, v, future, unit)[0]
@@ -116,10 +118,10 @@ def round_operands() -> None:
     builder.create_dot = create_dot
 
 
-def check_rounded(name: str) -> None:
+def check_rounded(name: str, part: str) -> None:
     """Keys times 2^-28, and first halves that decay by about 2^-160, or will."""
     half = 8 if name in ("kda", "dplr") else 16
-    for seed in range(4):
+    for seed in range(2 if part == "sample" else 4):
         torch.manual_seed(seed)
         q, k, v, unit = (torch.randn(1, 2 * half, 1, D) for _ in range(4))
         unit = 2.0**-28 * torch.nn.functional.normalize(unit, dim=-1)
@@ -134,18 +136,20 @@ def check_rounded(name: str) -> None:
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_small_inputs_keep_their_bits() -> None:
-    run(script="tests.kernels.linear.test_halves_interpreted")
+@pytest.mark.parametrize("part", PARTS)
+def test_small_inputs_keep_their_bits(part: str) -> None:
+    run(part, script="tests.kernels.linear.test_halves_interpreted")
 
 
 if __name__ == "__main__":
     as_in_bfloat16()
+    (part, *_) = reversed(parts())  # the further one has the sample's
     for name in CALLS:
-        check(name)
+        check(name, part)
         if name != "rwkv6":  # whose u takes chunks whole or by blocks
             check_small_reads(name)
         if name in ("kda", "dplr"):
             check_edges(name)
     round_operands()
     for name in CALLS:
-        check_rounded(name)
+        check_rounded(name, part)
