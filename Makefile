@@ -57,7 +57,7 @@ test-oldest: venv
 # PyPI has it with CUDA's libraries alone: 2.6 GB, 5.2 GB unpacked.
 NEWEST ?= torch>=2.14.1,<2.16
 NEWEST_TESTS = tests/compiler/test_aot.py tests/compiler/test_trace.py tests/cli/test_diagnosis.py \
-  tests/compiler/test_support_matrix.py::test_every_kernel_is_reached_by_the_matrix \
+  tests/kernels/test_compiles.py::test_matrix_reaches_every_kernel_and_family \
   tests/gluon_emulator/test_race_detector.py tests/kernels/test_gluon_compat.py \
   tests/runtime/test_call_replay.py tests/runtime/test_launch_cache.py tests/runtime/test_triton_launcher.py \
   tests/models/test_export.py tests/ops/test_compile.py::test_linear_ops_pass_opcheck \

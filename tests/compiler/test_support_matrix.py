@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,7 +19,6 @@ from slipstream.runtime import backends
 from slipstream.tools.variant_cover import cover, resolved, smallest_cover
 from tests.support.planted_fault import FAULT, plant
 from tests.support.traced_in_a_thread import trace_in_a_thread
-from tests.support.triton_release import HAS_GLUON
 
 compiles = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -424,23 +422,6 @@ def test_families_have_digests_of_what_their_kernels_are() -> None:
 
 
 @compiles
-def test_every_family_has_kernels_in_the_matrix() -> None:
-    """Else nothing would ever verify it, and everything would be watched."""
-    from slipstream.tools.backend_query import find_kernels
-    from slipstream.tools.catalog import REPRESENTATIVE, chosen
-    from slipstream.tools.layer_samples import LAYER_SAMPLES
-
-    ops = ["retention", "kda", "attention", "rms_norm", "swiglu", "cross_entropy", "matmul", "hgrn"]
-    ops += ["short_convolution", "selective_scan", "mixer_step", "attnres", "projection_step"]
-    ops += ["linear_log_probs", "gdn2", "rwkv4", "mamba3", "precond_kda", "embedding"]
-    samples = [*(x for name in ops for x in chosen([name])), *LAYER_SAMPLES]
-    found = find_kernels(samples, REPRESENTATIVE[:1], "sm_90", backward=False)
-    assert not found.failures
-    families = {compiler_state.family_of(job.kernel.partition(":")[0]) for job, _ in found.tasks}
-    assert families == set(compiler_state.families())
-
-
-@compiles
 def test_samples_reach_the_processes_that_trace_them() -> None:
     from slipstream.tools.catalog import SAMPLES
     from slipstream.tools.layer_samples import LAYER_SAMPLES
@@ -462,37 +443,3 @@ def test_every_row_of_layers_launches_kernels() -> None:
         shapes = REPRESENTATIVE[0], REPRESENTATIVE[-1]
         traces = [trace_operator(sample, shape, "sm_90") for shape in shapes]  # as the matrix does
         assert any(x.jobs.get(None) for x in traces), (sample.name, traces[0].refused)
-
-
-@compiles
-@pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_every_kernel_is_reached_by_the_matrix(thorough: bool) -> None:
-    """One that no sample reaches would be trusted with its family, though nobody compiled it."""
-    import slipstream.kernels
-    from slipstream.tools.backend_query import find_kernels
-    from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES
-    from slipstream.tools.layer_samples import LAYER_SAMPLES
-
-    root = Path(slipstream.kernels.__file__).parent
-    pattern = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
-    paths = [x for x in root.rglob("*.py") if HAS_GLUON or "sm90" not in x.parts]
-    folder_of = {x: path.parent for path in paths for x in pattern.findall(path.read_text())}
-    assert len(folder_of) > 60
-    written, reached = set(folder_of), set[str]()
-    folders: dict[str, set[Path]] = {}  # of the kernels of an operator
-    samples = [*SAMPLES, *LAYER_SAMPLES]
-    # those first that reach most
-    order = [0, 2, 5, 3, *(i for i in range(len(REPRESENTATIVE)) if i not in (0, 2, 5, 3))]
-    for arch, i in [("sm_90", 0), ("sm_80", 0), *(("sm_90", i) for i in order[1:])]:
-        if i and not thorough:  # what may reach the rest: its neighbours were launched
-            rest = {folder_of[x] for x in written - reached}
-            samples = [x for x in samples if folders.get(x.op, set()) & rest]
-        found = find_kernels(samples, REPRESENTATIVE[i : i + 1], arch)
-        assert not found.failures
-        for job, ops in found.tasks:
-            reached.add(job.name)
-            for op in ops:
-                folders.setdefault(op, set()).add(folder_of.get(job.name, root))
-        if written <= reached and not thorough:
-            break
-    assert written - reached == set()

@@ -1,6 +1,6 @@
 """The backward for sm_90 as numpy, with its launch, against plain torch in float64.
 
-Layouts and rounding are not there (test_attnres_compiles.py); copies in flight are.
+Layouts and rounding are not there (tests/kernels/test_compiles.py); copies in flight are.
 """
 
 import functools

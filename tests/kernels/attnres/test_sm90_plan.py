@@ -8,7 +8,7 @@ REGISTERS = 65536
 
 
 def registers_of(channels: int) -> int:
-    """Of a thread with that many channels: the most that test_attnres_compiles.py sees."""
+    """Of a thread with that many channels: the most that a compiler gives."""
     return 64 if channels <= 8 else 128 if channels <= 20 else 255
 
 

@@ -1,7 +1,7 @@
 """The Gluon kernels of the selective scan as numpy, with their launches, against the oracle.
 
 Sums, masks and indices are those of the kernels; layouts and rounding are not there
-(test_sm90_selective_scan_compiles.py).
+(tests/kernels/test_compiles.py).
 """
 
 import functools

@@ -2,8 +2,8 @@
 
 A program has two warpgroups of 64 rows; at 256, where registers end, dq has a kernel of its own,
 and one warpgroup makes dk and one dv.
-tests/kernels/attention/test_sm90_compiles.py holds each row against shared memory, registers and
-the waits that a serialised wgmma would have.
+tests/kernels/test_compiles.py holds rows against shared memory, registers and the waits that a
+serialised wgmma would have.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Tables of the kernels' tiles, by architecture, head width and dtype, and what launches share.
 
-BM queries and BN keys a tile. tests/kernels/attention/test_triton_compiles.py holds
-each row against compiler/arch.py and the spills it may have.
+BM queries and BN keys a tile. tests/compiler/test_tile_limits.py holds each row against
+compiler/arch.py, tests/kernels/test_compiles.py rows against the spills they may have.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Tiles of the scan by architecture, widths and dtype: a table, and what a device can hold.
 
 C tokens a chunk, BX columns of the state a program; the state has BD = next power of two of D rows.
-Shared memory is what the compiler reports for the tile (tests/kernels/linear/
-test_triton_scalar_decay_compiles.py checks each row against compiler/arch.py).
+Shared memory is what the compiler reports for the tile (tests/compiler/test_tile_limits.py checks
+each row against compiler/arch.py).
 """
 
 from dataclasses import dataclass

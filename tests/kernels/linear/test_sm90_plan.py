@@ -1,0 +1,163 @@
+"""Which calls the kernels of sm_90 take, and why they refuse the others."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream import ops
+from slipstream.kernels.linear import dispatch
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.sm90 import plan
+from slipstream.kernels.linear.sm90.plan import unsupported_reason
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+
+traces = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler")
+SCANS = {"vector_decay_chunk_fwd_sm90_kernel", "vector_decay_dqk_sm90_kernel"}
+
+
+def terms(K: int = 128, dtype: torch.dtype = torch.bfloat16, **more: torch.Tensor) -> LinearInputs:
+    """Packed, with an initial state; further terms are added to q, k and v."""
+    q, k = (torch.ones(1, 192, 1, K, dtype=dtype) for _ in range(2))
+    v, state = torch.ones(1, 192, 2, K, dtype=dtype), torch.ones(2, 2, K, K)
+    cu = torch.ones(3, dtype=torch.int32)
+    return LinearInputs(q, k, v, initial_state=state, cu_seqlens=cu, **more)
+
+
+HEAD = torch.ones(1, 192, 2)
+
+
+@pytest.fixture
+def on_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in (terms(g=HEAD), terms(g=HEAD, beta=HEAD)):
+        assert "sm_90" in str(unsupported_reason(given))
+    monkeypatch.setattr(plan, "sm90_unsupported", lambda x: None)
+
+
+@pytest.mark.usefixtures("on_sm90")
+def test_delta_rule_refusals_say_why() -> None:
+    given = terms(g=HEAD, beta=HEAD)
+    assert unsupported_reason(given) is None
+    wide = F.pad(given.q, (0, 8))
+    assert "one of (64, 128)" in str(unsupported_reason(given._replace(q=wide, k=wide)))
+    for width in (96, 192, 320):
+        v = torch.zeros(*given.v.shape[:3], width, dtype=given.v.dtype)
+        assert "V of (64, 128, 256)" in str(unsupported_reason(given._replace(v=v)))
+    assert "float16" in str(unsupported_reason(given._replace(q=given.q.float())))
+    assert "takes no p" in str(unsupported_reason(given._replace(p=given.k)))
+    columns = given._replace(gv=torch.zeros(*given.v.shape))
+    assert "takes no gv" in str(unsupported_reason(columns))
+    channel = given._replace(g=torch.zeros(*given.v.shape))
+    assert unsupported_reason(channel) is None
+    wide = F.pad(given.v, (0, 64))
+    assert "K and V have to be" in str(unsupported_reason(channel._replace(v=wide)))
+
+
+@pytest.mark.usefixtures("on_sm90")
+def test_scalar_decay_refusals_say_why() -> None:
+    given = terms(g=HEAD)
+    assert unsupported_reason(given) is None
+    q, k, v = (x[..., :64] for x in given[:3])
+    assert "128" in str(unsupported_reason(given._replace(q=q, k=k)))
+    wider = given._replace(v=torch.cat([given.v, given.v], -1))
+    assert "both 128 or both 256" in str(unsupported_reason(wider))
+    assert "128" in str(unsupported_reason(given._replace(v=v)))
+    assert "float16" in str(unsupported_reason(given._replace(q=given.q.float())))
+    assert "one gate" in str(unsupported_reason(given._replace(u=given.k[0, 0])))
+    # the delta rule's kernels take that
+    assert unsupported_reason(given._replace(beta=given.g)) is None
+
+
+@pytest.mark.usefixtures("on_sm90")
+def test_vector_decay_refusals_say_why() -> None:
+    g = torch.zeros(1, 192, 2, 128, dtype=torch.bfloat16)
+    given = terms(g=g, u=torch.ones(2, 128))
+    assert unsupported_reason(given) is None
+    narrow = {n: x[..., :64] for n, x in given._asdict().items() if n in ("q", "k", "g")}
+    assert "128" in str(unsupported_reason(given._replace(**narrow)))
+    assert "128" in str(unsupported_reason(given._replace(v=given.v[..., :64])))
+    for name in "qkvg":
+        for dtype in (torch.float16, torch.float32):
+            other = given._replace(**{name: getattr(given, name).to(dtype)})
+            assert f"{name} is {dtype}" in str(unsupported_reason(other))
+    assert "one gate" in str(unsupported_reason(given._replace(g=None)))
+    few = (x[:, :1].expand(1, 2048, *x.shape[2:]) for x in (*given[:3], g))
+    assert "few heads" in str(unsupported_reason(LinearInputs(*few)))
+
+
+@pytest.mark.parametrize(
+    ("K", "V", "columns"), [(128, 256, 2), (128, 512, 4), (256, 512, 2), (256, 128, None)]
+)
+@pytest.mark.usefixtures("on_sm90")
+def test_columns_are_split_for_them(K: int, V: int, columns: int | None) -> None:
+    q, v = (torch.ones(1, 64, 1, width, dtype=torch.bfloat16) for width in (K, V))
+    groups = dispatch._groups_for_sm90(LinearInputs(q, q, v), None)
+    assert groups == (None if columns is None else (1, K, columns, V // columns))
+
+
+@traces
+def test_layout_of_forward() -> None:
+    """Terms stay where they are, but offsets become dense; of one token a row, rows of some heads
+    are as far apart as in the batch."""
+    from slipstream.kernels.linear.sm90.dplr import backend
+
+    given = terms(64, torch.float16, g=torch.ones(1, 192, 2, 64), beta=HEAD)
+    assert given.cu_seqlens is not None
+    apart = torch.stack([given.cu_seqlens] * 2, 1)[:, 0]
+    found = backend.Sm90Dplr().forward_layout(given._replace(cu_seqlens=apart))
+    assert found.q.data_ptr() == given.q.data_ptr()
+    assert found.cu_seqlens is not None and found.cu_seqlens.is_contiguous()
+    of_heads = [torch.empty(B, T, 4, 64)[:, :, 1:3] for B, T in ((2, 3), (2, 1), (1, 1))]
+    assert [backend._token_stride(x) for x in of_heads] == [256, 256, 128]
+
+
+@traces
+def test_few_heads_go_in_segments() -> None:
+    """Backward by the portable kernels."""
+    from slipstream.compiler.trace import trace
+
+    def call(device: torch.device) -> None:
+        size, make = (1, 4096, 16, 128), {"device": device, "dtype": torch.bfloat16}
+        q, k, v, g = (torch.empty(size, **make, requires_grad=True) for _ in range(4))
+        ops.chunk_gla(q=q, k=k, v=v, g=g)
+
+    names = [x.name for x in trace(call, "sm_90", backward=True)]
+    # the states that segments begin with, and then o
+    assert names.count("vector_decay_chunk_fwd_sm90_kernel") == 2
+    assert "vector_decay_chunk_kernel" in names
+    assert "vector_decay_dqk_sm90_kernel" not in names
+
+
+def operator(name: str, gate: torch.dtype, device: torch.device) -> Any:
+    """chunk_gla or chunk_rwkv6, with as many heads as are scanned whole."""
+    size, make = (2, 192, 2, 128), {"device": device, "dtype": torch.bfloat16}
+    q, k, v = (torch.empty(size, **make) for _ in range(3))
+    g = torch.empty(size, device=device, dtype=gate)
+    if name == "chunk_rwkv6":
+        u = torch.empty(2, 128, device=device)
+        return ops.chunk_rwkv6(r=q, k=k, v=v, w=g, u=u, output_final_state=True)
+    return ops.chunk_gla(q=q, k=k, v=v, g=g, output_final_state=True)
+
+
+@traces
+@pytest.mark.parametrize("name", ["chunk_gla", "chunk_rwkv6"])
+def test_channel_scans_are_wired(name: str) -> None:
+    """Gates of bfloat16 alone: others are for the portable kernels."""
+    from slipstream.compiler.trace import trace
+
+    def kernels(gate: torch.dtype, backward: bool) -> list[str]:
+        call = partial(operator, name, gate)
+        return sorted(x.name for x in trace(call, "sm_90", backward))
+
+    assert kernels(torch.bfloat16, False) == ["vector_decay_chunk_fwd_sm90_kernel"]
+    both = kernels(torch.bfloat16, True)
+    assert set(both) >= SCANS
+    # vector_decay_intra_fwd_kernel makes P alone
+    assert not {"vector_decay_scores_kernel", "vector_decay_chunk_kernel"} & set(both)
+    assert "vector_decay_dqkg_kernel" in both
+    for backward in (False, True):
+        portable = set(kernels(torch.float32, backward))
+        assert {"vector_decay_intra_fwd_kernel", "vector_decay_chunk_kernel"} <= portable
+        assert not SCANS & portable

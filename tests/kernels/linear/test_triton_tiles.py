@@ -1,0 +1,56 @@
+"""Shared memory of the linear family's Triton kernels at widths of their own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from slipstream.compiler.aot import Job
+from slipstream.compiler.arch import ARCHS
+from slipstream.compiler.trace import trace
+from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.tools.catalog import Shape, chosen
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+
+
+def jobs(operator: str, shape: Shape, arch: str, backward: bool = True) -> list[Job]:
+    sample, *_ = chosen([operator])  # of those with other gates the first
+    return trace(lambda device: sample.call(sample.inputs(shape, device), "triton"), arch, backward)
+
+
+def test_dplr_fits_wide_keys() -> None:
+    """They load a tile more than kda's, whose row of the table they take."""
+    shape = Shape(B=1, T=170, H=2, K=256, V=30, packed=True, state=True)
+    found = [
+        job.compile()
+        for job in jobs("chunk_dplr_delta_rule", shape, "sm_90")
+        if job.name == "dplr_chunk_fwd_kernel"
+    ]
+    assert found and all(x.shared <= ARCHS["sm_90"].shared for x in found)
+
+
+def test_two_programs_of_a_scan_fit_a_multiprocessor() -> None:
+    """On sm_90 with K = V = 128 in 16 bits."""
+    found = jobs("chunk_gla", Shape(K=128, V=128), "sm_90", backward=False)
+    scans = [job.compile() for job in found if job.name == "vector_decay_chunk_kernel"]
+    assert scans and all(x.shared <= 115_700 for x in scans)
+
+
+@pytest.mark.parametrize("operator", ["chunk_simple_gla", "chunk_gla", "chunk_kda"])
+def test_wide_float32_needs_shared_memory(operator: str) -> None:
+    shape = Shape(B=1, T=170, H=2, K=130, V=64, dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="more shared memory than sm_75 has"):
+        jobs(operator, shape, "sm_75")
+    assert jobs(operator, shape, "sm_86") and jobs(operator, replace(shape, K=128), "sm_75")
+
+
+@pytest.mark.parametrize("K", [16, 24])
+def test_quarters_of_narrow_heads_compile_for_sm_100(K: int) -> None:
+    """Triton 3.6 fails where scores of a branch go on into one of its own (InsertTmemAref)."""
+    shape = Shape(K=K, V=K, packed=True, state=True)
+    found = jobs("chunk_kda", shape, "sm_100", backward=False)
+    (quarters,) = (job for job in found if job.name == "dplr_wy_quarters_kernel")
+    assert quarters.compile().shared <= ARCHS["sm_100"].shared
