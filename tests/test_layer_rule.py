@@ -28,6 +28,7 @@ EXCEPTIONS = {
     ("compiler/triton_cache_key.py", "slipstream.runtime.files"),
     # calls operators to see what they would launch
     ("compiler/trace.py", "slipstream.runtime"),
+    ("compiler/trace.py", "slipstream.runtime.compile_ahead"),
     ("compiler/trace.py", "slipstream.runtime.custom_op"),
 }
 

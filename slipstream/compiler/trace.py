@@ -25,7 +25,8 @@ from slipstream.compiler.aot import Job, gpu_target, job_of
 from slipstream.compiler.arch import Arch, named
 from slipstream.compiler.compiler_state import CompilerState, state_for
 from slipstream.runtime import backends, guarded_launch
-from slipstream.runtime.custom_op import NAMESPACE
+from slipstream.runtime.compile_ahead import AtSizes
+from slipstream.runtime.custom_op import NAMESPACE, DirectCall
 
 # Devices no machine has, one for each architecture and release: launches remember tiles by device.
 _FIRST_DEVICE = 64
@@ -46,21 +47,25 @@ def trace(
     backward: bool = True,
     remembers: bool = False,
     compilers: Mapping[str, str] | None = None,
+    any_size: bool = False,
 ) -> list[Job]:
     """The compilations of call(device) and, if asked for, of its gradients; each once.
 
     Args:
         remembers: what guarded compilation has learnt here counts.
         compilers: others than those that are here, as toolchain.versions names them.
+        any_size: also those that the operators called say they compile in other sizes.
 
     Raises whatever the call raises for such tensors, PlainTorch where it compiles nothing.
     """
     jobs: dict[str, Job] = {}
     state = state_for(arch, remembers, compilers)
+    called: list[tuple[DirectCall, AtSizes, tuple]] = []
+    noting = mock.patch.object(DirectCall, "__call__", _noting(called))
     with _pretending(named(arch), jobs, state) as (device, functions):
-        with torch.enable_grad() if backward else torch.no_grad():
+        with noting if any_size else nullcontext(), torch.set_grad_enabled(backward):
             call(device)
-        with torch.no_grad():
+        with noting if any_size else nullcontext(), torch.no_grad():
             for function, ctx, out in reversed(functions):
                 outs = out if isinstance(out, tuple) else (out,)
                 grads = [_gradient(x) for x in outs]
@@ -68,7 +73,23 @@ def trace(
                 if len([x for x in grads if x is not None]) > 1 and not ctx.materializes:
                     # as most calls do, which use the first result alone
                     function.backward(ctx, grads[0], *[None] * (len(grads) - 1))
+        with torch.no_grad():
+            for op, at_sizes, args in called:
+                for other in at_sizes(args):
+                    op._compile(*other)
     return list(jobs.values())
+
+
+def _noting(called: list[tuple[DirectCall, AtSizes, tuple]]) -> Callable[..., Any]:
+    """DirectCall.__call__, which adds the calls of those that have other sizes to `called`."""
+    plain = DirectCall.__call__
+
+    def call(self: DirectCall, *args: Any, **named: Any) -> Any:
+        if self.at_sizes is not None:
+            called.append((self, self.at_sizes, (*args, *named.values())))
+        return plain(self, *args, **named)
+
+    return call
 
 
 def _gradient(x: Any) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.common.checks import autocast_dtype, expect_tensor
-from slipstream.kernels.elementwise.glu_mlp import IMPLS, gated_mlp, unsupported_reason
+from slipstream.kernels.elementwise.glu_mlp import gated_mlp, impls_for, unsupported_reason
 from slipstream.kernels.matmul.inputs import activated
 from slipstream.nn.consistent import step_products
 from slipstream.nn.hooks import is_hooked as is_hooked
@@ -118,8 +118,9 @@ class GatedMLP(nn.Module):
         expect_tensor("x", x)
         down = self.down_proj
         if self._fuses(x):
-            weights = self.gate_proj.weight, self.up_proj.weight, down.weight
-            return gated_mlp(x, *weights, down.bias, ACTIVATIONS[self.activation][0], IMPLS)
+            gate, f = self.gate_proj.weight, ACTIVATIONS[self.activation][0]
+            weights = gate, self.up_proj.weight, down.weight
+            return gated_mlp(x, *weights, down.bias, f, impls_for(x, gate))
         gate, up = linears(x, (self.gate_proj, self.up_proj))
         # without gradients nothing is kept
         if not torch.is_grad_enabled() or not plain_linear(down):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.projection_step import norm_op
-from slipstream.kernels.projection_step.inputs import NormedInputs
+from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
+from slipstream.kernels.projection_step.op import run
 from slipstream.nn.consistent import step_products
 from slipstream.nn.linear import GatedMLP, is_hooked, plain_linear, plain_module
 from slipstream.nn.norm import RMSNorm
-from slipstream.ops.projection_step import projection_step
 from slipstream.runtime.consistent import consistent_scope
 
 # of all sequences: with more, matrix products are as fast
@@ -101,9 +101,7 @@ def projected(x: Tensor, layer: nn.Linear, residual: Residual) -> Any:
         options: Any = (weight, norm.eps, norm.zero_centered)
         h, y = norm_op.run(NormedInputs(rows, layer.weight, layer.bias, added, *options))
         return h[:, None], y[:, None]
-    # torch's products share the long sums of several rows among programs, which is faster
-    is_long = x.shape[0] > 1 and x.shape[-1] > 2 * residual.shape[-1]
-    if is_long or not _plain(x, [layer]):
+    if not _plain(x, [layer]):
         return residual + layer(x)
     return _call(x, [layer], None, residual=residual.flatten(0, 1))
 
@@ -125,7 +123,7 @@ def gated_mlp(
     layers = [mlp.gate_proj, mlp.up_proj]
     if mlp.activation != "swiglu" or is_hooked(mlp) or not _plain(x, layers):
         return residual + mlp(_normed_for(layers, x, norm)), None
-    inner = _call(x, layers, norm, activation="swiglu")
+    inner = _call(x, layers, norm, glu=True)
     y = projected(inner, mlp.down_proj, normed_next(residual, next_norm))
     return y if isinstance(y, tuple) else (y, None)
 
@@ -151,20 +149,25 @@ def _plain(x: Tensor, layers: Sequence[nn.Linear]) -> bool:
     )
 
 
-def _call(x: Tensor, layers: Sequence[nn.Linear], norm: nn.Module | None, **more: Any) -> Tensor:
+def _call(
+    x: Tensor,
+    layers: Sequence[nn.Linear],
+    norm: nn.Module | None,
+    residual: Tensor | None = None,
+    glu: bool = False,
+) -> Tensor:
     """[N, 1, D] -> [N, 1, ...]"""
-    if x.shape[0] == 1 and type(norm) is RMSNorm and norm.eps is not None and not is_hooked(norm):
-        more |= {"norm_weight": norm.weight, "norm_eps": norm.eps}
-        more["zero_centered"] = norm.zero_centered
-    else:
-        x = _normed(x, norm)
-    y = projection_step(
-        x.flatten(0, 1),
-        [layer.weight for layer in layers],
-        [layer.bias for layer in layers],
-        **more,
-    )
-    return y[:, None]
+    weight: Any = None
+    eps, zero_centered = None, False
+    if type(norm) is RMSNorm and not is_hooked(norm):
+        weight, eps, zero_centered = norm.weight, norm.eps, norm.zero_centered
+    normed = x.shape[0] > 1 or eps is None
+    rows = (_normed(x, norm) if normed else x).flatten(0, 1)
+    weights: list[Any] = [layer.weight for layer in layers]
+    biases: list[Any] = [layer.bias for layer in layers]
+    terms = rows, weights, biases, weight, residual
+    options = eps, zero_centered, glu, consistent_scope.on, normed
+    return run(ProjectionInputs(*terms, *options), None)[:, None]
 
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:

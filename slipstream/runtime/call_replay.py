@@ -131,9 +131,9 @@ class RecordedCall:
 class Records:
     """The records of a key. due: the next call without one is recorded. closed: none is."""
 
-    def __init__(self) -> None:
+    def __init__(self, closed: bool = False) -> None:
         self.records: list[RecordedCall] = []
-        self.due = self.closed = False
+        self.due, self.closed = False, closed
 
 
 class _Writer:

@@ -1,10 +1,11 @@
 """Kernels that calls of other sizes ask for, compiled while the program goes on.
 
 The first call of an operator waits for its own kernels alone (runtime/parallel_compile.py). Other
-numbers of tokens or sequences take others of a short list (runtime/size_ladder.py). So an operator
-that says what its arguments are in other sizes has those compiled after that, in threads that leave
-the processor to whoever waits for a kernel. The calls run on fake tensors: they take none of the
-GPU's memory and launch nothing. A call that needs a kernel that failed here compiles it again.
+numbers of tokens, sequences or keys take others of a short list (runtime/size_ladder.py). So an
+operator that says what its arguments are in other sizes has those compiled after that, in threads
+that leave the processor to whoever waits for a kernel. The calls run on fake tensors: they take
+none of the GPU's memory and launch nothing. A call that needs a kernel that failed here compiles it
+again.
 
     SLIPSTREAM_AHEAD   on, or off
 """
@@ -36,7 +37,7 @@ SHARE = 4
 # Seconds of a thread's turn with Python's lock, meanwhile. Python's own 5 ms come on top of each
 # wait of the program for the GPU: on an H200 a forward of linear attention took 10.2 ms for 0.2.
 TURN = 0.0005
-# The arguments of a call, whose tensors are on the meta device, in other sizes.
+# The arguments of a call, whose tensors are fake, in other sizes.
 AtSizes = Callable[[tuple], Iterable[tuple]]
 
 
@@ -65,9 +66,14 @@ def _blank(x: Any, device: torch.device | str = "meta") -> Any:
 
 
 class _Fakes(FakeTensorMode):
-    """Tensors that begin at a multiple of 16 bytes; asked where, torch's own warn the user."""
+    """Tensors that begin at a multiple of 16 bytes; asked where, torch's own warn the user. Our
+    operators within a call launch what they do on the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "slipstream":
+            key = getattr(torch._C.DispatchKey, args[0].device.type.upper())
+            with self:
+                return func._op_dk(key, *args, **(kwargs or {}))
         made = super().__torch_dispatch__(func, types, args, kwargs)
         for x in tree_leaves(made):
             if isinstance(x, FakeTensor):
@@ -164,12 +170,18 @@ class _Background:
         ready: Future = Future()
         ready.set_result(None)
         fake = _Fakes(allow_non_fake_inputs=True)
-        with parallel_compile.only_compiling(pool, ready, self._goes_on), torch.no_grad():
-            for other in at_sizes(args):
+        wanted = [isinstance(x, Tensor) and x.requires_grad for x in args]
+        with parallel_compile.only_compiling(pool, ready, self._goes_on), torch.no_grad(), fake:
+            for other in at_sizes(tuple(_blank(x, device) for x in args)):
                 if not self._goes_on():
                     return
-                with contextlib.suppress(Exception), fake:
-                    call(*[_blank(x, device) for x in other])
+                with contextlib.suppress(Exception):
+                    call(*map(_with_gradient, other, wanted))
+
+
+def _with_gradient(x: Any, wanted: bool) -> Any:
+    """What sizes are of wants no gradient, where the call's own argument does."""
+    return x.requires_grad_() if wanted and isinstance(x, Tensor) else x
 
 
 _BACKGROUND = _Background()

@@ -79,7 +79,7 @@ class DirectCall:
         compile_also: given the arguments and the results, calls what such a call is followed by,
             its gradient, so that the kernels of both are compiled at once.
         at_sizes: the arguments in other sizes, whose kernels are compiled after those of a first
-            call (compile_ahead.py).
+            call (compile_ahead.py), also where calls are not replayed.
         max_operations: of torch, in a call that is replayed (call_replay.py); None for any number.
         written: places of the arguments that it writes into, and their names.
     """
@@ -95,7 +95,7 @@ class DirectCall:
         written: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.impl, self._replay, self._compile_also = impl, replay, compile_also
-        self._at_sizes = at_sizes
+        self.at_sizes, self._has_keys = at_sizes, replay or at_sizes is not None
         self._max_operations, self._written = max_operations, written
         self._overload: Any = None
         self._names: tuple[str, ...] = ()  # of the arguments, if they may be named
@@ -107,7 +107,7 @@ class DirectCall:
         x = args[0]
         if not is_plain_call(x) or is_tracing():
             return self._by_dispatcher(args)
-        if self._replay and not backends.TRACING and call_replay.is_enabled(x):
+        if self._has_keys and not backends.TRACING and call_replay.is_enabled(x):
             found = self._replayed(args)
             if found is not call_replay.MISS:
                 return found
@@ -153,8 +153,8 @@ class DirectCall:
         if known is None:
             if key is not None:
                 self._expect(self._known_of(key), args)
-                if self._at_sizes is not None:
-                    compile_ahead.begin(self._compile, args, self._at_sizes)
+                if self.at_sizes is not None:
+                    compile_ahead.begin(self._compile, args, self.at_sizes)
             return call_replay.MISS
         if known.records:
             raise_pending()
@@ -185,7 +185,7 @@ class DirectCall:
     def _known_of(self, key: tuple) -> call_replay.Records:
         if len(self._known) >= call_replay.MAX_KEYS:
             self._known.clear()
-        known = self._known[key] = call_replay.Records()
+        known = self._known[key] = call_replay.Records(closed=not self._replay)
         return known
 
     def _expect(self, known: call_replay.Records, args: tuple) -> None:
@@ -446,7 +446,7 @@ class KernelOp(DirectCall):
     def before(self, compile_also: Callable[[tuple, Any], object]) -> DirectCall:
         """Returns the operator for calls that a backward follows."""
         call = DirectCall(
-            self.impl, replay=self._replay, compile_also=compile_also, at_sizes=self._at_sizes
+            self.impl, replay=self._replay, compile_also=compile_also, at_sizes=self.at_sizes
         )
         call._overload, call._names, call._written = self.overload, self._names, self._written
         return call

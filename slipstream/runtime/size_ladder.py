@@ -15,11 +15,13 @@ from slipstream.compiler.arch import named
 
 
 class Size(NamedTuple):
-    """A batch of B rows of T tokens, or `sequences` packed in one row of T."""
+    """A batch of B rows of T tokens, or `sequences` packed in one row of T. keys: of a cache, per
+    sequence; 0: as many as there are tokens."""
 
     B: int
     T: int
     sequences: int = 0
+    keys: int = 0
 
 
 # Tokens of a sequence, and of all sequences together how many heads there are at most. The numbers
@@ -35,6 +37,9 @@ STEPS = (
     (8192, (1, 16)),
     (40000, (1,)),
 )
+# Keys of a cache, of which a number of programs share a sequence's: each power of 4 that their
+# number is rounded up to (attention/triton/decode_launch.py), whatever the keys of a tile.
+KEYS = (1, 64, 256, 1024, 4096, 16384, 65536)
 
 
 def sizes(heads: int, packed: bool) -> list[Size]:
@@ -48,15 +53,15 @@ def sizes(heads: int, packed: bool) -> list[Size]:
 
 
 class AtSizes(NamedTuple):
-    """Makes the arguments of an operator in other sizes; tensors stay on their device. Of calls
-    whose tokens differ from argument to argument it makes none.
+    """Makes the arguments of an operator in other sizes; tensors stay on their device.
 
     Attributes:
-        tokens: places of arguments [B, T, ...]. They lie in memory as they did.
+        tokens: places of arguments [B, T, ...], or [B T, D]. They lie in memory as they did.
         states: those [N, ...], N sequences.
         offsets: those [N + 1], which pack sequences if they are given.
         by_heads: those [B, H, T].
         heads: of an argument with a program for each entry of its dimension 2, or more.
+        steps: the sizes, where they are not those of STEPS. T = 0: as many tokens as there are.
     """
 
     tokens: tuple[int, ...]
@@ -64,23 +69,30 @@ class AtSizes(NamedTuple):
     offsets: tuple[int, ...] = ()
     by_heads: tuple[int, ...] = ()
     heads: int | None = None
+    steps: tuple[Size, ...] = ()
 
     def __call__(self, args: tuple) -> Iterator[tuple]:
-        if len({args[n].shape[:2] for n in self.tokens if args[n] is not None}) > 1:
-            return
         packed = any(args[n] is not None for n in self.offsets)
-        for size in sizes(1 if self.heads is None else args[self.heads].shape[2], packed):
+        heads = 1 if self.heads is None else args[self.heads].shape[2]
+        for size in self.steps or sizes(heads, packed):
             given: list[Any] = list(args)
             for n in self.tokens:
-                given[n] = resized(args[n], size.B, size.T)
+                given[n] = _of_tokens(args[n], size)
             for n in self.states:
                 given[n] = resized(args[n], size.sequences or size.B)
             for n in self.offsets:
-                given[n] = resized(args[n], size.sequences + 1)
+                given[n] = resized(args[n], (size.sequences or size.B) + 1)
             for n in self.by_heads:
                 x = args[n]
                 given[n] = None if x is None else x.new_empty(size.B, x.shape[1], size.T)
             yield tuple(given)
+
+
+def _of_tokens(x: Tensor | None, size: Size) -> Tensor | None:
+    if x is None or x.dim() < 2:
+        return x
+    T = size.T or x.shape[1]
+    return resized(x, size.B, T) if x.dim() > 2 else resized(x, size.B * (size.T or 1))
 
 
 def resized(x: Tensor | None, *first: int) -> Tensor | None:

@@ -191,13 +191,13 @@ def clamped(ids: Tensor, size: int) -> Tensor:
 def raise_pending() -> None:
     """Raises for the first wrong id that a kernel has found since; the others are forgotten.
 
-    A read of host memory for each device in use. Nothing while torch.compile traces, and while a
-    graph is captured nothing yet.
+    A read of host memory for each device in use. Nothing while torch.compile traces or launches
+    only compile, whose errors are dropped, and while a graph is captured nothing yet.
 
     Raises:
         ValueError: as expect_ids.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or of_thread.warmup is not None:
         return
     for watch in _watches:
         if watch.word.value:

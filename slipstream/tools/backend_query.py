@@ -53,6 +53,7 @@ def trace_operator(
     remembers: bool = False,
     compilers: Mapping[str, str] | None = None,
     impls: Sequence[str | None] = (None, *IMPLS),
+    any_size: bool = False,
 ) -> TracedKernels:
     """The kernels of one operator for one shape, on an architecture that need not be there.
 
@@ -60,6 +61,7 @@ def trace_operator(
         remembers: what guarded compilation has learnt here counts.
         compilers: others than those that are here, as toolchain.versions names them.
         impls: implementations to trace; None, the one that is chosen, first.
+        any_size: what such calls of any size compile.
     """
     jobs: dict[str | None, list[Job]] = {}
     refused: dict[str | None, str] = {}
@@ -79,7 +81,7 @@ def trace_operator(
             ):
                 # what is not used there is told by what is traced instead
                 warnings.simplefilter("ignore", KernelDisabledWarning)
-                jobs[impl] = trace(call, arch, backward, remembers, compilers)
+                jobs[impl] = trace(call, arch, backward, remembers, compilers, any_size)
         except PlainTorch:
             jobs[impl] = []
         except (NotImplementedError, ValueError) as error:
@@ -130,8 +132,10 @@ def find_kernels(
     backward: bool = True,
     compilers: Mapping[str, str] | None = None,
     impls: Sequence[str | None] = (None, *IMPLS),
+    any_size: bool = False,
 ) -> KernelsFound:
-    """The kernels of these operators for these shapes, under these compilers."""
+    """The kernels of these operators for these shapes, under these compilers; any_size: and for
+    calls like them of any size."""
     jobs: dict[str, Job] = {}
     wanted: dict[str, list[str]] = {}
     found = KernelsFound([], {}, [])
@@ -139,7 +143,7 @@ def find_kernels(
         reasons: dict[str | None, str] = {}
         printed: set[str] = set()
         for shape in shapes:
-            got = trace_operator(sample, shape, arch, backward, False, compilers, impls)
+            got = trace_operator(sample, shape, arch, backward, False, compilers, impls, any_size)
             reasons |= got.refused
             for reason in {x for x in got.refused.values() if x.startswith(_FAILED)} - printed:
                 printed.add(reason)

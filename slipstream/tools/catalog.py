@@ -216,6 +216,7 @@ OPERATORS = [
     _traced("projection_step", "x=8D weights=CD residual=8C", variant="rows",
             fixed="x weights residual"),
     _traced("projection_step", "x=MD weights=CD", variant="many rows", fixed="x weights"),
+    _traced("projection_step", "x=BD weights=CD", variant="a batch", fixed="x weights"),
     Sample("selective_scan", SELECTIVE, "ND4", options={"delta_softplus": True}),
     _tested("selective_scan", "gated", f"{SELECTIVE} D=D z=BTD delta_bias=D", "ND4",
             options={"delta_softplus": True}),

@@ -12,7 +12,6 @@ from slipstream.compiler.known_bugs import applying
 from slipstream.tools.backend_query import IMPLS, TracedKernels, trace_operator
 from slipstream.tools.catalog import Sample, Shape
 from slipstream.tools.precompile_cache import DTYPES
-from slipstream.tools.size_variants import ladder, variants
 from slipstream.tools.terminal import columns
 
 # Compile-time arguments that make a tile; the rest are flags.
@@ -77,7 +76,8 @@ def lines(samples: Sequence[Sample], shape: Shape, arch: str, flags: bool = Fals
 
 def _variants(sample: Sample, shape: Shape, arch: str) -> Iterator[str]:
     """The closed list: what is compiled at most, with gradients, for calls of any sizes."""
-    found = Counter(job.name for job in variants(sample, ladder(shape), arch).values())
+    got = trace_operator(sample, shape, arch, impls=(None,), any_size=True)
+    found = Counter(job.name for job in got.all)
     if found:
         of_kernels = ", ".join(f"{count} {name}" for name, count in found.items())
         yield f"  of any size: {found.total()} variants, {of_kernels}"

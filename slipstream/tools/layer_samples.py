@@ -116,7 +116,8 @@ def _gated_mlp(
     reason = gated_mlp.unsupported_reason(x, gate, up, down, f)
     if impl == "sm90" and reason is not None:
         raise NotImplementedError(reason)
-    impls = impl or (gated_mlp.IMPLS if reason is None else TRITON_OR_EAGER)
+    chosen = TRITON_OR_EAGER if reason is not None else gated_mlp.impls_for(x, gate)
+    impls = impl or chosen
     return gated_mlp.gated_mlp(x, gate, up, down, None, f, impls)
 
 
@@ -254,6 +255,7 @@ LAYER_SAMPLES = [
         function=_projection_norm,
     ),
     _of_layer("gated_mlp", _gated_mlp, "x=LD gate=CD up=CD down=DC"),
+    _of_layer("gated_mlp", _gated_mlp, "x=BTD gate=CD up=CD down=DC", "a batch"),
     _of_layer("delta_rule_across_ranks", _delta_across_ranks, f"{UNIT} g=BTG:gate beta=BTG:beta"),
     _of_layer("place_tokens", _place_tokens, "q=BHK g=BG qs=BTHK gs=BTG counts=B:prefixes"),
     _of_layer("read_states", _read_states, "states=MGVK slots=B:rows"),

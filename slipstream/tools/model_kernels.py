@@ -13,7 +13,6 @@ from slipstream.compiler.aot import Job
 from slipstream.compiler.trace import trace
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.runtime.files import read_json
-from slipstream.runtime.size_ladder import sizes
 from slipstream.tools.backend_query import KernelsFound
 
 
@@ -48,7 +47,8 @@ def find_model_kernels(
     backward: bool = True,
 ) -> KernelsFound:
     """The kernels of a training step of these models, with weights of each dtype, for this batch of
-    rows and tokens and for any other. With backward=False, the kernels of the loss alone.
+    rows and tokens, for as many packed sequences, and for any other sizes. With backward=False, the
+    kernels of the loss alone.
 
     Raises:
         ValueError: as `read`.
@@ -58,9 +58,8 @@ def find_model_kernels(
     wanted: dict[str, list[str]] = {}
     for name in names:
         config = read(name)
-        others = [(x.B, x.T) for x in sizes(config.num_heads, packed=False) if x.T > 1]
-        for dtype, size in product(dtypes, dict.fromkeys((batch, *others))):
-            for job in trace_model(config, dtype, size, arch, backward):
+        for dtype, packed in product(dtypes, (False, True)):
+            for job in trace_model(config, dtype, batch, arch, backward, packed, any_size=True):
                 jobs[job.key] = job
                 if name not in wanted.setdefault(job.key, []):
                     wanted[job.key].append(name)
@@ -69,9 +68,20 @@ def find_model_kernels(
 
 
 def trace_model(
-    config: SlipstreamConfig, dtype: torch.dtype, batch: tuple[int, int], arch: str, backward: bool
+    config: SlipstreamConfig,
+    dtype: torch.dtype,
+    batch: tuple[int, int],
+    arch: str,
+    backward: bool,
+    packed: bool = False,
+    any_size: bool = False,
 ) -> list[Job]:
-    """The kernels of two blocks of each kind: the first block may have some of its own."""
+    """The kernels of two blocks of each kind: the first block may have some of its own.
+
+    Args:
+        packed: the rows of the batch follow each other in one.
+        any_size: those of any other batch, too.
+    """
     with torch.device("meta"):
         model: Any = SlipstreamForCausalLM(_two_of_each(config))
     model.to(dtype).train(backward)
@@ -83,13 +93,16 @@ def trace_model(
                     if x is not None:
                         like: Any = torch.empty(x.shape, dtype=x.dtype, device=device)
                         tensors[key] = like
-        ids = torch.empty(batch, dtype=torch.int64, device=device)
-        return model(input_ids=ids, labels=ids, use_cache=False, skip_logits=True).loss
+        (B, T), options = batch, {}
+        ids = torch.empty((1, B * T) if packed else batch, dtype=torch.int64, device=device)
+        if packed:
+            options["cu_seqlens"] = torch.empty(B + 1, dtype=torch.int32, device=device)
+        return model(input_ids=ids, labels=ids, use_cache=False, skip_logits=True, **options).loss
 
     with warnings.catch_warnings():
         # of fake tensors' addresses, which are only compared
         warnings.simplefilter("ignore", UserWarning)
-        return trace(call, arch, backward)
+        return trace(call, arch, backward, any_size=any_size)
 
 
 def _two_of_each(config: SlipstreamConfig) -> SlipstreamConfig:

@@ -23,7 +23,8 @@ CPU = torch.device("cpu")
 @dataclass(frozen=True)
 class Shape:
     """grouped: twice as many heads of v as of q; HV: so many. packed: B sequences in one row;
-    lengths: sequences of these lengths. D, C: channels. gate: how log decays are, see Gate."""
+    lengths: sequences of these lengths. keys: of a cache's sequence. D, C: channels. gate: how log
+    decays are, see Gate."""
 
     B: int = 2
     T: int = 100
@@ -40,6 +41,7 @@ class Shape:
     C: int | None = None
     Z: int = 1000
     lengths: tuple[int, ...] | None = None
+    keys: int | None = None
     gate: str = "weak"
 
     @property
@@ -58,8 +60,8 @@ class Shape:
         return {
             "B": rows,
             "T": tokens,
-            "R": 2 * tokens,
-            "S": tokens + 3,
+            "R": 2 * tokens if self.keys is None else self.keys,
+            "S": tokens + 3 if self.keys is None else self.keys,
             "H": self.H,
             "G": self.HV or (2 * self.H if self.grouped else self.H),
             "X": 72,  # so many that a scan has more programs than an H200 multiprocessors

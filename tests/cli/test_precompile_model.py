@@ -64,9 +64,10 @@ def test_steps_of_any_size_find_kernels(tmp_path: Path) -> None:
     config = SlipstreamConfig(vocab_size=512, hidden_size=512, num_heads=4, mixers=["retention"])
     config.save_pretrained(tmp_path)
     found = {x.key for x, _ in find_model_kernels([str(tmp_path)], [BF16], (1, 512), "sm_90").tasks}
-    for size in ((1, 512), (3, 5000), (1, 30000)):
-        asked = trace_model(config, BF16, size, "sm_90", True)
-        assert not [job.name for job in asked if job.key not in found], size
+    for size in ((1, 512), (3, 5000), (1, 30000), (40, 7)):
+        for packed in (False, True):
+            asked = trace_model(config, BF16, size, "sm_90", True, packed)
+            assert not [job.name for job in asked if job.key not in found], (size, packed)
 
 
 @needs_compiler

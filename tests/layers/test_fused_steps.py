@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.kernels.projection_step import norm_op
+from slipstream.kernels.projection_step.inputs import ProjectionInputs
+from slipstream.kernels.projection_step.op import run
 from slipstream.layers import (
     DeltaNet,
     GatedDeltaNet,
@@ -25,7 +27,6 @@ from slipstream.layers import (
 )
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, StateCache
 from slipstream.nn import decoding, projections
-from slipstream.ops import projection_step
 
 D = 32
 LAYERS: dict[str, Any] = {
@@ -174,11 +175,11 @@ def test_steps_of_models_fuse_norms_and_residuals(
         parameter.add_(0.1 * torch.randn_like(parameter))
     ids, calls, logits = torch.randint(97, (rows, 7)), [], []
 
-    def counted(*args: Any, **given: Any) -> Any:
-        calls.append(given)
-        return projection_step(*args, **given)
+    def counted(t: ProjectionInputs, impl: str | None) -> Any:
+        calls.append(t)
+        return run(t, impl)
 
-    monkeypatch.setattr(projections, "projection_step", counted)
+    monkeypatch.setattr(projections, "run", counted)
     for on_device, hooked in ((False, False), (True, False), (True, True)):
         monkeypatch.setattr(projections, "_on_device", lambda x, fused=on_device: fused)
         layer = model.get_submodule("model.layers.0.mlp.down_proj")
@@ -190,10 +191,10 @@ def test_steps_of_models_fuse_norms_and_residuals(
         each = 4 * on_device  # of two layers and two steps
         mixes = each * (mixer != "retention")
         gates = each * {"kda": 2, "gla": 1}.get(mixer, 0)
-        downs = (each - 2 * hooked * on_device) * (rows == 1)  # their sums are long
+        downs = each - 2 * hooked * on_device
         assert len(calls) == each + downs + 2 * mixes + gates
-        assert sum("residual" in call for call in calls) == downs + mixes
-        assert sum("norm_eps" in call for call in calls) == (each + mixes) * (rows == 1)
+        assert sum(call.residual is not None for call in calls) == downs + mixes
+        assert sum(call.normalises for call in calls) == (each + mixes) * (rows == 1)
         logits.append(torch.cat(steps, 1))
         if hook is not None:
             hook.remove()

@@ -1,7 +1,8 @@
-"""Calls of any size ask for kernel variants of a list alone, forward and backward.
+"""Calls of any size ask for kernel variants of a list alone, forward and backward: that of a call
+of any other size, whose operators say what they compile behind it (runtime/compile_ahead.py).
 
-slipstream/runtime/size_ladder.py has the sizes that the list is of. Random ones are held against
-it: up to 64 rows, 160,000 tokens and 300 packed sequences.
+Random sizes are held against it: up to 64 rows, 160,000 tokens, 300 packed sequences and 160,000
+keys of a cache.
 """
 
 import zlib
@@ -12,38 +13,52 @@ import pytest
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.size_ladder import Size
 from slipstream.tools.catalog import SAMPLES, Sample, Shape
-from slipstream.tools.size_variants import ladder, variants, with_size
+from slipstream.tools.layer_samples import LAYER_SAMPLES
+from tests.support.size_variants import variants, with_size
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
-WAYS = ("batch", "packed", "state")
 SIZES = 5
-# The other operators' token by token forms differ from those in chunks up to 16 tokens alone.
-BY_TOKEN = {"fused_recurrent_simple_gla", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda"}
+CACHES = {"k_cache", "latent", "key_lengths"}
+# Their T is that of a block, the same in every call.
+OF_BLOCKS = {"place_tokens"}
+# Of several devices, whose calls have no list.
+ACROSS_RANKS = {"delta_rule_across_ranks"}
+# In `make test`: one for each way to say what other sizes are.
+QUICK = {
+    *("chunk_gla-narrow", "chunk_gated_delta_product", "fused_recurrent_mamba3", "attention"),
+    *("flash_attn_with_kvcache", "latent_attention", "rms_norm", "mixer_step", "projection_step"),
+    *("matmul", "gated_mlp-a batch", "prefixes_of_chunk_gated_delta_rule", "selective_scan"),
+}
 
 
 def ways_of(sample: Sample) -> list[str]:
     packs = "cu_seqlens" in sample.takes and any("T" in x for x in sample.dims.values())
+    packs = packs and "key_lengths" not in sample.dims  # one for each row
     return ["batch", *["packed"] * packs, *["state"] * bool(sample.states)]
 
 
 def is_quick(case: tuple[Sample, str]) -> bool:
-    """Of each operator one row, in one way."""
     sample, way = case
     ways = ways_of(sample)
-    by_token = sample.op.startswith("fused_recurrent_") and sample.op not in BY_TOKEN
-    first = next(x for x in SAMPLES if x.op == sample.op) is sample
-    return first and not by_token and way == ways[zlib.crc32(sample.name.encode()) % len(ways)]
+    return sample.name in QUICK and way == ways[zlib.crc32(sample.name.encode()) % len(ways)]
 
 
-CASES = [(sample, way) for sample in SAMPLES for way in ways_of(sample)]
+CASES = [
+    (sample, way)
+    for sample in (*SAMPLES, *LAYER_SAMPLES)
+    if sample.op not in OF_BLOCKS | ACROSS_RANKS
+    for way in ways_of(sample)
+]
 
 
-def random_size(random: Random, packed: bool) -> Size:
+def random_size(random: Random, shape: Shape, sample: Sample) -> Size:
     tokens = round(2 ** random.uniform(0, 15.3))
-    if packed:
+    if shape.packed:
         sequences = round(2 ** random.uniform(0, 8.3))
         return Size(1, max(tokens, sequences), sequences)
-    rows = round(2 ** random.uniform(0, 6))
+    rows, keys = (round(2 ** random.uniform(0, most)) for most in (6, 17.3))
+    if not CACHES.isdisjoint(sample.dims) and random.random() < 0.7:
+        return Size(rows, min(random.randint(1, 4), keys), keys=keys)
     return Size(rows, min(tokens, 160000 // rows))
 
 
@@ -54,10 +69,10 @@ def test_random_sizes_ask_for_listed_variants(case: tuple[Sample, str]) -> None:
     random = Random(zlib.crc32(f"{sample.name} {way}".encode()))
     heads = random.choice((2, 4, 8, 16, 32))
     shape = Shape(H=heads, state=way == "state", packed=way == "packed")
-    listed = variants(sample, ladder(shape), "sm_90")
+    first, *others = (random_size(random, shape, sample) for _ in range(SIZES))
+    listed = variants(sample, with_size(shape, first), any_size=True)
     assert listed or not sample.tensors
-    for _ in range(SIZES):
-        size = random_size(random, shape.packed)
-        found = variants(sample, [with_size(shape, size)], "sm_90")
+    for size in others:
+        found = variants(sample, with_size(shape, size))
         new = {job.name: job.constants for key, job in found.items() if key not in listed}
-        assert not new, f"{sample.name} {way}, {heads} heads, {size}: not in the list: {new}"
+        assert not new, f"{sample.name} {way}, {heads} heads, {size}: not after {first}: {new}"

@@ -5,41 +5,25 @@ import threading
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from slipstream.compiler.trace import trace
-from slipstream.runtime import compile_ahead, parallel_compile
+from slipstream.runtime import compile_ahead, parallel_compile, token_ids
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from slipstream.runtime.custom_op import DirectCall
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.launch_cache import of_thread
 from slipstream.tools.catalog import Shape, chosen
-from slipstream.tools.size_variants import ladder, variants
+from tests.support.size_variants import ladder, variants
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
-# Of the first, kernels of a gradient of o alone are compiled beside those of the forward.
-FORWARD = ("chunk_simple_gla", "chunk_gla", "chunk_delta_rule", "chunk_kda")
-BOTH = ("chunk_gsa", "chunk_hgrn", "attention", "selective_scan")
-
-
-class Like(NamedTuple):
-    """A tensor of another trace, without gradients: torch without CUDA cannot make any."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, x: Tensor) -> "Like":
-        return cls(tuple(x.shape), tuple(x.stride()), x.dtype)
-
-    def made(self, device: Any) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+OPERATORS = (
+    *("chunk_simple_gla", "chunk_gla", "chunk_delta_rule", "chunk_kda"),
+    *("chunk_gsa", "chunk_hgrn", "attention", "selective_scan"),
+)
 
 
 @pytest.fixture
@@ -69,6 +53,33 @@ def test_begin_calls_with_fake_tensors_of_other_sizes() -> None:
     compile_ahead.finish()
     assert seen == [(FakeTensor, (n,), 3, True, True) for n in (8, 4)]
     assert of_thread.warmup is None
+
+
+@pytest.mark.usefixtures("trusted")
+def test_begin_runs_operators_within_a_call() -> None:
+    """Those that a call makes below its own operator launch, too."""
+    seen: list[Any] = []
+
+    def run(x: Tensor) -> Tensor:
+        seen.append((type(x), tuple(x.shape)))
+        return x.new_empty(3)
+
+    inner = KernelOp("test_ahead_inner", "(Tensor x) -> Tensor", run, lambda x: x.new_empty(3))
+    compile_ahead.begin(lambda x: inner(inner(x)), (torch.zeros(16),), halves)
+    compile_ahead.finish()
+    assert seen == [(FakeTensor, (n,)) for n in (8, 3, 4, 3)]
+
+
+@pytest.mark.usefixtures("trusted")
+def test_begin_leaves_wrong_indices_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index of an earlier call is told once, to whoever calls next."""
+    watch = token_ids._Watch(-1)
+    watch.slots[:6] = torch.tensor([1, 1 + 2, 9, 8, 0, token_ids.NAMES.index("cu_seqlens")])
+    monkeypatch.setattr(token_ids, "_watches", [watch])
+    compile_ahead.begin(lambda x: token_ids.raise_pending(), (torch.zeros(16),), halves)
+    compile_ahead.finish()
+    with pytest.raises(token_ids.WrongId, match=r"got 9 at position \(2,\)"):
+        token_ids.raise_pending()
 
 
 @pytest.mark.usefixtures("trusted")
@@ -128,32 +139,9 @@ def test_begin_leaves_the_warning_filters_of_other_threads() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-@pytest.mark.parametrize("op", [*FORWARD, *BOTH])
-@pytest.mark.sample(which=lambda op, packed: packed)
+@pytest.mark.parametrize("op", OPERATORS)
+@pytest.mark.sample(which=lambda op, packed: packed and op in ("chunk_simple_gla", "attention"))
 def test_other_sizes_ask_for_the_listed_variants(op: str, packed: bool) -> None:
     sample, shape = chosen([op])[0], Shape(T=300, H=8, packed=packed)
-    called: list[tuple[DirectCall, list[Any]]] = []
-    plain = DirectCall.__call__
-
-    def noting(self: DirectCall, *args: Any, **named: Any) -> Any:
-        args = self._by_position(args, named) if named else args
-        if self._at_sizes is not None:
-            called.append((self, [Like.of(x) if isinstance(x, Tensor) else x for x in args]))
-        return plain(self, *args)
-
-    def in_other_sizes(device: torch.device) -> None:
-        for op, args in called:
-            meta = tuple(x.made("meta") if isinstance(x, Like) else x for x in args)
-            for other in op._at_sizes(meta):  # pyright: ignore
-                likes = (Like.of(x) if isinstance(x, Tensor) else x for x in other)
-                op._compile(*[x.made(device) if isinstance(x, Like) else x for x in likes])
-
-    def first_call(device: torch.device) -> Any:
-        return sample.call(sample.inputs(shape, device, blank=True))
-
-    with mock.patch.object(DirectCall, "__call__", noting):
-        asked = {job.key for job in trace(first_call, "sm_90")}
-    asked |= {job.key for job in trace(in_other_sizes, "sm_90", backward=False)}
-    listed = variants(sample, ladder(shape), "sm_90")
-    assert asked <= listed.keys()
-    assert asked >= variants(sample, ladder(shape), "sm_90", backward=op in BOTH).keys()
+    listed = variants(sample, shape, any_size=True)
+    assert listed.keys() == {key for size in ladder(shape) for key in variants(sample, size)}

@@ -5,6 +5,7 @@
 slipstream::_softmax_latent has no gradient; where one is wanted, plain torch makes it.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from slipstream.runtime.backends import INTERPRETED, triton_unsupported
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import Candidate, choose
 from slipstream.runtime.guarded_launch import Guard, known_failure
+from slipstream.runtime.size_ladder import KEYS, resized
 from slipstream.runtime.token_ids import expect_below
 
 # of the latents, and of what follows them in a row
@@ -157,11 +159,21 @@ def _fake(q: Tensor, latent: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(B, T, H, args[2]), q.new_empty(B, H, T, dtype=lse_dtype)
 
 
+def _at_sizes(args: tuple) -> Iterator[tuple]:
+    """A sequence of other numbers of keys: in rows, or in pages."""
+    q, latent, lengths, table, *options = args
+    for keys in KEYS:
+        rows = resized(latent, 1, keys) if table is None else latent
+        pages = None if table is None else table.new_empty(1, -(-keys // latent.shape[1]))
+        yield (resized(q, 1), rows, resized(lengths, 1), pages, *options)
+
+
 _call = KernelOp(
     "softmax_latent",
     "(Tensor q, Tensor latent, Tensor? lengths, Tensor? table, int width, float scale, str impl)"
     " -> (Tensor, Tensor)",
     _latent,
     _fake,
+    at_sizes=_at_sizes,
 )
 _call.set_gradient(lambda *args: eager_latent_attention(*args[:-1]))

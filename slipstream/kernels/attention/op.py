@@ -6,6 +6,7 @@ the differentiable terms given, in their order. slipstream::_softmax_decode read
 gradient; slipstream::_softmax_append writes into one.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from slipstream.kernels.attention.triton.plan import kind, kind_of_cache
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard
-from slipstream.runtime.size_ladder import AtSizes
+from slipstream.runtime.size_ladder import KEYS, AtSizes, resized
 
 _TERMS = schema_of(AttentionInputs)
 _OPTIONS = f"{schema_of(AttentionOptions)}, str impl"
@@ -127,13 +128,25 @@ def _fake_backward(*args: Any) -> list[Tensor]:
 
 # q, k, v, g; lengths; cu_q, cu_k: kernels of other sizes, compiled after a first call
 _AT_SIZES = AtSizes(tokens=(0, 1, 2, 3), states=(8,), offsets=(6, 7), heads=0)
+
+
+def _forward_at_sizes(args: tuple) -> Iterator[tuple]:
+    """Also of one token and many keys, which programs share (triton/decode_launch.py)."""
+    yield from _AT_SIZES(args)
+    inputs = AttentionInputs(*args[:_COUNT])
+    for keys in KEYS if inputs.g is None and inputs.cu_q is None else ():
+        k, v = (resized(x, 1, keys) for x in (inputs.k, inputs.v))
+        one = {"q": resized(inputs.q, 1, 1), "k": k, "v": v, "lengths": resized(inputs.lengths, 1)}
+        yield (*inputs._replace(**one), *args[_COUNT:])
+
+
 call_forward = KernelOp(
     "softmax_forward",
     f"({_TERMS}, {_OPTIONS}) -> (Tensor, Tensor)",
     _forward,
     _fake_forward,
     replay=True,
-    at_sizes=_AT_SIZES,
+    at_sizes=_forward_at_sizes,
 )
 call_backward = KernelOp(
     "softmax_backward",
@@ -259,11 +272,31 @@ def _launch_append(*args: Any) -> Tensor:
     return decode_launch.append(*args)
 
 
+def _decode_at_sizes(args: tuple) -> Iterator[tuple]:
+    """A sequence of other numbers of keys: in rows, or in pages."""
+    call, options = cache.Cache(*args[:-_TAIL]), args[-_TAIL:]
+    indices = {name: resized(getattr(call, name), 1) for name in ("lengths", "rows", "leftpad")}
+    slopes = call.slopes
+    if slopes is not None and slopes.dim() == 2:
+        indices["slopes"] = resized(slopes, 1)
+    one = call._replace(q=resized(call.q, 1), **indices)
+    for keys in KEYS:
+        if call.table is not None:
+            pages = call.table.new_empty(1, -(-keys // call.k.shape[1]))
+            yield (*one._replace(table=pages), *options)
+            continue
+        of_keys = {
+            name: resized(getattr(call, name), 1, keys) for name in ("k", "v", "k_scale", "v_scale")
+        }
+        yield (*one._replace(**of_keys), *options)
+
+
 call_decode = KernelOp(
     "softmax_decode",
     f"({_CACHE}, {_OPTIONS}) -> (Tensor, Tensor)",
     _decode,
     lambda *args: _fake_forward(*args[:3], *[None] * (_COUNT - 3)),
+    at_sizes=_decode_at_sizes,
 )
 append = KernelOp(
     "softmax_append",

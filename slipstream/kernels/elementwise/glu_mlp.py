@@ -8,10 +8,11 @@ the sums of gate and up are.
     dW_down = dy^T h
 
 x, gate and up are kept, as two linear layers and glu_linear.py would; h is made again in the
-backward, by the kernel of glu_linear.py. Only for calls that the kernel of sm_90 takes: others are
-better off with those layers.
+backward, by the kernel of glu_linear.py. Only for layers that the kernel of sm_90 takes: others are
+better off as they are. Of few rows torch makes the products, and the kernel of glu.py what follows.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from slipstream.runtime.backends import sm90_unsupported, sm_count
 from slipstream.runtime.custom_op import DirectCall
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.guarded_launch import Guard, known_failure
+from slipstream.runtime.size_ladder import resized
 
 IMPLS = f"sm90|{TRITON_OR_EAGER}"
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -33,20 +35,11 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNED = 16
 
 
-def unsupported_reason(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, f: str, processors: int | None = None
-) -> str | None:
-    """Why the kernel does not take x [..., D] with weights gate, up [F, D] and down [D', F].
-
-    processors: multiprocessors of the device, None: as it says.
-    """
+def unsupported_reason(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, f: str) -> str | None:
+    """Why the kernel does not take x [..., D], however many rows that has, with weights gate, up
+    [F, D] and down [D', F]."""
     if x.dtype not in _DTYPES or {w.dtype for w in (gate, up, down)} != {x.dtype}:
         return "they multiply 16-bit numbers of one dtype"
-    rows, tiles = x.numel() // max(x.shape[-1], 1), -(-gate.shape[0] // 256)
-    if processors is None:
-        processors = sm_count(x.get_device()) if x.is_cuda else 0
-    if -(-rows // 128) * tiles < processors:
-        return "there are fewer tiles than multiprocessors"
     if gate.shape != up.shape or x.shape[-1] != gate.shape[1] or down.shape[1] != gate.shape[0]:
         return "the sizes do not fit"
     if gate.shape[0] * 2 % _ALIGNED:
@@ -55,6 +48,20 @@ def unsupported_reason(
         if not w.is_contiguous() or w.data_ptr() % _ALIGNED or w.shape[1] * 2 % _ALIGNED:
             return f"TMA wants rows of {name} at multiples of 16 bytes"
     return sm90_unsupported(x) or known_failure(lambda: _kind(x, f), x.device)
+
+
+def impls_for(x: Tensor, gate: Tensor, processors: int | None = None) -> str:
+    """Those to try: the kernel where it has as many tiles as there are multiprocessors.
+
+    processors: multiprocessors of the device, None: as it says.
+    """
+    rows, tiles = x.numel() // max(x.shape[-1], 1), -(-gate.shape[0] // 256)
+    if processors is None:
+        processors = sm_count(x.get_device())
+    if -(-rows // 128) * tiles >= processors:
+        return IMPLS
+    # torch.compile makes one kernel of the activation and of what is around it
+    return "eager" if torch.compiler.is_compiling() else TRITON_OR_EAGER
 
 
 def gated_mlp(
@@ -146,4 +153,13 @@ def _mismatch(like: Tensor, f: str) -> str | None:
     )
 
 
-_call = DirectCall(_products)
+def _at_sizes(args: tuple) -> Iterator[tuple]:
+    """Of one row, and of as many as the kernel takes."""
+    x, gate, up, f, _ = args
+    for rows in (1, 128 * sm_count(x.get_device())):
+        other = resized(x, rows)
+        assert other is not None
+        yield other, gate, up, f, impls_for(other, gate)
+
+
+_call = DirectCall(_products, at_sizes=_at_sizes)

@@ -4,6 +4,8 @@ The first of a token's n steps decays and its last reads: q and g are zero at th
 thrown away there (householder.py).
 """
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from slipstream.runtime.autograd import (
     wants_gradient,
 )
 from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime.size_ladder import AtSizes, resized
 
 
 class Steps(NamedTuple):
@@ -101,6 +104,19 @@ def _fake_backward(*args: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in args[: len(Steps._fields)] if x is not None]
 
 
+# q and g; kernels of other sizes, compiled after a first call
+_SIZES = AtSizes(tokens=(0, 4), states=(5,), heads=2)
+_SIZES_OF_GRADIENTS = AtSizes(tokens=(0, 4, 6), states=(5, 7), heads=2)
+
+
+def _at_sizes(args: tuple, sizes: AtSizes = _SIZES) -> Iterator[tuple]:
+    n = Steps(*args[: len(Steps._fields)]).n
+    for other in sizes(args):
+        given, (B, T) = Steps(*other[: len(Steps._fields)]), other[0].shape[:2]
+        by_steps = {name: resized(getattr(given, name), B, n * T) for name in ("k", "v", "beta")}
+        yield (*given._replace(**by_steps), *other[len(given) :])
+
+
 _TENSORS = schema_of(Steps)
 _OPTIONS = "float scale, int chunk, str impl"
 _call_forward = KernelOp(
@@ -109,6 +125,7 @@ _call_forward = KernelOp(
     _forward,
     _fake_forward,
     replay=True,
+    at_sizes=_at_sizes,
 )
 _call_backward = KernelOp(
     "steps_backward",
@@ -116,6 +133,7 @@ _call_backward = KernelOp(
     _backward,
     _fake_backward,
     replay=True,
+    at_sizes=partial(_at_sizes, sizes=_SIZES_OF_GRADIENTS),
 )
 
 

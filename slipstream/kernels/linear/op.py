@@ -8,7 +8,7 @@ Below: forward_impl, backward_impl, the operators, and the autograd function aro
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
@@ -37,6 +37,7 @@ from slipstream.kernels.linear.inputs import (
 )
 from slipstream.kernels.linear.prefix_states import NoKernel
 from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
+from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported_reason
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.consistent import consistent
@@ -51,6 +52,8 @@ MAX_STEP_TOKENS = 16
 # Tokens of a chunk in plain torch. Of 16, 32 and 64 it takes the least time, forward and backward
 # together: the gated delta rule 122 ms at T 2048, for 170 and 123.
 DEFAULT_CHUNK = 32
+# What is chosen on a GPU that has kernels, by whether the call takes those for sm_90.
+CHOSEN = "sm90|triton|eager", "triton|eager"
 # In place of a chunk size: bits that depend neither on the batch nor on where a sequence is cut.
 CONSISTENT = -1
 
@@ -259,20 +262,54 @@ def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
     backward_impl(*terms, *backward, *saved)
 
 
-# kernels of other sizes, which are compiled after a first call
-_AT_SIZES = AtSizes(
+SIZES = AtSizes(
     tokens=tuple(map(LinearInputs._fields.index, TOKEN_TERMS)),
     states=(LinearInputs._fields.index("initial_state"),),
     offsets=(LinearInputs._fields.index("cu_seqlens"),),
     heads=LinearInputs._fields.index("v"),
 )
+_DFINAL = NUM_TERMS + BackwardCall._fields.index("dfinal")
+_SIZES_OF_GRADIENTS = SIZES._replace(
+    tokens=(*SIZES.tokens, NUM_TERMS), states=(*SIZES.states, _DFINAL)
+)
+
+
+# kernels of other sizes, which are compiled after a first call
+def _at_sizes(args: tuple) -> Iterator[tuple]:
+    """By the back ends that a call of these sizes chooses."""
+    for *terms, scale, chunk, impl, wide in SIZES(args):
+        yield (*terms, scale, chunk, impls_at(LinearInputs(*terms), impl), wide)
+
+
+def _backward_at_sizes(args: tuple) -> Iterator[tuple]:
+    """With a gradient of the final state: those without are compiled beside the forward."""
+    if args[_DFINAL] is None:
+        return
+    for other in _SIZES_OF_GRADIENTS(args):
+        terms = LinearInputs(*other[:NUM_TERMS])
+        call = BackwardCall(*other[NUM_TERMS:NUM_BACKWARD_ARGS])
+        impl = impls_at(terms, call.impl)
+        saved = other[NUM_BACKWARD_ARGS:]
+        if saved:
+            forward = ForwardCall(call.scale, call.chunk, impl, False)
+            saved = forward_impl(*terms, *forward, extras=Extras(save=True))[2:]
+        yield (*terms, *call._replace(impl=impl), *saved)
+
+
+def impls_at(terms: LinearInputs, impl: str) -> str:
+    """The implementations to try of terms of other sizes: another choice, where one was made."""
+    if impl not in CHOSEN:
+        return impl
+    return CHOSEN[sm90_unsupported_reason(terms) is not None]
+
+
 call_forward = KernelOp(
     "linear_forward",
     f"({_TERMS}, {schema_of(ForwardCall)}) -> (Tensor, Tensor)",
     forward_impl,
     _fake_forward,
     replay=True,
-    at_sizes=_AT_SIZES,
+    at_sizes=_at_sizes,
 )
 call_backward = KernelOp(
     "linear_backward",
@@ -280,6 +317,7 @@ call_backward = KernelOp(
     backward_impl,
     _fake_backward,
     replay=True,
+    at_sizes=_backward_at_sizes,
 )
 
 
@@ -289,9 +327,9 @@ _call_forward_training = call_forward.before(_compile_backward_also)
 _call_forward_saving = DirectCall(
     partial(forward_impl, extras=Extras(save=True)),
     compile_also=_compile_backward_also,
-    at_sizes=_AT_SIZES,
+    at_sizes=_at_sizes,
 )
-_call_backward_saved = DirectCall(backward_impl)
+_call_backward_saved = DirectCall(backward_impl, at_sizes=_backward_at_sizes)
 
 
 def by_name(terms: LinearInputs, gate_gradient: bool, grads: Sequence[Tensor]) -> dict[str, Tensor]:

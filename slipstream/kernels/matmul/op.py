@@ -6,6 +6,8 @@ The gradient is made of the same operator, so it has gradients too. An activatio
 differentiated is applied to z outside of the kernel, for its derivative wants z.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +42,10 @@ from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
 from slipstream.runtime.guarded_launch import Guard, known_failure
 from slipstream.runtime.numeric_probe import Given, mismatch
+from slipstream.runtime.size_ladder import resized
 
+# Rows between which and beyond which no other tile is chosen; with one more a number is odd.
+_ROWS = [n for power in range(4, 18) for n in (1 << power, 3 << power - 1)]
 # and whether an implementation was named
 Call = tuple[MatmulInputs, MatmulConfig | None, bool]
 
@@ -221,11 +226,14 @@ def _run(impl: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
     return _run(others, t, config)
 
 
+def _tile_of(t: MatmulInputs, impls: str) -> MatmulConfig:
+    shape = t.a.shape[0], t.b.shape[1], t.a.shape[1]
+    return choose_tile(problem(t), arch_of(t.a.device), *shape, impls.startswith("sm90"))
+
+
 def _launch(name: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
     """Triton and Gluon are imported only here, once they are wanted."""
-    if config is None:
-        shape = t.a.shape[0], t.b.shape[1], t.a.shape[1]
-        config = choose_tile(problem(t), arch_of(t.a.device), *shape, name == "sm90")
+    config = config or _tile_of(t, name)
     assert config.kernel == KERNELS[name == "triton"]
     if name == "sm90":
         from slipstream.kernels.matmul.sm90 import launch
@@ -261,6 +269,34 @@ def _fake(*args: Any) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
+def _at_sizes(args: tuple) -> Iterator[tuple]:
+    """Of other numbers of rows, or of columns where a lies column by column, as a gradient's does:
+    one for each kernel and tile, and for multiples of 16 and others."""
+    *tensors, packed, impl = args
+    inputs, config = MatmulInputs(*tensors), unpack(packed) if packed else None
+    by_rows = inputs.a.stride(1) == 1
+    known: set[Any] = set()
+    for n in (1, *(m for rows in _ROWS for m in (rows, rows + 1))):
+        t = _with_rows(inputs, n) if by_rows else _with_columns(inputs, n)
+        impls = plan_for(t, config, impl or None).impls
+        tile = config or _tile_of(t, impls)
+        kind = impls, replace(tile, split_k=min(tile.split_k, 2)), n % 16 == 0
+        if kind not in known:
+            known.add(kind)
+            yield (*t, packed, impl)
+
+
+def _with_rows(t: MatmulInputs, n: int) -> MatmulInputs:
+    scale = t.scale_a if t.scale_a is None or not t.scale_a.dim() else resized(t.scale_a, n)
+    return t._replace(a=resized(t.a, n), residual=resized(t.residual, n), scale_a=scale)
+
+
+def _with_columns(t: MatmulInputs, n: int) -> MatmulInputs:
+    a, b = resized(t.a.t(), n), resized(t.b, n)
+    assert a is not None
+    return t._replace(a=a.t(), b=b)
+
+
 _CALL = KernelOp(
     "matmul",
     "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor? scale_a, Tensor? scale_b, "
@@ -268,6 +304,7 @@ _CALL = KernelOp(
     _impl,
     _fake,
     replay=True,
+    at_sizes=_at_sizes,
 )
 
 

@@ -14,6 +14,7 @@ from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.size_ladder import AtSizes, Size
 from slipstream.runtime.token_ids import expect_unique
 
 _COUNT = len(StepInputs._fields)
@@ -105,6 +106,14 @@ def _mismatch(like: StepInputs, options: StepOptions) -> str | None:
     )
 
 
+# One row, of which a launch prefetches, and more (begin_ahead.py: PREFETCH_ROWS).
+_BY_TOKEN = tuple(
+    1 + StepInputs._fields.index(x) for x in ("q", "k", "v", "g", "beta", "write", "z")
+)
+_BY_SEQUENCE = tuple(
+    1 + StepInputs._fields.index(x)
+    for x in ("state", "state_indices", "num_accepted", "conv_state")
+)
 _call = KernelOp(
     "mixer_step",
     "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor(b!) state, Tensor? state_indices, "
@@ -118,4 +127,5 @@ _call = KernelOp(
     _step,
     lambda *args: None,
     replay=True,
+    at_sizes=AtSizes(tokens=(0, *_BY_TOKEN), states=_BY_SEQUENCE, steps=(Size(1, 0), Size(2, 0))),
 )

@@ -31,6 +31,7 @@ from slipstream.runtime.autograd import (
 )
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.size_ladder import AtSizes, Size
 
 _OPTIONS = schema_of(NormOptions)
 _COUNT = len(NormInputs._fields)
@@ -167,12 +168,15 @@ def _backward_fake(*args: Any) -> list[Tensor]:
     return grads + [x.new_empty(x.shape) for x in parameters if x is not None]
 
 
+# x, gate, residual: few rows, whose launch begins ahead, and more (triton/launch.py: STEP_ROWS)
+_AT_SIZES = AtSizes(tokens=(0, 3, 4), steps=(Size(1, 1), Size(1, 1024)))
 _forward = KernelOp(
     "norm_forward",
     f"({schema_of(NormInputs)}, {_OPTIONS}, bool save, str impl) -> (Tensor, Tensor, Tensor)",
     _run_forward,
     _forward_fake,
     replay=True,
+    at_sizes=_AT_SIZES,
 )
 _backward = KernelOp(
     "norm_backward",

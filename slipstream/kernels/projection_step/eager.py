@@ -9,7 +9,7 @@ from slipstream.kernels.projection_step.inputs import ProjectionInputs
 
 def projection_step(t: ProjectionInputs) -> Tensor:
     x = t.x
-    if t.norm_eps is not None:
+    if t.norm_eps is not None and not t.normed:
         x = normed(x, t.norm_weight, t.norm_eps, t.zero_centered)
     return _projection_step(t, x)
 

@@ -16,7 +16,8 @@ WGMMA_COLUMNS = 2048
 class ProjectionInputs(NamedTuple):
     """x: [M, K]. weights: each [N_i, K]; biases: each [N_i] or None. norm_weight: [K].
     residual: [M, N]. norm_eps: None is no norm. glu: silu(y_0) y_1 of two weights.
-    consistent: a row's bits are the same whatever rows are beside it."""
+    consistent: a row's bits are the same whatever rows are beside it.
+    normed: the norm has been made already, as it is of several rows: it says what one row wants."""
 
     x: Tensor
     weights: list[Tensor]
@@ -27,6 +28,18 @@ class ProjectionInputs(NamedTuple):
     zero_centered: bool
     glu: bool
     consistent: bool
+    normed: bool = False
+
+    @property
+    def normalises(self) -> bool:
+        return self.norm_eps is not None and not self.normed
+
+    @property
+    def is_long(self) -> bool:
+        """Whether torch's products are faster: they share the long sums of several rows among
+        programs."""
+        M, K = self.x.shape
+        return M > 1 and 2 * self.size < K and self.residual is not None and not self.consistent
 
     @property
     def size(self) -> int:

@@ -1,5 +1,6 @@
 """slipstream::_projection_step: checks, choice, call. It has no gradient."""
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -18,9 +19,12 @@ from slipstream.kernels.projection_step.inputs import (
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import PLAIN, Candidate, choose
+from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, Candidate, choose
 from slipstream.runtime.guarded_launch import Guard, known_failure
+from slipstream.runtime.size_ladder import resized
 
+# rows at which another tile begins (triton/launch.py: tile_of), or wgmma
+_ROWS = (1, 2, 17, MMA_ROWS + 1)
 # a row more, and each weight would be read twice
 MAX_ROWS = 64
 
@@ -33,7 +37,7 @@ def unsupported_reason(t: ProjectionInputs) -> str | None:
     rows = t.x.shape[0]
     if rows > MAX_ROWS:
         return f"it takes at most {MAX_ROWS} rows"
-    if rows > 1 and t.norm_eps is not None:
+    if rows > 1 and t.normalises:
         return "it takes a norm of one row alone"
     operands = [t.norm_weight, *t.weights, *t.biases]
     if not all(x is None or x.is_contiguous() for x in operands):
@@ -111,13 +115,13 @@ def _kind(t: ProjectionInputs) -> KernelKey:
     M = t.x.shape[0]
     rows = 1 if M == 1 else MMA_ROWS if M <= MMA_ROWS or t.consistent else MAX_ROWS
     wide = "wide" if t.is_wide else None
-    terms = (t.glu, t.norm_eps is not None, t.residual is not None, rows, wide)
+    terms = (t.glu, t.normalises, t.residual is not None, rows, wide)
     return ("projection_step.triton", t.x.dtype, t.weights[0].dtype, t.x.shape[1], *terms)
 
 
 def _impl(*args: Any) -> Tensor:
     t, impl = _nested(args[:-1]), args[-1]
-    if t.x.numel() == 0 or t.size == 0:
+    if t.x.numel() == 0 or t.size == 0 or (t.is_long and impl == TRITON_OR_EAGER):
         return eager.projection_step(t)
     if impl == "reference":
         return eager.reference(t)
@@ -169,13 +173,21 @@ def _fake(*args: Any) -> Tensor:
     return t.x.new_empty(t.x.shape[0], t.size, dtype=t.out_dtype)
 
 
+def _at_sizes(args: tuple) -> Iterator[tuple]:
+    t = _nested(args[:-1])
+    for rows in _ROWS:
+        of_rows = {"x": resized(t.x, rows), "residual": resized(t.residual, rows)}
+        yield (*_flat(t._replace(**of_rows, normed=rows > 1)), args[-1])
+
+
 _call = KernelOp(
     "projection_step",
     "(Tensor x, Tensor weight, Tensor? weight1, Tensor? weight2, Tensor? weight3, "
     "Tensor? weight4, Tensor? bias, Tensor? bias1, Tensor? bias2, Tensor? bias3, Tensor? bias4, "
     "Tensor? norm_weight, Tensor? residual, float? norm_eps, bool zero_centered, bool glu, "
-    "bool consistent, str impl) -> Tensor",
+    "bool consistent, bool normed, str impl) -> Tensor",
     _impl,
     _fake,
     replay=True,
+    at_sizes=_at_sizes,
 )

@@ -1,5 +1,6 @@
 """Calls that leave states on their way (kernels/linear/prefix_states.py)."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -7,9 +8,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from slipstream.kernels.linear import prefix_states
+from slipstream.kernels.linear.inputs import NUM_TERMS, LinearInputs
 from slipstream.kernels.linear.modes.call import Call, Results
-from slipstream.kernels.linear.op import Extras, forward_impl
+from slipstream.kernels.linear.op import SIZES, Extras, forward_impl, impls_at
 from slipstream.kernels.linear.prefix_states import NoKernel, PrefixStates
+from slipstream.runtime.consistent import BLOCK
 from slipstream.runtime.custom_op import DirectCall
 from slipstream.runtime.dispatch import PLAIN
 from slipstream.runtime.prefix_scope import prefix_scope
@@ -44,8 +47,15 @@ def _forward_with_prefix_states(*args: Any) -> tuple[Any, ...]:
     return forward_impl(*args[:-2], extras=Extras(prefix=PrefixStates(*args[-2:])))[:2]
 
 
+def _at_sizes(args: tuple) -> Iterator[tuple]:
+    for *other, impls, pool, rows in SIZES(args):
+        terms = LinearInputs(*other[:NUM_TERMS])
+        rows = rows.new_empty(terms.sequences, -(-terms.q.shape[1] // BLOCK))
+        yield (*other, impls_at(terms, impls), pool, rows)
+
+
 _call_with_prefix_states = DirectCall(
-    _forward_with_prefix_states, written={-2: "prefix_states.pool"}
+    _forward_with_prefix_states, at_sizes=_at_sizes, written={-2: "prefix_states.pool"}
 )
 
 

@@ -1,6 +1,5 @@
-"""The closed list of an operator's kernel variants: those that any size of a call asks for."""
+"""The kernel variants of an operator's calls, by their keys, on sm_90."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from slipstream.compiler.aot import Job
@@ -12,7 +11,8 @@ from slipstream.tools.catalog import Sample, Shape
 def with_size(shape: Shape, size: Size) -> Shape:
     """A shape of another size; packed sequences are of about one length."""
     if not size.sequences:
-        return replace(shape, B=size.B, T=size.T, packed=False, lengths=None)
+        keys = size.keys or None
+        return replace(shape, B=size.B, T=size.T, packed=False, lengths=None, keys=keys)
     each, more = divmod(size.T, size.sequences)
     lengths = (*[each + 1] * more, *[each] * (size.sequences - more))
     return replace(shape, B=1, T=size.T, packed=True, lengths=lengths)
@@ -23,13 +23,7 @@ def ladder(shape: Shape) -> list[Shape]:
     return [with_size(shape, size) for size in sizes(shape.dims()["G"], shape.is_packed)]
 
 
-def variants(
-    sample: Sample, shapes: Iterable[Shape], arch: str, backward: bool = True
-) -> dict[str, Job]:
-    """By their keys, the variants that calls of these shapes ask for; of `ladder(shape)`, those
-    that calls like `shape` ask for, whatever their sizes."""
-    found: dict[str, Job] = {}
-    for shape in shapes:
-        got = trace_operator(sample, shape, arch, backward, impls=(None,))
-        found |= {job.key: job for job in got.all}
-    return found
+def variants(sample: Sample, shape: Shape, any_size: bool = False) -> dict[str, Job]:
+    """Those of calls of this shape, or of any size."""
+    got = trace_operator(sample, shape, "sm_90", impls=(None,), any_size=any_size)
+    return {job.key: job for job in got.all}
