@@ -1,3 +1,3 @@
 """Training a language model on text files: config, corpus, tokenizer, packing, the run itself."""
 
-from slipstream.training.capture import CapturedLoss as CapturedLoss
+from slipstream.runtime.captured_loss import CapturedLoss as CapturedLoss

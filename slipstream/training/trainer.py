@@ -17,8 +17,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 
 from slipstream.models import SlipstreamForCausalLM
+from slipstream.runtime.captured_loss import CapturedLoss
 from slipstream.training import ranks
-from slipstream.training.capture import CapturedLoss
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.rows import Batches, Cursor, Rows, Tally
 

@@ -8,7 +8,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from slipstream.training import CapturedLoss, capture, trainer
+from slipstream.runtime import captured_loss
+from slipstream.training import CapturedLoss, trainer
 from slipstream.training.config import from_dict
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.run import train
@@ -52,7 +53,7 @@ class OnCpu(CapturedLoss):
         forward()
         grads = gradients()
         graphs = SimpleNamespace(replay=forward), SimpleNamespace(replay=backward)
-        return capture._Captured(*graphs, own, loss, dloss, grads)
+        return captured_loss._Captured(*graphs, own, loss, dloss, grads)
 
 
 @pytest.fixture

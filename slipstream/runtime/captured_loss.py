@@ -6,7 +6,6 @@ gradients of a second backward are added to memory that it has just written over
 kept changes with the next batch, and so do the activations of one whose backward has yet to come.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -17,27 +16,6 @@ from slipstream.runtime.autograd import Function, Saved, once_differentiable
 
 # Calls before the capture: kernels are compiled in the first, recorded in the second.
 WARMUP = 3
-
-
-class Graph:
-    """A CUDA graph. `make` fills the tensors that a replay fills again."""
-
-    def __init__(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-
-    def capture(self, make: Callable[[], Any], pool: Any) -> Any:
-        # of the stream of the calls before, to which autograd has bound the parameters' gradients;
-        # thread_local: what other threads do meanwhile, such as a data loader, is no error
-        with torch.cuda.graph(
-            self._graph,
-            pool=pool,
-            stream=torch.cuda.current_stream(),
-            capture_error_mode="thread_local",
-        ):
-            return make()
-
-    def replay(self) -> None:
-        self._graph.replay()
 
 
 class _Captured(NamedTuple):
@@ -130,30 +108,33 @@ class CapturedLoss:
         def backward(loss: Tensor, dloss: Tensor) -> list[Tensor | None]:
             return [*torch.autograd.grad(loss, parameters, dloss, allow_unused=True)]
 
-        with _without_autocast_cache(), self._stream():
+        # The cache is of weights that autocast casts once, before a replay: each has to cast them.
+        autocast = torch.autocast(
+            "cuda",
+            torch.get_autocast_dtype("cuda"),
+            torch.is_autocast_enabled("cuda"),
+            cache_enabled=False,
+        )
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize()
+        with autocast, torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(WARMUP):
                 loss = forward()
                 backward(loss, torch.ones_like(loss))
-            first, second = Graph(), Graph()
-            loss = first.capture(forward, self._pool)
+            first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with self._recorded(first):
+                loss = forward()
             dloss = torch.ones_like(loss)
-            grads = second.capture(lambda: backward(loss, dloss), self._pool)
+            with self._recorded(second):
+                grads = backward(loss, dloss)
         # detached: autograd's nodes would have the parameters' gradients wait for this stream
         return _Captured(first, second, own, loss.detach(), dloss, grads)
 
-    def _stream(self) -> AbstractContextManager:
-        """One of its own, as a capture wants it; what ran before and after waits."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        torch.cuda.synchronize()
-        return torch.cuda.stream(torch.cuda.Stream())
-
-
-def _fill(into: list[Tensor | None], values: list[Tensor | None]) -> None:
-    pairs = [(x, y) for x, y in zip(into, values, strict=True) if x is not None and y is not None]
-    if pairs:  # of all in a few launches
-        own, given = zip(*pairs, strict=True)
-        torch._foreach_copy_(own, given)  # pyright: ignore[reportPrivateImportUsage]
+    def _recorded(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager:
+        # on the stream of the calls before, to which autograd has bound the parameters' gradients;
+        # thread_local: what other threads do meanwhile, such as a data loader, is no error
+        stream = torch.cuda.current_stream()
+        return torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local")
 
 
 class _Replay(Function):
@@ -187,17 +168,7 @@ class _Replay(Function):
         captured.backward.replay()
         # Copies: the gradients lie in the graphs' pool, where the next forward writes over them.
         grads = [None if x is None else torch.empty_like(x) for x in captured.grads]
-        _fill(grads, captured.grads)
+        used = [(x, y) for x, y in zip(grads, captured.grads) if x is not None and y is not None]
+        into, found = map(list, zip(*used))
+        torch._foreach_copy_(into, found)  # pyright: ignore[reportPrivateImportUsage]
         return None, None, None, *grads
-
-
-class _without_autocast_cache:
-    """Makes each replay cast the weights, which autocast would otherwise cast once, before it."""
-
-    def __enter__(self) -> None:
-        self._before = torch.is_autocast_cache_enabled()
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_autocast_cache_enabled(self._before)
