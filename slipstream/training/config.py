@@ -8,9 +8,10 @@ data: {files: [...], row_tokens: 512}            Data below
 training: {max_steps: 1000, learning_rate: ...}  transformers.TrainingArguments, by name
 muon: {learning_rate: 0.02}                      Muon below, if the matrices are to have it
 parallel: {shard: 2, context: 2}                 Parallel below, of the processes of torchrun
-capture: true                                    loss and gradients as CUDA graphs (capture.py)
+capture: true                                    loss and gradients as CUDA graphs (CapturedLoss)
 """
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -158,7 +159,7 @@ class RunConfig:
 
     def plain(self) -> dict[str, Any]:
         """As YAML has it: dicts and lists."""
-        return _plain(asdict(self))
+        return json.loads(json.dumps(asdict(self)))
 
 
 SECTIONS = {"tokenizer": Tokenizer, "data": Data, "muon": Muon, "parallel": Parallel}
@@ -253,12 +254,6 @@ def _set(raw: dict[str, Any], keys: list[str], value: Any) -> None:
         if not isinstance(raw, dict):
             raise ValueError(f"{'.'.join(keys)}: {key} is no section")
     raw[keys[-1]] = value
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {k: _plain(v) for k, v in x.items()}
-    return [_plain(v) for v in x] if isinstance(x, list | tuple) else x
 
 
 class _Loader(yaml.SafeLoader):

@@ -13,10 +13,6 @@ def in_group() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def rank() -> int:
-    return dist.get_rank() if in_group() else 0
-
-
 def on_first_rank(call: Callable[[], T]) -> T:
     """Runs call() on the first rank; returns its result, or raises its error, on all ranks."""
     if not in_group():
