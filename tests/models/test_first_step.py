@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.op import Extras, forward_impl, linear
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, first_step
 from slipstream.runtime.launch_cache import of_thread
@@ -209,7 +209,7 @@ def test_delta_rule_saves_as_its_step_does(monkeypatch: pytest.MonkeyPatch) -> N
     for warmup in (None, Future()):
         monkeypatch.setattr(of_thread, "warmup", warmup)
         with nullcontext() if warmup is None else _ProtectInputs():
-            linear(terms, 0.5, 32, "sm90|eager")
+            linear(terms, ForwardCall(0.5, 32, "sm90|eager"))
     assert len(seen) == 2 and seen[1] is not None
 
 

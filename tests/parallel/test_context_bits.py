@@ -14,7 +14,7 @@ from slipstream.kernels.gated_scan import dispatch as gated_scan
 from slipstream.kernels.linear import context
 from slipstream.kernels.linear.context import linear_across_ranks
 from slipstream.kernels.linear.context_terms import Call
-from slipstream.kernels.linear.inputs import TOKEN_TERMS, LinearInputs
+from slipstream.kernels.linear.inputs import TOKEN_TERMS, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes.memory import Groups
 from slipstream.kernels.selective_scan import dispatch as selective
 from slipstream.kernels.selective_scan.inputs import ScanInputs
@@ -106,7 +106,7 @@ def test_groups_of_heads_equal_all_at_once(kind: str, packed: bool, segment: int
         mine = terms.of_tokens(lambda x: x[:, share.begin : share.end])
         cu = torch.tensor(share.local_offsets, dtype=torch.int32) if share.packed else None
         mine = mine._replace(initial_state=None, cu_seqlens=cu)
-        call = Call(0.25, 32, "eager", lambda _: "eager", True)
+        call = Call(ForwardCall(0.25, 32, "eager"), lambda _: "eager", True)
         o, final = linear_across_ranks(mine, terms.initial_state, share, call)
         assert final is not None
         return [o, final]

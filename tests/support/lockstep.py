@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.context import Call, linear_across_ranks
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, ForwardCall, LinearInputs
 from slipstream.runtime.context_exchange import Messages
 from slipstream.runtime.context_share import Share
 
@@ -120,7 +120,7 @@ def linear_on_ranks(
             cu = torch.tensor(share.local_offsets, dtype=torch.int32)
         fields: dict[str, Any] = {**given, "initial_state": None, "cu_seqlens": cu}
         mine = LinearInputs(**fields)
-        call = Call(scale, chunk, impl, lambda _: impl, dfinal is not None)
+        call = Call(ForwardCall(scale, chunk, impl), lambda _: impl, dfinal is not None)
         o, final = linear_across_ranks(mine, given.get("initial_state"), share, call)
         loss = (o * do[:, tokens]).sum()
         found = {"o": o.detach()}

@@ -22,7 +22,6 @@ from slipstream.kernels.linear.inputs import (
     DIFFERENTIABLE,
     NUM_TERMS,
     BackwardCall,
-    ForwardCall,
     LinearInputs,
 )
 from slipstream.kernels.linear.modes.memory import groups_of, in_groups
@@ -59,7 +58,8 @@ def linear_across_ranks(
     """
     if share.segment_tokens is not None:
         share.expect_begin_of_segment()
-        call = call._replace(chunk=gcd(call.chunk, share.segment_tokens) if call.chunk else 0)
+        chunk = gcd(call.how.chunk, share.segment_tokens) if call.how.chunk else 0
+        call = call._replace(how=call.how._replace(chunk=chunk))
     given = terms._replace(initial_state=initial_state)
     if needs_autograd(*given):
         o, final = _AcrossRanks.apply(*given, share, call)
@@ -109,7 +109,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     terms, (share, call, save) = LinearInputs(*args[:NUM_TERMS]), args[NUM_TERMS:]
     groups = None
     if not save and share.crossings.any:  # the most tokens of a rank, so that all cut alike
-        groups = groups_of(terms, call.impl, False, tokens=max(share.lengths))
+        groups = groups_of(terms, call.how.impl, False, tokens=max(share.lengths))
     if groups is None:
         return _forward_heads(terms, share, call, save)
     run: Any = lambda group: _forward_heads(group, share, call, False)[:2]  # noqa: E731
@@ -131,9 +131,9 @@ def _forward_heads(terms: LinearInputs, share: Share, call: Call, save: bool) ->
     elif share.crossings.any:
         exchange = ForwardStates(terms, share, call)
     else:
-        return *call_forward(*terms, *call[:3], wide=False), *begins
+        return *call_forward(*terms, *call.how), *begins
     extras = Extras(save=save, exchange=exchange)
-    found, after, *saved = forward_impl(*terms, *ForwardCall(*call[:3]), extras=extras)
+    found, after, *saved = forward_impl(*terms, *call.how, extras=extras)
     passed = [exchange.transition] if save and exchange.transition is not None else []
     return found, after, *begins, *passed, *saved
 
@@ -151,7 +151,7 @@ def _backward(*args: Any) -> list[Tensor]:
             end[-width:] = 0
     elif share.later:
         end = terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
-    backward = BackwardCall(dout, end, call.scale, call.chunk, call.impl, gate_gradient)
+    backward = BackwardCall(dout, end, *call.how.backward, gate_gradient=gate_gradient)
     if share.segment_tokens is not None:
         exchange = BackwardInOrder(terms, share, call, end, dout)
     elif share.crossings.any:

@@ -26,9 +26,7 @@ Choose = Callable[[LinearInputs], str]
 class Call(NamedTuple):
     """How the operator runs on each rank: see op.py."""
 
-    scale: float
-    chunk: int
-    impl: str
+    how: ForwardCall
     choose: Choose
     wants_final: bool
 
@@ -55,8 +53,8 @@ def tail_state(
     [width, HV, K, V]. exchange: of this rank alone, with the segments to compute by."""
     tail = terms_of(terms, share.tail_begin, None)._replace(initial_state=start)
     if exchange is not None:
-        return forward_impl(*tail, *ForwardCall(*call[:3]), extras=Extras(exchange=exchange))[1]
-    return call_forward(*tail, *call[:3], wide=False)[1]
+        return forward_impl(*tail, *call.how, extras=Extras(exchange=exchange))[1]
+    return call_forward(*tail, *call.how)[1]
 
 
 def head_gradient(
@@ -73,7 +71,7 @@ def head_gradient(
     end, states = share.head_end, terms.initial_state
     assert states is not None
     head = terms_of(terms, 0, end)._replace(initial_state=states[: states_per_sequence(terms)])
-    given = *head, *BackwardCall(dout[:, :end], dfinal, *call[:3], False)
+    given = *head, *BackwardCall(dout[:, :end], dfinal, *call.how.backward, False)
     if exchange is not None:
         grads = backward_impl(*given, extras=Extras(exchange=exchange))
     else:
@@ -91,9 +89,7 @@ def transition_matrix(tail: LinearInputs, width: int, call: Call) -> Tensor:
     K = tail.q.shape[-1]
     v = tail.v.new_zeros(*tail.v.shape[:3], K)
     alone = tail._replace(v=v, initial_state=_identity(tail, width))
-    return call_forward(
-        *alone, scale=call.scale, chunk=call.chunk, impl=call.choose(alone), wide=False
-    )[1]
+    return call_forward(*alone, *call.how._replace(impl=call.choose(alone)))[1]
 
 
 def transition_factors(tail: LinearInputs) -> Tensor:

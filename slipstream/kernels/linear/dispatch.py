@@ -14,7 +14,13 @@ from torch.compiler import is_compiling
 
 from slipstream.common import checks
 from slipstream.common.checks import autocast_dtype
-from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, LinearInputs, scale_or_default
+from slipstream.kernels.linear.inputs import (
+    MAX_HEAD_DIM,
+    TERMS,
+    ForwardCall,
+    LinearInputs,
+    scale_or_default,
+)
 from slipstream.kernels.linear.modes import consistent as consistent_mode
 from slipstream.kernels.linear.modes import context as context_mode
 from slipstream.kernels.linear.modes import v_first as v_first_mode
@@ -134,13 +140,12 @@ def run(
     plan = _PLANS.get(key, make, terms)
     if terms.cu_seqlens is not None and terms.cu_seqlens.is_cuda:  # plain torch looks on the CPU
         expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
-    scale = scale_or_default(options.scale, terms.q)
+    how = ForwardCall(scale_or_default(options.scale, terms.q), plan.chunk, plan.impls)
     if plan.modes or plan.run is not None:
-        o, state = _through_modes(terms, options, names or NO_NAMES, scale, plan)
+        o, state = _through_modes(terms, options, names or NO_NAMES, how, plan)
     elif needs_autograd(*terms):
-        o, state = Linear.apply(scale, plan.chunk, plan.impls, False, *terms)
+        o, state = Linear.apply(how, *terms)
     else:
-        how = scale, plan.chunk, plan.impls, False
         o, state = call_forward(*terms, *how)
     return o, state if options.output_final_state else None
 
@@ -163,10 +168,14 @@ def _asked(terms: LinearInputs, options: LinearOptions, recurrent: bool) -> tupl
 
 
 def _through_modes(
-    terms: LinearInputs, options: LinearOptions, names: Mapping[str, str], scale: float, plan: Plan
+    terms: LinearInputs,
+    options: LinearOptions,
+    names: Mapping[str, str],
+    how: ForwardCall,
+    plan: Plan,
 ) -> Results:
     """The results of a call that has modes, or what takes the place of op.linear."""
-    call = Call(terms, options, names, scale, plan.chunk, plan.impls, _ROAD, plan.run)
+    call = Call(terms, options, names, how, _ROAD, plan.run)
     outside = []
     for mode in plan.modes:
         outside.append((mode, call))
@@ -174,7 +183,7 @@ def _through_modes(
     if call.run is not None:
         o, state = call.run(call)
     else:
-        o, state = linear(call.terms, scale, plan.chunk, plan.impls, call.wide)
+        o, state = linear(call.terms, call.how)
     while outside:
         mode, call = outside.pop()
         o, state = mode.out(call, o, state)
@@ -208,7 +217,7 @@ _ROAD = Road(run, _Choice)
 
 
 def _by_reference(call: Call) -> Results:
-    return linear_reference(call.terms, call.scale)
+    return linear_reference(call.terms, call.how.scale)
 
 
 def make_plan(

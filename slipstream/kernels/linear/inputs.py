@@ -181,6 +181,11 @@ class ForwardCall(NamedTuple):
     impl: str
     wide: bool = False
 
+    @property
+    def backward(self) -> tuple[float, int, str]:
+        """Those that BackwardCall has too."""
+        return self[:3]
+
 
 class BackwardCall(NamedTuple):
     """Arguments of slipstream::_linear_backward, behind the terms.

@@ -258,7 +258,7 @@ def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
     terms, call = LinearInputs(*args[:NUM_TERMS]), ForwardCall(*args[NUM_TERMS:])
     gate_gradient = terms.g is not None and terms.g.requires_grad
     o, _, *saved = results
-    backward = BackwardCall(torch.empty_like(o), None, *call[:3], gate_gradient)
+    backward = BackwardCall(torch.empty_like(o), None, *call.backward, gate_gradient)
     backward_impl(*terms, *backward, *saved)
 
 
@@ -341,13 +341,13 @@ class Linear(Function):
     operator = "slipstream::linear"
 
     @staticmethod
-    def forward(ctx: Any, scale: float, chunk: int, impl: str, wide: bool, *given: Any) -> Any:
-        ctx.options = (scale, chunk, impl)
+    def forward(ctx: Any, how: ForwardCall, *given: Any) -> Any:
+        ctx.how = how
         ctx.set_materialize_grads(False)
-        delta = impl.startswith("sm90") and LinearInputs(*given).transition == "delta"
+        delta = how.impl.startswith("sm90") and LinearInputs(*given).transition == "delta"
         saves = delta and launches_as_plain(given[0])
         call = _call_forward_saving if saves else _call_forward_training
-        o, final, *saved = call(*given, scale, chunk, impl, wide)
+        o, final, *saved = call(*given, *how)
         save(ctx, *given, *saved)
         return o, final
 
@@ -356,30 +356,28 @@ class Linear(Function):
     def backward(ctx: Any, saved: Saved, dout: Tensor | None, dfinal: Tensor | None) -> Any:
         given, saved = saved[:NUM_TERMS], saved[NUM_TERMS:]
         if dout is None and dfinal is None:
-            return (None,) * (4 + len(given))
-        gate_gradient = ctx.needs_input_grad[4 + LinearInputs._fields.index("g")]
-        args = (*given, dout, dfinal, *ctx.options, gate_gradient, *saved)
+            return (None,) * (1 + len(given))
+        gate_gradient = ctx.needs_input_grad[1 + LinearInputs._fields.index("g")]
+        args = (*given, dout, dfinal, *ctx.how.backward, gate_gradient, *saved)
         remaining = iter(_call_backward_saved(*args) if saved else call_backward(*args))
         by_term = [
             next(remaining) if x is not None and (gate_gradient or name != "g") else None
             for name, x in zip(DIFFERENTIABLE, given)
         ]
-        return (None, None, None, None, *by_term, None)
+        return (None, *by_term, None)
 
 
 def _of_operator(*args: Any) -> tuple[Tensor, Tensor]:
     """As slipstream::_linear_forward is called."""
-    return Linear.apply(*args[NUM_TERMS : NUM_TERMS + 4], *args[:NUM_TERMS])
+    return Linear.apply(ForwardCall(*args[NUM_TERMS:]), *args[:NUM_TERMS])
 
 
 call_forward.set_gradient(_of_operator)
 
 
-def linear(
-    terms: LinearInputs, scale: float, chunk: int, impl: str, wide: bool = False
-) -> tuple[Tensor, Tensor]:
+def linear(terms: LinearInputs, how: ForwardCall) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype, or wide in float32 for q of 16 bits, and the final state
     [N, HV, K, V], with gradients."""
     if needs_autograd(*terms):
-        return Linear.apply(scale, chunk, impl, wide, *terms)
-    return call_forward(*terms, scale=scale, chunk=chunk, impl=impl, wide=wide)
+        return Linear.apply(how, *terms)
+    return call_forward(*terms, *how)

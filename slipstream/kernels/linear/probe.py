@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from slipstream.kernels.linear.inputs import TERMS, LinearInputs
+from slipstream.kernels.linear.inputs import TERMS, ForwardCall, LinearInputs
 from slipstream.runtime import numeric_probe
 
 # of a probe in chunks, and token by token
@@ -37,13 +37,14 @@ def mismatch(terms: LinearInputs, impl: str, by_token: bool, linear: Callable) -
     """The difference between `impl`'s forward and backward and plain torch's, or None.
 
     Args:
-        linear: takes terms, scale, chunk and names of implementations.
+        linear: takes terms and a ForwardCall.
     """
     tiny = like(terms, RECURRENT_TOKENS if by_token else TOKENS)
     scale, chunk = tiny.q.shape[-1] ** -0.5, 0 if by_token else CHUNK
 
     def run(impl: str) -> Callable[[numeric_probe.Given], Any]:
-        return lambda given: linear(LinearInputs(**given), scale, chunk, impl)
+        how = ForwardCall(scale, chunk, impl)
+        return lambda given: linear(LinearInputs(**given), how)
 
     return numeric_probe.mismatch(
         run(f"{impl}|eager"), run("eager"), tiny._asdict(), gradients=not by_token

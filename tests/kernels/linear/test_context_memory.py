@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import context, op
 from slipstream.kernels.linear.context_terms import Call
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.context_share import Share
 from tests.support.memory import Allocated
@@ -54,7 +54,7 @@ def test_forward_memory_of_a_rank_is_about_half(kind: str, H: int, limit: float)
                     found = op.forward_impl(*terms, 0.1, 64, "sm90", False)
                 else:
                     share = AnyMessages(rank, (TOKENS,) * RANKS, None)
-                    options = Call(0.1, 64, "sm90", lambda _: "sm90", False)
+                    options = Call(ForwardCall(0.1, 64, "sm90"), lambda _: "sm90", False)
                     found = context._forward(*terms, share, options, False)
                 del found
             held.append(seen.peak + sum(x.nbytes for x in given))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from slipstream.kernels.linear import dispatch, gated_delta_product, gsa, op
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes import memory
 from slipstream.tools.catalog import Sample, flat
 from tests.support.operators import LINEAR, Size, packed, with_grads
@@ -185,7 +185,7 @@ def test_steps_are_tokens_of_the_delta_rule() -> None:
     n, given = 3, steps(2, 3, True, True)
     leaves = [x for x in given if x is not None]
     terms, _ = given.terms("eager")
-    o, final = op.linear(terms, SCALE, CHUNK, "eager")
+    o, final = op.linear(terms, ForwardCall(SCALE, CHUNK, "eager"))
     want = results((o[:, n - 1 :: n], final), leaves)
     got = results(gated_delta_product.product(given, SCALE, CHUNK, "eager"), leaves)
     for x, y in zip(got, want, strict=True):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream.kernels.linear import op, probe
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.triton.plan import kind
 
 
@@ -23,9 +23,9 @@ def terms(dtype: torch.dtype, packed: bool) -> LinearInputs:
 def planted(wrong: str | None) -> Callable:
     """The operator, with one gradient of its Triton path made wrong."""
 
-    def linear(terms: LinearInputs, scale: float, chunk: int, impl: str) -> Any:
-        o, final = op.linear(terms, scale, chunk, "eager")
-        if wrong is not None and impl != "eager":
+    def linear(terms: LinearInputs, how: ForwardCall) -> Any:
+        o, final = op.linear(terms, how._replace(impl="eager"))
+        if wrong is not None and how.impl != "eager":
             getattr(terms, wrong).register_hook(lambda grad: grad * 1.2)
         return o, final
 

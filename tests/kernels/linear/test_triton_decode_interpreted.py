@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear import dispatch
 from slipstream.kernels.linear import op as linear_op
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.runtime.dispatch import Candidate
@@ -99,8 +99,10 @@ def check_boundary() -> None:
         mock.patch.object(backend, "forward", wraps=backend.forward) as scanned,
     ):
         for T in (1, linear_op.MAX_STEP_TOKENS, linear_op.MAX_STEP_TOKENS + 1):
-            linear_op.linear(LinearInputs(q[:, :T], q[:, :T], v[:, :T]), 1.0, 0, "triton")
-        linear_op.linear(LinearInputs(q[:, :1], q[:, :1], v[:, :1]), 1.0, 32, "triton")
+            linear_op.linear(
+                LinearInputs(q[:, :T], q[:, :T], v[:, :T]), ForwardCall(1.0, 0, "triton")
+            )
+        linear_op.linear(LinearInputs(q[:, :1], q[:, :1], v[:, :1]), ForwardCall(1.0, 32, "triton"))
     assert (stepped.call_count, scanned.call_count) == (2, 2)
 
 
@@ -113,7 +115,7 @@ def check_strides() -> None:
         for gate in (-g, -torch.rand(H).expand(B, T, H), -torch.rand(T, B, H).transpose(0, 1)):
             terms = LinearInputs(q, k, v, g=gate, beta=beta)
             want, _ = linear_reference(terms, 0.25)
-            got, _ = linear_op.linear(terms, 0.25, 0, "triton")
+            got, _ = linear_op.linear(terms, ForwardCall(0.25, 0, "triton"))
             assert relative_error(got, want) <= 2e-6
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import LinearInputs, scale_or_default
+from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs, scale_or_default
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -46,19 +46,16 @@ class Call(NamedTuple):
     """
     Attributes:
         names: how the user calls a term where that is not its name here.
-        chunk, impls, wide: of op.linear.
+        how: of op.linear.
         run: what takes the place of op.linear, if anything does.
     """
 
     terms: LinearInputs
     options: LinearOptions
     names: Mapping[str, str]
-    scale: float
-    chunk: int
-    impls: str
+    how: ForwardCall
     road: Road
     run: "Callable[[Call], Results] | None" = None
-    wide: bool = False
 
 
 class Mode(Protocol):

@@ -54,7 +54,7 @@ def _expect_narrow(terms: LinearInputs, beta: str) -> None:
 def _run(call: Call, share: Share) -> Results:
     terms, options = call.terms, call.options
     choose = call.road.choice(options.impl)
-    how = RankCall(call.scale, call.chunk, call.impls, choose, options.output_final_state)
+    how = RankCall(call.how, choose, options.output_final_state)
     initial_state = terms.initial_state
     return linear_across_ranks(terms._replace(initial_state=None), initial_state, share, how)
 

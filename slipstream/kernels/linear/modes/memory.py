@@ -137,8 +137,7 @@ class Memory(NamedTuple):
 
 
 def _run(call: Call, groups: Groups) -> Results:
-    options = call.scale, call.chunk, call.impls, call.wide
-    run: Any = lambda terms: linear(terms, *options)  # noqa: E731
+    run: Any = lambda terms: linear(terms, call.how)  # noqa: E731
     o, state = in_groups(run, call.terms, call.terms.dims, groups)
     return o, state
 

@@ -64,11 +64,10 @@ def _run(call: Call, split: bool) -> Results:
     terms, options = call.terms, call.options
     assert options.prefix_states is not None
     prefix = prefix_states.check(options.prefix_states, terms)
-    plain = call.impls.partition("|")[0] in PLAIN
+    plain = call.how.impl.partition("|")[0] in PLAIN
     if not plain and not split and terms.gv is None:
         with suppress(NoKernel):
-            given = *terms, call.scale, call.chunk, call.impls
-            o, state = _call_with_prefix_states(*given, *prefix)
+            o, state = _call_with_prefix_states(*terms, *call.how, *prefix)
             return o, state
     ends: dict[str, Any] = {"output_final_state": True, "state_v_first": False}
     options = options._replace(**ends, prefix_states=None)

@@ -151,7 +151,7 @@ class WideHeads(NamedTuple):
 
     def into(self, call: Call) -> Call:
         terms = split_heads(call.terms, self.groups)
-        return call._replace(terms=terms, wide=self.groups.rows > 1)
+        return call._replace(terms=terms, how=call.how._replace(wide=self.groups.rows > 1))
 
     def out(self, call: Call, o: Tensor, state: Tensor | None) -> Results:
         assert state is not None
