@@ -17,6 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,16 @@ def _in_child(request: dict[str, Any], outputs: tuple[int, int]) -> None:
 
 
 def main() -> None:
+    checks = ExitStack()
     for name in PRELOADED[sys.argv[1]]:
         importlib.import_module(name)
     if sys.argv[1] == "interpreter":
         from tests.support import quick_interpreter
+        from tests.support.in_bounds import in_bounds
 
         quick_interpreter.install()
+        # in every script, as long as this runs
+        checks.enter_context(in_bounds(corners=True))
     replies = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
