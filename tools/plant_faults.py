@@ -4,9 +4,10 @@ python tools/plant_faults.py draw [SEED]   what a seed draws, as rows of tests/p
 python tools/plant_faults.py apply N       plants the fault of row N
 python tools/plant_faults.py revert        removes it
 
-A draw shuffles the sites of all kinds and takes the first of each kind, at most one a file. A row
-names its site by file, function and line of text, which the function has once. A row whose result
-is "equivalent" changes nothing that a caller could see, as its note explains; the draw passes over.
+A draw shuffles the sites of all kinds and takes the first of each kind, at most one a file, of
+files that no row of another seed names. A row names its site by file, function and line of text,
+which the function has once. A row whose result is "equivalent" changes nothing that a caller could
+see, as its note explains; the draw passes over.
 """
 
 import ast
@@ -52,6 +53,7 @@ class Fault(NamedTuple):
     result: str = ""  # found, equivalent, or survived: not found before `test` was written
     test: str = ""
     note: str = ""
+    seed: str = str(SEED)
 
 
 def name_of(node: ast.AST) -> str:
@@ -92,7 +94,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
             yield from neighbours(y for x in ends for y in x)
         case ast.Call(func, args) if name_of(func) in ("program_id", "size", "unsqueeze"):
             yield from neighbours(args)
-        case ast.Call(func, args) if name_of(func) in ("KernelKey", "signature"):
+        case ast.Call(ast.Name("KernelKey" | "signature"), args):
             yield from (("key's field", x, "None") for x in args)
         case ast.Call(ast.Attribute(x, "clone" | "detach" | "copy_")) if STATE.search(name_of(x)):
             yield "carried state", node, text(x)
@@ -168,6 +170,8 @@ def draw(seed: int) -> list[Fault]:
     every = list(dict.fromkeys(every))
     random.Random(seed).shuffle(every)
     used = {x[:5] for x in listed() if x.result == "equivalent"}
+    others = {x.file for x in listed() if x.seed != str(seed) and x.result != "equivalent"}
+    every = [x for x in every if x.file not in others]
     taken: list[Fault] = []
     for kind in KINDS:
         some = (x for x in every if x.kind == kind and x[:5] not in used)

@@ -4,6 +4,8 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -205,6 +207,38 @@ def test_doctor_interprets_the_kernels_where_no_gpu_is(
     checks = json.loads(text)["checks"]
     assert status == 0 and [x["impl"] for x in checks] == ["eager", "interpreted"][: 1 + INTERPRETS]
     assert all(x["operator"] == "swiglu" and x["ok"] and 0 < x["output"] < 1e-4 for x in checks)
+
+
+@pytest.mark.parametrize(("full", "thorough"), [(False, False), (True, True)])
+def test_doctor_compiles_ahead_what_it_examines(
+    monkeypatch: pytest.MonkeyPatch, full: bool, thorough: bool
+) -> None:
+    from slipstream.tools import doctor_checks
+
+    compiled, examined = [], []
+
+    def find_kernels(samples: Any, shapes: Any, arch: str, impls: Any) -> SimpleNamespace:
+        compiled.extend(
+            (x.name, shape, impl) for x in samples for shape in shapes for impl in impls
+        )
+        assert arch == "sm_90"
+        return SimpleNamespace(tasks=())
+
+    def examine_one(sample: Any, shape: Any, device: torch.device, impls: Any) -> tuple:
+        # plain torch compiles nothing
+        examined.extend((sample.name, shape, impl) for impl in impls if impl != "eager")
+        return ()
+
+    arch = lambda device: SimpleNamespace(name="sm_90")  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor_checks.compiler_state, "arch_of_device", arch)
+    monkeypatch.setattr(doctor_checks.subprocess, "run", lambda args, **_: exec(args[-1]))
+    monkeypatch.setattr(doctor_checks.support_matrix, "run", lambda tasks, processes: None)
+    monkeypatch.setattr(doctor_checks, "find_kernels", find_kernels)
+    monkeypatch.setattr(doctor_checks, "examine_one", examine_one)
+    samples = doctor_checks.chosen(["swiglu", "chunk_retention"])
+    assert not list(doctor_checks.examine(samples, full, thorough=thorough))
+    assert len(examined) > 1 and {*examined} <= {*compiled}
 
 
 def test_doctor_interprets_quick_operators(

@@ -156,6 +156,8 @@ def test_short_convolution() -> None:
     y, state = made(x, residual, output_final_state=True)
     close(y, _convolved(x, made) + residual)
     close(state, x[:, -4:].mT)
+    _, middle = made(x[:, :5], output_final_state=True)
+    close(made(x[:, 5:], residual[:, 5:], cache=middle)[0], y[:, 5:])
     mask = torch.ones(2, 9)
     mask[0, :4] = 0
     close(made(x, mask=mask)[0], _convolved(x * mask[..., None], made))
@@ -190,6 +192,20 @@ def test_convolution_functions() -> None:
     heads = x.unflatten(-1, (3, 2))
     y, _ = convolution.causal_conv1d(heads, weight, activation="silu", backend="cuda")
     close(y.flatten(2), _convolved(x, made))
+    given: dict[str, Any] = {"residual": torch.randn(2, 5, 6), "bias": torch.randn(6)}
+    whole = convolution.causal_conv1d(x, weight, output_final_state=True, **given)
+    state, parts = None, []
+    for part in (slice(0, 2), slice(2, 5)):
+        y, state = convolution.causal_conv1d(
+            x[:, part],
+            weight,
+            given["bias"],
+            given["residual"][:, part],
+            initial_state=state,
+            output_final_state=True,
+        )
+        parts.append(y)
+    close((torch.cat(parts, 1), state), whole)
     cache = torch.randn(2, 6, 4)
     y, same = convolution.causal_conv1d_update(heads[:, :1], cache.clone(), None, weight)
     close(y.flatten(2)[:, 0], (torch.cat([cache[..., 1:], x[:, 0, :, None]], -1) * weight).sum(-1))

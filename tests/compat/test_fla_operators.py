@@ -100,12 +100,15 @@ def test_kda_returns_intermediate_states(packed: bool, v_first: bool) -> None:
     torch.testing.assert_close(final, want_final)
     assert h.shape == (B, 2 if packed else 1, H, K, K) and not h.any()  # before any token
     long = {n: x.repeat(1, 4, *[1] * (x.dim() - 2)) for n, x in inputs(row).items()}
+    ends: dict[str, Any] = {"initial_state": torch.randn(B, H, K, K), "state_v_first": v_first}
     with torch.no_grad():
-        _, final, h = chunk_kda(**long, **asked, state_v_first=v_first, chunk_size=32)
+        o, final, h = chunk_kda(**long, **asked, **ends, chunk_size=32)
+    want, want_final = ops.chunk_kda(**long, **ends, output_final_state=True)
+    torch.testing.assert_close(o, want)
+    torch.testing.assert_close(final, want_final)
     first = {n: x[:, :32] for n, x in long.items()}
-    _, middle = ops.chunk_kda(**first, state_v_first=v_first, output_final_state=True)
-    assert final.shape == (B, H, K, K) and h.shape == (B, 2, H, K, K)
-    torch.testing.assert_close(h[:, 1], middle)
+    _, middle = ops.chunk_kda(**first, **ends, output_final_state=True)
+    torch.testing.assert_close(h, torch.stack([ends["initial_state"], middle], 1))
     with pytest.raises(ValueError, match="return_intermediate_states: want"):
         chunk_kda(**given, **asked)
 

@@ -106,12 +106,13 @@ class _Worker:
 
 
 def test_attempt_names_the_nearest_configuration_that_runs() -> None:
-    answers = {3: outcome(shared=150000), 2: outcome(shared=110000), 1: outcome(shared=70000)}
-    worker: Any = _Worker(answers)
-    row = support_matrix.compile_row(worker, (replace(JOB, arch="sm_86"), ("op",)), 1.0)
-    assert row.status == "refused" and row.shared == 150000
-    assert "some_kernel with 3 stages: needs 150000" in row.reason
-    assert "with 1 stages it needs 70000 and runs" in row.reason
+    for fits in (70000, 99 << 10):  # and all that sm_86 has
+        answers = {3: outcome(shared=150000), 2: outcome(shared=110000), 1: outcome(shared=fits)}
+        worker: Any = _Worker(answers)
+        row = support_matrix.compile_row(worker, (replace(JOB, arch="sm_86"), ("op",)), 1.0)
+        assert row.status == "refused" and row.shared == 150000
+        assert "some_kernel with 3 stages: needs 150000" in row.reason
+        assert f"with 1 stages it needs {fits} and runs" in row.reason
 
 
 def test_attempt_names_the_known_fault_behind_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:

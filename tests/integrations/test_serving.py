@@ -4,6 +4,7 @@ tests/engines has them called by the engines' own classes, and beside the engine
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from slipstream.integrations.serving import (
     unpacked,
 )
 from slipstream.ops import chunk_gated_delta_rule, chunk_kda
-from tests.support.serving_calls import HV, Call, N, V
+from tests.support.serving_calls import HV, Call, K, N, V
 from tests.support.serving_checks import CHECKS, KERNELS, expect_states, near, sglang_snapshots
 
 kinds = pytest.mark.parametrize("is_kda", [False, True], ids=["gdn", "kda"])
@@ -144,6 +145,39 @@ def test_vllm_mamba_step() -> None:
     assert torch.equal(call.states[0], before[0])
     with pytest.raises(ValueError, match=r"^out: want a tensor like x"):
         vllm.selective_state_update(**given)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_vllm_mamba_of_packed_tokens_is_its_steps(drafts: bool) -> None:
+    """With drafts the state after each token goes to a block of its own, after those accepted."""
+    offsets = torch.tensor([0, 3, 4, 4], dtype=torch.int32)
+    source = torch.tensor([[5, 1, 2], [3, 4, 6], [0, 0, 0]], dtype=torch.int32)
+    target = torch.tensor([[7, 1, 8], [3, 4, 6], [0, 0, 0]], dtype=torch.int32)
+    accepted = torch.tensor([2, 1, 0], dtype=torch.int32) if drafts else None
+    heads: dict[str, Any] = {
+        "A": -torch.rand(HV, V, K),
+        "D": torch.randn(HV, V),
+        "dt_bias": torch.randn(HV, V),
+    }
+    heads["dt_softplus"] = True
+    shapes = {"x": (HV, V), "dt": (HV, V), "z": (HV, V), "B": (HV, K), "C": (HV, K)}
+    tokens = {name: torch.randn(4, *shape) for name, shape in shapes.items()}
+    pool, out = torch.randn(9, HV, V, K), torch.zeros(4, HV, V)
+    want, want_out, before = pool.clone(), out.clone(), pool.clone()
+    blocks = {"state_batch_indices": source, "dst_state_batch_indices": target}
+    given = {"num_accepted_tokens": accepted, "cu_seqlens": offsets, **blocks, **heads}
+    vllm.selective_state_update(pool, **tokens, out=out, **given)
+    for n, (begin, end) in enumerate(pairwise(offsets[:3].tolist())):
+        # block 0 is of no state
+        state = before[source[n, 0 if accepted is None else accepted[n] - 1]].expand(2, -1, -1, -1)
+        state = state.clone()
+        for t in range(begin, end):
+            one = {name: x[t : t + 1] for name, x in tokens.items()}
+            into, slot = want_out[t : t + 1], torch.tensor([1], dtype=torch.int32)
+            vllm.selective_state_update(state, **one, **heads, out=into, state_batch_indices=slot)
+            want[target[n, t - begin if drafts else 0]] = state[1]
+    near(out, want_out)
+    near(pool, want)
 
 
 def test_vllm_refuses_by_name() -> None:

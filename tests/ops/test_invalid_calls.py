@@ -225,6 +225,17 @@ def test_operator_refuses_what_is_no_tensor(case: Case) -> None:
                 case.call({**args, name: x})
 
 
+@every_case
+def test_operator_refuses_what_is_no_tensor_by_place(case: Case) -> None:
+    """Where every argument that may come by place does."""
+    given = {**case.args(), **case.sample.options}
+    takes = [x for x in case.sample.takes.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    by_place = {x.name: given.pop(x.name, x.default) for x in takes}
+    for name in {*by_place} & {*case.parameters}:
+        with pytest.raises(TypeError, match=rf"^{name}: want .*, got object"):
+            case.sample.fn(*{**by_place, name: object()}.values(), **given)
+
+
 def takes(annotation: Any, x: object) -> bool:
     """Whether x is of a type that the annotation of an option names."""
     words = {str: "str", float: "float", bool: "bool", type(None): "None"}

@@ -1,5 +1,6 @@
-"""What is remembered of a call is not taken for one that only autocast tells apart from it."""
+"""What is remembered of a call is not taken for one that autocast or an option tells from it."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -38,3 +39,26 @@ def test_remembered_call_is_of_the_same_autocast(op: Sample, mixed: bool) -> Non
         for x, y in zip(got, right, strict=True):
             assert x.dtype == y.dtype
             assert torch.equal(x, y)
+
+
+def keys_of(op: Sample, args: dict[str, Any], **options: Any) -> set[tuple]:
+    """What a call asks for of what is remembered."""
+    found: set[tuple] = set()
+
+    def get(cache: ValidationCache, key: tuple, make: Any, *_: Any) -> Any:
+        found.add((id(cache), key))
+        return make()
+
+    with torch.no_grad(), mock.patch.object(ValidationCache, "get", get):
+        op(args, **options)
+    return found
+
+
+@pytest.mark.parametrize("op", TESTED, ids=lambda x: x.name)
+def test_remembered_call_is_of_the_same_options(op: Sample) -> None:
+    """Those that choose kernels; some parts of a call have no chunks."""
+    args = op.inputs(Size(T=6, K=8, V=8, D=12, C=12))
+    if "impl" in op.takes:
+        assert not keys_of(op, args, impl="eager") & keys_of(op, args, impl="reference")
+    if "chunk_size" in op.takes:
+        assert keys_of(op, args, chunk_size=32) - keys_of(op, args, chunk_size=64)

@@ -3,13 +3,20 @@
 Each field of each key, by a call that differs from the first one in that alone.
 """
 
+import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from slipstream import kernels
+from slipstream.kernels.attention import latent
+from slipstream.kernels.attention import rotary as rotated
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton import plan as attention
 from slipstream.kernels.attnres import op as attnres
@@ -18,7 +25,10 @@ from slipstream.kernels.elementwise import (
     copy_states,
     decay_gate,
     erase,
+    glu_linear,
     log_probs,
+    place_tokens,
+    preconditioner,
     rotary,
     rotation,
     token_shift,
@@ -39,6 +49,7 @@ from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step import op as projection
 from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
+from slipstream.kernels.running_mean import op as running_mean
 from slipstream.kernels.selective_scan import op as selective_scan
 from slipstream.kernels.selective_scan.inputs import ScanInputs
 from slipstream.kernels.time_mix import low_rank, rwkv7, rwkv7_step, token_mix, token_mix_step
@@ -106,6 +117,21 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
         ),
         {"dtype": torch.float32},
         {"dtype": torch.bfloat16},
+    ),
+    "attention with a rotation": (
+        rotated._kind,
+        {"q": t(1, 4, 2, 16)},
+        {"q": narrow(1, 4, 2, 16)},
+    ),
+    "attention with a rotation, of a width": (
+        rotated._kind,
+        {"q": t(1, 4, 2, 16)},
+        {"q": t(1, 4, 2, 32)},
+    ),
+    "latent": (
+        latent._kind,
+        {"q": t(1, 1, 2, 16), "latent": t(1, 9, 16)},
+        {"q": narrow(1, 1, 2, 16), "latent": t(1, 9, 32)},
     ),
     "attnres": (
         attnres._kind,
@@ -239,6 +265,19 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
         {"x": t(3, 8), "f": "silu"},
         {"x": narrow(3, 8), "f": "gelu"},
     ),
+    "glu again": (
+        glu_linear._call._kind,
+        {"gate": t(3, 8), "f": "silu"},
+        {"gate": narrow(3, 8), "f": "gelu"},
+    ),
+    "glu again of a width": (
+        glu_linear._call._kind,
+        {"gate": t(3, 8), "f": "silu"},
+        {"gate": t(3, 16)},
+    ),
+    "place_tokens": (place_tokens._kind, {"x0": t(3, 8)}, {"x0": narrow(3, 8)}),
+    "preconditioner": (preconditioner._kind, {"k": t(1, 5, 2, 8)}, {"k": narrow(1, 5, 2, 8)}),
+    "running_mean": (running_mean._kind, {"k": t(1, 5, 8)}, {"k": narrow(1, 5, 8)}),
     "copy_states": (
         copy_states._kind,
         {"source": t(3, 8), "target": t(3, 8)},
@@ -345,3 +384,19 @@ def test_kinds_differ_by_each_field(case: str) -> None:
     kind, first, others = CASES[case]
     keys = [kind(**first), *(kind(**{**first, name: x}) for name, x in others.items())]
     assert len({*keys}) == 1 + len(others), keys
+
+
+def test_every_kind_is_here() -> None:
+    called = set()
+
+    def enter(frame: FrameType, *_: Any) -> None:
+        called.add((frame.f_code.co_filename, frame.f_code.co_name))
+
+    sys.setprofile(enter)
+    for kind, first, _ in CASES.values():
+        kind(**first)
+    sys.setprofile(None)
+    files = Path(kernels.__path__[0]).rglob("*.py")
+    names = ((file, re.findall(r"^def (_?kind\w*)\(", file.read_text(), re.M)) for file in files)
+    wanted = {(str(file), name) for file, found in names for name in found}
+    assert len(wanted) > 30 and not wanted - called

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.runtime import call_replay
+from slipstream.runtime import call_replay, dispatch, launch_replay
+from slipstream.runtime.custom_op import DirectCall
 from slipstream.runtime.dispatch import ValidationCache, signature
 
 
@@ -92,3 +94,39 @@ def test_operators_of_sizes_not_seen_before_are_checked() -> None:
             ops.chunk_simple_gla(q, k, v, g=-torch.rand(1, T + 1, 2))
         with pytest.raises(ValueError, match="k: want"):
             ops.chunk_simple_gla(q, k[:, 1:], v, g=-torch.rand(1, T, 2))
+
+
+def _plans(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[dict, Callable[[int], Any]]:
+    monkeypatch.setattr(dispatch, "_MAX_ENTRIES", most)
+    monkeypatch.setattr(call_replay, "is_enabled", lambda x: False)
+    cache = ValidationCache()
+    return cache._by_key, lambda i: cache.get((i,), lambda: i + 1, (torch.ones(1),))
+
+
+def _sizes(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[dict, Callable[[int], Any]]:
+    monkeypatch.setattr(call_replay, "MAX_SIZES", most)
+    known: dict = {}
+    return known, lambda i: call_replay._remember(known, (i,), i + 1)
+
+
+def _records(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[dict, Callable[[int], Any]]:
+    monkeypatch.setattr(call_replay, "MAX_KEYS", most)
+    call = DirectCall(lambda x: x)
+    return call._known, lambda i: call._known_of((i,)) and i + 1
+
+
+def _maps(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[dict, Callable[[int], Any]]:
+    monkeypatch.setattr(launch_replay, "MAX_MAPS", most)
+    maps: Any = launch_replay.TensorMapCache.__new__(launch_replay.TensorMapCache)
+    maps.known, maps._like, maps._rest = {}, {}, ()
+    maps._make = lambda like: [like.base.data_ptr() + 1]
+    return maps.known, lambda i: maps(i, (1,), (1,))
+
+
+@pytest.mark.parametrize("of", [_plans, _sizes, _records, _maps])
+def test_entries_are_as_many_as_their_bound(of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memory is full at its bound: all of it goes, and the next entry comes."""
+    known, remember = of(monkeypatch, 4)
+    for i in range(9):
+        assert remember(i) == i + 1
+        assert len(known) == i % 4 + 1
