@@ -1,10 +1,10 @@
-"""A run's output on the terminal: a line every few steps, and transformers' bar of progress."""
+"""A run's output on the terminal: a line every few steps, and a bar of progress."""
 
 from typing import Any
 
 from rich.console import Console
-from tqdm import tqdm
-from transformers import ProgressCallback, TrainerState
+from rich.progress import Progress
+from transformers import TrainerCallback, TrainerState
 
 # Lines that a whole run prints, about.
 LINES = 40
@@ -20,18 +20,24 @@ COLUMNS = {
 WIDTH = 7
 
 
-class ConsoleProgress(ProgressCallback):
+class ConsoleProgress(TrainerCallback):
     """The bar on a terminal alone, with the time left; the lines also in files."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__()
         self.console = console
+        self.bar = Progress(console=console, disable=not console.is_terminal, transient=True)
+        self.task = self.bar.add_task("training")
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        begun, hidden = state.global_step, self.console.quiet or not self.console.is_terminal
-        self.training_bar = tqdm(total=state.max_steps, initial=begun, leave=False, disable=hidden)
-        self.current_step = begun
+        self.bar.update(self.task, total=state.max_steps, completed=state.global_step)
+        self.bar.start()
         self._print("  ".join(f"{x:>{WIDTH}}" for x in COLUMNS))
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.bar.update(self.task, completed=state.global_step)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.bar.stop()
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
@@ -46,5 +52,4 @@ class ConsoleProgress(ProgressCallback):
             self._print("  ".join(f"{y:>{max(WIDTH, len(x))}}" for x, y in cells.items()))
 
     def _print(self, line: str) -> None:
-        with tqdm.external_write_mode():
-            self.console.print(line, highlight=False)
+        self.console.print(line, highlight=False)

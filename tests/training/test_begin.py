@@ -102,10 +102,10 @@ def test_step_lines_are_a_table(tmp_path: Path) -> None:
     assert lines[at].split() == [*COLUMNS] and len(lines[at]) <= 80
     assert [x.split()[0] for x in lines[at + 1 : at + 3]] == ["1", "2"]
     assert all(len(x) == len(lines[at]) and len(x.split()) == 6 for x in lines[at + 1 : at + 3])
-    assert "it/s" not in file.getvalue()
+    assert "%" not in file.getvalue()
 
 
-def test_bar_is_for_terminals(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_bar_is_for_terminals(tmp_path: Path) -> None:
     file = io.StringIO()
     go(raw(tmp_path / "out"), Console(file=file, width=80, force_terminal=True))
-    assert "2/2 [" in capsys.readouterr().err
+    assert "training" in file.getvalue() and "100%" in file.getvalue()
