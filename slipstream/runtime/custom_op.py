@@ -443,10 +443,12 @@ class KernelOp(DirectCall):
         self._differentiable = differentiable
         gradient.set_gradient(self.overload, differentiable)
 
-    def before(self, compile_also: Callable[[tuple, Any], object]) -> DirectCall:
+    def before(
+        self, compile_also: Callable[[tuple, Any], object], at_sizes: compile_ahead.AtSizes
+    ) -> DirectCall:
         """Returns the operator for calls that a backward follows."""
         call = DirectCall(
-            self.impl, replay=self._replay, compile_also=compile_also, at_sizes=self.at_sizes
+            self.impl, replay=self._replay, compile_also=compile_also, at_sizes=at_sizes
         )
         call._overload, call._names, call._written = self.overload, self._names, self._written
         return call

@@ -125,7 +125,7 @@ _call_forward = KernelOp(
     _forward,
     _fake_forward,
     replay=True,
-    at_sizes=_at_sizes,
+    at_sizes=op.with_short(_at_sizes, len(Steps._fields) + 1),
 )
 _call_backward = KernelOp(
     "steps_backward",

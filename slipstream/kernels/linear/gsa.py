@@ -188,7 +188,9 @@ _call_forward = KernelOp(
     _forward,
     _fake_forward,
     replay=True,
-    at_sizes=AtSizes(tokens=(0, 1, 2, 3, 4), states=(5, 6), offsets=(7,), heads=2),
+    at_sizes=op.with_short(
+        AtSizes(tokens=(0, 1, 2, 3, 4), states=(5, 6), offsets=(7,), heads=2), len(_NAMES) + 1, -1
+    ),
 )
 _call_backward = KernelOp(
     "slots_backward",

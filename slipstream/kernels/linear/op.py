@@ -39,12 +39,13 @@ from slipstream.kernels.linear.prefix_states import NoKernel
 from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported_reason
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
+from slipstream.runtime import size_ladder
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
+from slipstream.runtime.compile_ahead import AtSizes
 from slipstream.runtime.consistent import consistent
 from slipstream.runtime.custom_op import DirectCall, KernelOp, schema_of
 from slipstream.runtime.guarded_launch import Guard
 from slipstream.runtime.launch_cache import launches_as_plain
-from slipstream.runtime.size_ladder import AtSizes
 
 # Up to this many tokens, Triton's fused_recurrent takes one after the other, in registers; more go
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda).
@@ -262,7 +263,7 @@ def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
     backward_impl(*terms, *backward, *saved)
 
 
-SIZES = AtSizes(
+SIZES = size_ladder.AtSizes(
     tokens=tuple(map(LinearInputs._fields.index, TOKEN_TERMS)),
     states=(LinearInputs._fields.index("initial_state"),),
     offsets=(LinearInputs._fields.index("cu_seqlens"),),
@@ -279,6 +280,24 @@ def _at_sizes(args: tuple) -> Iterator[tuple]:
     """By the back ends that a call of these sizes chooses."""
     for *terms, scale, chunk, impl, wide in SIZES(args):
         yield (*terms, scale, chunk, impls_at(LinearInputs(*terms), impl), wide)
+
+
+def with_short(at_sizes: AtSizes, chunk: int, keep: int | None = None) -> AtSizes:
+    """Other sizes, and few tokens also token by token: so layers call them without gradients.
+
+    Args:
+        chunk: the place of the tokens of a chunk.
+        keep: of a flag, whether a gradient follows.
+    """
+
+    def others(args: tuple) -> Iterator[tuple]:
+        for other in at_sizes(args):
+            yield other
+            trains = keep is not None and other[keep]
+            if other[0].shape[1] <= MAX_STEP_TOKENS and other[chunk] > 0 and not trains:
+                yield (*other[:chunk], 0, *other[chunk + 1 :])
+
+    return others
 
 
 def _backward_at_sizes(args: tuple) -> Iterator[tuple]:
@@ -309,7 +328,7 @@ call_forward = KernelOp(
     forward_impl,
     _fake_forward,
     replay=True,
-    at_sizes=_at_sizes,
+    at_sizes=with_short(_at_sizes, NUM_TERMS + 1),
 )
 call_backward = KernelOp(
     "linear_backward",
@@ -323,7 +342,7 @@ call_backward = KernelOp(
 
 # With gradients: _call_forward_saving where sm_90's delta rule hands its WY factors to backward,
 # else _call_forward_training. They differ in results, not in o.
-_call_forward_training = call_forward.before(_compile_backward_also)
+_call_forward_training = call_forward.before(_compile_backward_also, _at_sizes)
 _call_forward_saving = DirectCall(
     partial(forward_impl, extras=Extras(save=True)),
     compile_also=_compile_backward_also,
