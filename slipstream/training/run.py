@@ -293,7 +293,7 @@ def _optimizer(config: RunConfig, model: Any, args: TrainingArguments) -> Any:
             ", or parallel.shard, parallel.context and parallel.tensor at 1"
         )
     return muon.of_model(
-        model,
+        model.to(args.device),  # before the optimizer has its parameters
         config.muon.momentum,
         lr=args.learning_rate,
         matrix_lr=config.muon.learning_rate,

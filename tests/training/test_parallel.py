@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 
+from slipstream.training import run
 from slipstream.training.config import Parallel, from_dict
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.parallel import expect_processes
@@ -109,6 +110,13 @@ def test_dimensions_are_those_of_the_processes() -> None:
         Parallel(shard=0)
     with pytest.raises(ValueError, match=r"did you mean parallel\.context"):
         from_dict(raw(Path(), parallel={"contxt": 2}))
+
+
+def test_muon_of_parts_is_refused() -> None:
+    config = from_dict(raw(Path(), muon={"learning_rate": 0.1}, parallel={"shard": 2}))
+    model: Any = None
+    with pytest.raises(NotImplementedError, match="muon: wants whole matrices"):
+        run._optimizer(config, model, run.arguments(config))
 
 
 @pytest.mark.parametrize("kind", ["context", pytest.param("tensor", marks=pytest.mark.slow)])
