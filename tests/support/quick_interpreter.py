@@ -27,13 +27,18 @@ def install() -> None:
     _broadcast_at_once(interpreter, core, semantic.TritonSemantic)
     _call_at_once(interpreter)
     _compare_by_name(core)
+    _unwrap_at_once(core)
     # made by seven operations for each of integers, and read in Triton's debug mode alone
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *args: None
     _combine_slices(interpreter)
     _drop_nan(interpreter)
     _round_once(interpreter)
     # of whose functions the product alone depends on the processor
-    interpreter.np = SimpleNamespace(**{**vars(np), "matmul": product})
+    interpreter.np = SimpleNamespace(**{**vars(np), "matmul": product, "expand_dims": _expanded})
+
+
+def _expanded(x: np.ndarray, axis: int) -> np.ndarray:
+    return x[(slice(None),) * (axis % (x.ndim + 1)) + (None,)]
 
 
 def _round_once(interpreter: Any) -> None:
@@ -172,6 +177,15 @@ def _broadcast_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
     """It compares shapes as tuples of its own, several times for each operation."""
     broadcast, check = semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl
     numbers: dict[Any, Any] = {}
+    types: dict[Any, Any] = {}
+
+    def block(dtype: Any, sizes: tuple[int, ...]) -> Any:
+        if type(dtype) is not core.dtype:
+            return core.block_type(dtype, list(sizes))
+        key = dtype.name, sizes
+        if key not in types:
+            types[key] = core.block_type(dtype, list(sizes))
+        return types[key]
 
     def common(a: Any, b: Any) -> Any:
         """The sizes of both, or None: other numbers of dimensions, or none that fit."""
@@ -190,13 +204,13 @@ def _broadcast_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
         """Of that type; numpy broadcasts the data of elementwise operations by itself."""
         if x.type.is_block() and x.type.sizes == sizes:
             return x
-        return core.tensor(x.handle, core.block_type(x.dtype, list(sizes)))
+        return core.tensor(x.handle, block(x.dtype, sizes))
 
     def wide(x: Any, sizes: tuple[int, ...]) -> Any:
         if x.handle.data.shape == sizes:
             return typed(x, sizes)
         handle = interpreter.TensorHandle(np.broadcast_to(x.handle.data, sizes), x.handle.dtype)
-        return core.tensor(handle, core.block_type(x.dtype, list(sizes)))
+        return core.tensor(handle, block(x.dtype, sizes))
 
     def quick(self: Any, a: Any, b: Any) -> tuple[Any, Any]:
         sizes = common(a, b)
@@ -273,6 +287,16 @@ def _compare_by_name(core: Any) -> None:
         return self.name == other.name if type(other) is core.dtype else equal(self, other)
 
     core.dtype.__eq__ = quick
+
+
+def _unwrap_at_once(core: Any) -> None:
+    """Most values are no constants, nor lists or tuples that may have some."""
+    unwrap, others = core._unwrap_if_constexpr, (core.tensor, int, float, bool, type(None))
+
+    def quick(value: Any) -> Any:
+        return value if type(value) in others else unwrap(value)
+
+    core._unwrap_if_constexpr = quick
 
 
 def _combine_slices(interpreter: Any) -> None:
