@@ -101,7 +101,7 @@ def _leave_filters_alone() -> None:
 
 
 @contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
+def _brief_lock() -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, TURN))
     ours = sys.getswitchinterval()
@@ -157,7 +157,7 @@ class _Background:
         _leave_filters_alone()
         pool = _Threads(max(1, (os.cpu_count() or 1) // SHARE))
         while (job := self._jobs.get()) is not None and not self._ends:
-            with contextlib.suppress(Exception), _short_turns():
+            with contextlib.suppress(Exception), _brief_lock():
                 self._compile(pool, *job)
             with self._done:
                 self._left -= 1

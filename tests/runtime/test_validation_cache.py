@@ -68,7 +68,7 @@ def test_plans_follow_sizes_not_seen_before() -> None:
     assert asked == before
 
 
-def test_what_is_no_record_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unrecordable_decisions_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recording takes many times as long as asking."""
     tried, record = [], call_replay.record_decision
     monkeypatch.setattr(
