@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from slipstream.common.checks import expect_shape
 from slipstream.layers.base import Mixer, assign
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.rwkv7 import UniformLinear
@@ -65,6 +66,8 @@ class RWKV4(Mixer):
         assign(self.bonus, math.log(0.3) + 0.5 * ((at + 1) % 3 - 1))
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        # one channel would broadcast to all of the mixes
+        expect_shape("x", x, (*x.shape[:2], self.bonus.shape[0]))
         before, shift = token_shift(x, **call.sequence(call.past("shift")))
         xk, xv, xr = (torch.lerp(before, x, m.to(x.dtype)) for m in self._mixes())
         o, last = chunk_rwkv4(

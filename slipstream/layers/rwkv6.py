@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.common.checks import expect_shape
 from slipstream.layers.base import Mixer, assign, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.rwkv7 import Lora, UniformLinear
@@ -75,6 +76,8 @@ class RWKV6(Mixer):
         nn.init.zeros_(self.norm_bias)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        # one channel would broadcast to all of the mixes
+        expect_shape("x", x, (*x.shape[:2], self.mix_base.shape[0]))
         before, shift = token_shift(x, **call.sequence(call.past("shift")))
         delta = before - x
         inner = torch.addcmul(x, delta, self.mix_base).to(x.dtype) @ self.mix_down.to(x.dtype)

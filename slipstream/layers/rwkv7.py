@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.common.checks import expect_tensor
+from slipstream.common.checks import expect_shape, expect_tensor
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.low_rank import LowRankInputs, low_rank
 from slipstream.kernels.time_mix.token_mix import mixed_projections
@@ -386,6 +386,8 @@ def project_mixes(
 ) -> list[Tensor]:
     """layer(x + (before - x) mu_m) of the layers of each mix m: x, before [B, T, D], mu [M, D];
     before None is x a token earlier. unbiased: plain modules whose bias is left out."""
+    # one channel would broadcast to all of mu
+    expect_shape("x", x, (*x.shape[:2], mu.shape[1]))
     flat = [layer for row in layers for layer in row]
     if all(plain_module(x) if isinstance(x, Lora) else _plain_matrix(x) for x in flat):
         weights = [

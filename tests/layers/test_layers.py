@@ -236,6 +236,21 @@ def test_subclass_takes_other_arguments() -> None:
         layer({"x": x[0]}, 2.0)
 
 
+@pytest.mark.parametrize("channels", [1, D + 1])
+@every_layer
+def test_layer_refuses_other_widths(name: str, channels: int) -> None:
+    """One channel as well, which elementwise operations would broadcast."""
+    wrong, refusal = torch.randn(2, 5, channels), "want shape|shapes cannot be multiplied"
+    with pytest.raises((ValueError, RuntimeError), match=refusal):
+        run(make(name), name, wrong)
+
+
+@pytest.mark.parametrize("channels", [1, D + 1])
+def test_rwkv7_channel_mix_refuses_other_widths(channels: int) -> None:
+    with pytest.raises(ValueError, match=r"^x: want shape"):
+        layers.RWKV7ChannelMix(D, 2 * D, 0, 1)(torch.randn(2, 5, channels))
+
+
 @every_layer
 def test_layer_refuses_inputs_by_name(name: str) -> None:
     layer, x = make(name), torch.randn(2, 3, D)
