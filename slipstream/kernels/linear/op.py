@@ -278,8 +278,9 @@ _SIZES_OF_GRADIENTS = SIZES._replace(
 # kernels of other sizes, which are compiled after a first call
 def _at_sizes(args: tuple) -> Iterator[tuple]:
     """By the back ends that a call of these sizes chooses."""
-    for *terms, scale, chunk, impl, wide in SIZES(args):
-        yield (*terms, scale, chunk, impls_at(LinearInputs(*terms), impl), wide)
+    for other in SIZES(args):
+        terms, call = LinearInputs(*other[:NUM_TERMS]), ForwardCall(*other[NUM_TERMS:])
+        yield (*terms, *call._replace(impl=impls_at(terms, call.impl)))
 
 
 def with_short(at_sizes: AtSizes, chunk: int, keep: int | None = None) -> AtSizes:
@@ -310,7 +311,7 @@ def _backward_at_sizes(args: tuple) -> Iterator[tuple]:
         impl = impls_at(terms, call.impl)
         saved = other[NUM_BACKWARD_ARGS:]
         if saved:
-            forward = ForwardCall(call.scale, call.chunk, impl, False)
+            forward = ForwardCall(scale=call.scale, chunk=call.chunk, impl=impl)
             saved = forward_impl(*terms, *forward, extras=Extras(save=True))[2:]
         yield (*terms, *call._replace(impl=impl), *saved)
 

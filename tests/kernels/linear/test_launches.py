@@ -46,7 +46,7 @@ def test_portable_backward_after_gluon_forward(kind: str) -> None:
         save = op.Extras(save=True)
         o, _, *saved = op.forward_impl(*terms, 0.1, 64, "sm90", False, extras=save)
         assert len(saved) == len(SavedWY._fields)
-        call = BackwardCall(o, None, 0.1, 64, "triton", terms.g is not None)
+        call = BackwardCall(o, None, 0.1, 64, "triton", gate_gradient=terms.g is not None)
         grads = op.by_name(terms, True, op.backward_impl(*terms, *call, *saved))
         assert grads["q"].shape == terms.q.shape
 

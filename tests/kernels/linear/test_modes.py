@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.kernels.linear import dispatch
+from slipstream.kernels.linear import dispatch, op
 from slipstream.kernels.linear.dispatch import FORBIDDEN, MODES, Asked, make_plan
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import NUM_TERMS, ForwardCall, LinearInputs
+from slipstream.kernels.linear.modes import prefix_states
 from slipstream.kernels.linear.modes.autocast import Autocast
 from slipstream.kernels.linear.modes.call import Call, LinearOptions, Results
 from slipstream.kernels.linear.modes.reverse import Reverse
@@ -126,7 +127,8 @@ def test_pairs_exclude_each_other(one: str, other: str, text: str) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_mode_twice_is_none(mode: Any, packed: bool) -> None:
     given = inputs(1, 12, (5, 7) if packed else ())
-    call = Call(LinearInputs(**given), LinearOptions(), {}, 1.0, 32, "eager", dispatch._ROAD)
+    how = ForwardCall(1.0, 32, "eager")
+    call = Call(LinearInputs(**given), LinearOptions(), {}, how, dispatch._ROAD)
     again = mode.into(mode.into(call))
     for x, y in zip(again.terms, call.terms, strict=True):
         assert x is y is None or (x is not None and y is not None and torch.equal(x, y))
@@ -135,3 +137,16 @@ def test_mode_twice_is_none(mode: Any, packed: bool) -> None:
     outer: tuple[Tensor, Tensor] = mode.out(call, *inner)
     for x, y in zip(outer, (o, state), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("module", [op, prefix_states], ids=["plain", "prefix states"])
+def test_other_sizes_choose_their_back_end(module: Any) -> None:
+    """For each size, out of the arguments as the operator gets them."""
+    how = ForwardCall(0.5, 64, "triton|eager")
+    prefix = [torch.zeros(1), torch.zeros(2, 1)] if module is prefix_states else []
+    given = (*LinearInputs(**inputs(2, 70)), *how, *prefix)
+    with mock.patch.object(module, "impls_at", lambda terms, impl: f"{terms.q.shape[1]} {impl}"):
+        found = [ForwardCall(*x[NUM_TERMS:][: len(how)]) for x in module._at_sizes(given)]
+        tokens = [x[0].shape[1] for x in module._at_sizes(given)]
+    assert len(found) > 3
+    assert found == [how._replace(impl=f"{T} {how.impl}") for T in tokens]

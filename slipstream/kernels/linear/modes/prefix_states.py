@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from slipstream.kernels.linear import prefix_states
-from slipstream.kernels.linear.inputs import NUM_TERMS, LinearInputs
+from slipstream.kernels.linear.inputs import NUM_TERMS, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes.call import Call, Results
 from slipstream.kernels.linear.op import SIZES, Extras, forward_impl, impls_at
 from slipstream.kernels.linear.prefix_states import NoKernel, PrefixStates
@@ -48,10 +48,10 @@ def _forward_with_prefix_states(*args: Any) -> tuple[Any, ...]:
 
 
 def _at_sizes(args: tuple) -> Iterator[tuple]:
-    for *other, impls, pool, rows in SIZES(args):
-        terms = LinearInputs(*other[:NUM_TERMS])
+    for *other, pool, rows in SIZES(args):
+        terms, call = LinearInputs(*other[:NUM_TERMS]), ForwardCall(*other[NUM_TERMS:])
         rows = rows.new_empty(terms.sequences, -(-terms.q.shape[1] // BLOCK))
-        yield (*other, impls_at(terms, impls), pool, rows)
+        yield (*terms, *call._replace(impl=impls_at(terms, call.impl)), pool, rows)
 
 
 _call_with_prefix_states = DirectCall(
