@@ -101,11 +101,7 @@ def _leave_filters_alone() -> None:
 
 
 @contextlib.contextmanager
-<<<<<<< HEAD
 def _brief_lock() -> Iterator[None]:
-=======
-def _short_intervals() -> Iterator[None]:
->>>>>>> c012e173 (Choose the back end of prefix calls of other sizes by impl, not wide)
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, TURN))
     ours = sys.getswitchinterval()
@@ -161,11 +157,7 @@ class _Background:
         _leave_filters_alone()
         pool = _Threads(max(1, (os.cpu_count() or 1) // SHARE))
         while (job := self._jobs.get()) is not None and not self._ends:
-<<<<<<< HEAD
             with contextlib.suppress(Exception), _brief_lock():
-=======
-            with contextlib.suppress(Exception), _short_intervals():
->>>>>>> c012e173 (Choose the back end of prefix calls of other sizes by impl, not wide)
                 self._compile(pool, *job)
             with self._done:
                 self._left -= 1
