@@ -144,4 +144,7 @@ def test_begin_leaves_the_warning_filters_of_other_threads() -> None:
 def test_other_sizes_ask_for_the_listed_variants(op: str, packed: bool) -> None:
     sample, shape = chosen([op])[0], Shape(T=300, H=8, packed=packed)
     listed = variants(sample, shape, any_size=True)
-    assert listed.keys() == {key for size in ladder(shape) for key in variants(sample, size)}
+    asked = {key for size in ladder(shape) for key in variants(sample, size)}
+    assert asked <= listed.keys()
+    # of many keys beside one token, which the ladder has not
+    assert {listed[key].name for key in listed.keys() - asked} <= {"softmax_combine_kernel"}
