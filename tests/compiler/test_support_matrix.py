@@ -140,7 +140,7 @@ def test_matrix_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     out = tmp_path / "rows.json"
-    run = ["matrix", "chunk_retention", "--arch", "sm_80,sm_90", "--forward", "--shapes", "2"]
+    run = ["matrix", "chunk_retention", "--arch", "sm_80,sm_90", "--forward", "--shapes", "1"]
     result = CliRunner().invoke(app, [*run, "--jobs", "1", "--json", str(out)])
     assert result.exit_code == 0, result.output
     assert "chunk_retention" in result.stdout

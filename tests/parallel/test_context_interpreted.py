@@ -27,17 +27,17 @@ CUTS = {
 # sequence that goes on; whether the final state is wanted
 CASES = {
     "sample": [
-        ("retention", "rows", 1, True),
         ("simple_gla", "packed", 1, True),
         ("gla", "rows", 1, True),
         ("gv", "packed", 0, True),
-        ("delta", "packed", 1, True),
         ("gated delta", "rows", 1, False),
         ("kda", "packed", 1, True),
         ("dplr", "two ranks", 0, True),
         ("simple_gla", "rows", -1, True),
     ],
     "further": [
+        ("retention", "rows", 1, True),
+        ("delta", "packed", 1, True),
         ("simple_gla", "one empty", 1, False),
         ("rwkv6", "packed", 1, True),
         ("gla", "one empty", 0, True),
