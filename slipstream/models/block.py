@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from slipstream import layers
 from slipstream.layers import RWKV7ChannelMix
 from slipstream.models.cache import LayerState
-from slipstream.models.config import MIXERS, SlipstreamConfig
+from slipstream.models.config import MIXERS, SlipstreamConfig, expect_options, mixer_options
 from slipstream.models.mlps import make_mlp
 from slipstream.models.rollback import MLP_SHIFT, Record
 from slipstream.nn import LayerNorm, SwiGLU, projections
@@ -68,9 +68,10 @@ class Block(GradientCheckpointingLayer):
         self.residual_in_fp32, self.consistent = config.residual_in_fp32, config.consistent
         self.mixer_norm = make_norm(config)
         turned = {x: options.pop(x) for x in ("bidirectional", "block_size") if x in options}
-        self.mixer = getattr(layers, MIXERS[name])(
-            hidden_size=config.hidden_size, layer_idx=layer_idx, **options
-        )
+        mixer = getattr(layers, MIXERS[name])
+        known = (*mixer_options(mixer), "bidirectional", "block_size")
+        expect_options(f"mixers[{layer_idx}]", name, options, known)
+        self.mixer = mixer(hidden_size=config.hidden_size, layer_idx=layer_idx, **options)
         earlier = (config.mixer(i)[0] for i in range(layer_idx))
         if isinstance(self.mixer, layers.RWKV7) and "rwkv7" not in earlier:
             # it gives the first value; DDP refuses parameters that get no gradient

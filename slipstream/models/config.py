@@ -6,6 +6,7 @@ checkpoint in a process that has not imported slipstream.
 """
 
 import difflib
+import inspect
 from collections.abc import Collection
 from dataclasses import fields
 from os import PathLike
@@ -46,6 +47,8 @@ MIXERS = {
 MLPS = ("swiglu", "rwkv7", "qwen3_next_moe", "kimi_linear_moe", "none")
 """Names in a config; slipstream/models/mlps.py makes them."""
 
+# what the model itself gives a mixer
+SET_BY_MODEL = ("hidden_size", "layer_idx")
 CONSISTENT_MIXERS = (
     "attention",
     "delta_net",
@@ -223,9 +226,7 @@ class SlipstreamConfig(PreTrainedConfig):
         for name in given:
             if name.startswith("_") or name in (*own, *_OF_TRANSFORMERS, *generation):
                 continue
-            close = difflib.get_close_matches(name, own, 1)
-            hint = f"did you mean {close[0]}?" if close else f"want one of {', '.join(own)}"
-            raise TypeError(f"{name}: no such key of SlipstreamConfig; {hint}")
+            raise TypeError(f"{name}: no such key of SlipstreamConfig; {_hint(name, own)}")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
@@ -264,3 +265,28 @@ def _entry(
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ValueError(f"{place}: want one of {', '.join(known)}, got {entry!r}{hint}")
     return name, options
+
+
+def mixer_options(cls: type) -> dict[str, Any]:
+    """The defaults of a layer's options, and of those that it passes to the class that it
+    extends."""
+    found: dict[str, Any] = {}
+    for owner in (x for x in cls.__mro__ if "__init__" in vars(x)):
+        parameters = inspect.signature(owner).parameters.values()
+        named = (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+        found = {p.name: p.default for p in named} | found
+        if all(p.kind != p.VAR_KEYWORD for p in parameters):
+            break
+    return {name: value for name, value in found.items() if name not in SET_BY_MODEL}
+
+
+def expect_options(place: str, name: str, options: Collection[str], known: Collection[str]) -> None:
+    """Refuses an option that the entry `name` at `place` of a config does not have."""
+    for key in options:
+        if key not in known:
+            raise ValueError(f"{place}.{key}: no such option of {name}; {_hint(key, known)}")
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else f"want one of {', '.join(known) or 'none'}"

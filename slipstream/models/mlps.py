@@ -17,7 +17,7 @@ from torch import nn
 from transformers import initialization as init
 
 from slipstream.layers import RWKV7ChannelMix
-from slipstream.models.config import SlipstreamConfig
+from slipstream.models.config import SlipstreamConfig, expect_options
 from slipstream.nn import SwiGLU
 
 MOE = {
@@ -54,9 +54,8 @@ class MoE(nn.Module):
         config_class = getattr(module, f"{prefix}Config")
         names = config_class.attribute_map
         known = {*config_class.__dataclass_fields__, *names, *names.values()}
-        for key in options:
-            if key not in known:  # transformers itself keeps it without a word
-                raise ValueError(f"mlps: {key}: {prefix}Config has no such key")
+        # transformers itself keeps others without a word
+        expect_options("mlps", f"{prefix}Config", options, known)
         config = config_class(hidden_size=hidden_size, **options)
         config._experts_implementation = "eager"
         self.std = std
@@ -77,20 +76,15 @@ def make_mlp(config: SlipstreamConfig, layer_idx: int) -> nn.Module | None:
     """The MLP of a layer; None if it has none."""
     name, options = config.mlp(layer_idx)
     assert config.intermediate_size is not None
-    size, inner = config.hidden_size, {"intermediate_size": config.intermediate_size}
+    place, size = f"mlps[{layer_idx}]", config.hidden_size
+    inner = {"intermediate_size": config.intermediate_size}
     if name == "none":
-        _expect(name, options, ())
+        expect_options(place, name, options, ())
         return None
     if name in MOE:
         return MoE(name, size, config.initializer_range, options)
-    _expect(name, options, ("intermediate_size",))
+    expect_options(place, name, options, ("intermediate_size",))
     inner = (inner | options)["intermediate_size"]
     if name == "rwkv7":
         return RWKV7ChannelMix(size, inner, layer_idx, config.num_hidden_layers)
     return SwiGLU(size, inner, linear=Dense)
-
-
-def _expect(name: str, options: dict[str, Any], known: tuple[str, ...]) -> None:
-    for key in options:
-        if key not in known:
-            raise ValueError(f"mlps: {key}: {name} has no such option")

@@ -1,6 +1,5 @@
 """Shared by the families of foreign models: reading their configs, and completing ours."""
 
-import inspect
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
@@ -8,7 +7,7 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig, PreTrainedConfig
 
 from slipstream import layers
-from slipstream.models.config import MIXERS, SlipstreamConfig
+from slipstream.models.config import MIXERS, SlipstreamConfig, mixer_options
 from slipstream.models.convert.rules import Rule, renamed
 
 # what every config of transformers may have, and what says how it was stored
@@ -141,9 +140,10 @@ def tokens_of(config: SlipstreamConfig) -> dict[str, Any]:
 def completed(config: SlipstreamConfig, layer: int) -> tuple[str, dict[str, Any]]:
     """Name and all options of a mixer, None replaced by what it stands for."""
     name, options = config.mixer(layer)
-    defaults = _defaults(getattr(layers, MIXERS[name]))
-    options.pop("mode", None)
-    options.pop("num_layers", None)
+    defaults = mixer_options(getattr(layers, MIXERS[name]))
+    for key in ("mode", "num_layers"):
+        defaults.pop(key, None)
+        options.pop(key, None)
     full = {**defaults, "num_heads": config.num_heads, **options}
     size = config.hidden_size
     if name in ("mamba2", "mamba3"):
@@ -164,19 +164,6 @@ def completed(config: SlipstreamConfig, layer: int) -> tuple[str, dict[str, Any]
     if full.get("dt_limit") is not None:
         full["dt_limit"] = tuple(full["dt_limit"])
     return name, full
-
-
-def _defaults(cls: type) -> dict[str, Any]:
-    """The defaults of a layer's options, and of those that it passes to the class that it
-    extends."""
-    found: dict[str, Any] = {}
-    for owner in (x for x in cls.__mro__ if "__init__" in vars(x)):
-        parameters = inspect.signature(owner).parameters.values()
-        found = {p.name: p.default for p in parameters if p.kind != p.VAR_POSITIONAL} | found
-        if all(p.kind != p.VAR_KEYWORD for p in parameters):
-            break
-    others = ("hidden_size", "mode", "layer_idx", "num_layers", "options")
-    return {name: value for name, value in found.items() if name not in others}
 
 
 def completed_mlp(config: SlipstreamConfig, layer: int) -> tuple[str, dict[str, Any]]:
