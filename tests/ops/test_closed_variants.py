@@ -58,7 +58,7 @@ def random_size(random: Random, shape: Shape, sample: Sample) -> Size:
         return Size(1, max(tokens, sequences), sequences)
     rows, keys = (round(2 ** random.uniform(0, most)) for most in (6, 17.3))
     if not CACHES.isdisjoint(sample.dims) and random.random() < 0.7:
-        return Size(rows, min(random.randint(1, 4), keys), keys=keys)
+        return Size(rows, min(round(2 ** random.uniform(0, 12)), keys), keys=keys)
     return Size(rows, min(tokens, 160000 // rows))
 
 
@@ -76,3 +76,13 @@ def test_random_sizes_ask_for_listed_variants(case: tuple[Sample, str]) -> None:
         found = variants(sample, with_size(shape, size))
         new = {job.name: job.constants for key, job in found.items() if key not in listed}
         assert not new, f"{sample.name} {way}, {heads} heads, {size}: not after {first}: {new}"
+
+
+@pytest.mark.parametrize("name", ["attention", "flash_attn_with_kvcache", "latent_attention"])
+def test_tokens_of_a_cache_ask_for_variants_of_a_prompt(name: str) -> None:
+    """Many tokens fill a GPU alone: then programs share no keys."""
+    sample, shape = next(x for x in SAMPLES if x.name == name), Shape(B=4, T=2048, H=8)
+    listed = variants(sample, shape, any_size=True)
+    for keys in (1, 2000, 9000, 70000):
+        found = variants(sample, with_size(shape, Size(1, 1, keys=keys)))
+        assert found.keys() <= listed.keys(), f"{keys} keys"

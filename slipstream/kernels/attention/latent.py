@@ -160,12 +160,12 @@ def _fake(q: Tensor, latent: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _at_sizes(args: tuple) -> Iterator[tuple]:
-    """A sequence of other numbers of keys: in rows, or in pages."""
+    """A token on other numbers of keys, in rows or in pages: of more, fewer programs share them."""
     q, latent, lengths, table, *options = args
     for keys in KEYS:
         rows = resized(latent, 1, keys) if table is None else latent
         pages = None if table is None else table.new_empty(1, -(-keys // latent.shape[1]))
-        yield (resized(q, 1), rows, resized(lengths, 1), pages, *options)
+        yield (resized(q, 1, 1), rows, resized(lengths, 1), pages, *options)
 
 
 _call = KernelOp(

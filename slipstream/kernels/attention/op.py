@@ -273,13 +273,13 @@ def _launch_append(*args: Any) -> Tensor:
 
 
 def _decode_at_sizes(args: tuple) -> Iterator[tuple]:
-    """A sequence of other numbers of keys: in rows, or in pages."""
+    """A token on other numbers of keys, in rows or in pages: of more, fewer programs share them."""
     call, options = cache.Cache(*args[:-_TAIL]), args[-_TAIL:]
     indices = {name: resized(getattr(call, name), 1) for name in ("lengths", "rows", "leftpad")}
     slopes = call.slopes
     if slopes is not None and slopes.dim() == 2:
         indices["slopes"] = resized(slopes, 1)
-    one = call._replace(q=resized(call.q, 1), **indices)
+    one = call._replace(q=resized(call.q, 1, 1), **indices)
     for keys in KEYS:
         if call.table is not None:
             pages = call.table.new_empty(1, -(-keys // call.k.shape[1]))
