@@ -142,7 +142,7 @@ class RWKV7(Mixer):
     ) -> Any:
         expect_first_value(x, first_value, self.num_heads * self.head_dim)
         before, shift = shifted(x, call.past("shift"), call)
-        r, v, gate, make = self._project(x, before, first_value)
+        r, v, gate, make = self._project(x, before, first_value, call.cu_seqlens)
         operator = fused_recurrent_rwkv7 if self.recurrent(x, call.context) else chunk_rwkv7
         # of every other layer: the terms take six times the memory of x, and of all kernels here
         # those that make them are the slowest except for the recurrence
@@ -218,7 +218,11 @@ class RWKV7(Mixer):
         return y, v
 
     def _project(
-        self, x: Tensor, before: Tensor | None, first_value: Tensor | None
+        self,
+        x: Tensor,
+        before: Tensor | None,
+        first_value: Tensor | None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Callable[[], list[Tensor]]]:
         """r and v [B, T, H, K], the gate [B, T, D], and what recurrence_terms makes."""
         values: list[Lora | nn.Linear] = [self.v_proj]
@@ -234,7 +238,8 @@ class RWKV7(Mixer):
         loras = (self.w_lora, self.a_lora, None if first_value is None else self.v_lora)
         # with what reads them, whose backward adds up their gradients
         apart = [lora for lora in loras if lora is not None and plain_module(lora)]
-        r, w, k, v, *v_gate, a, gate = project_mixes(x, before, self.mix, layers, apart)
+        mixes = project_mixes(x, before, self.mix, layers, apart, cu_seqlens)
+        r, w, k, v, *v_gate, a, gate = mixes
         biases = [lora.bias if lora in apart else None for lora in loras]
         mixed, heads = (None, None, None), (self.num_heads, self.head_dim)
         if first_value is not None:
@@ -301,7 +306,8 @@ class RWKV7ChannelMix(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D], the state [N, D] or None -> y [B, T, D] and the next state, if wanted."""
         before, after = shifted(x, state, MixerCall(cu_seqlens, context, use_cache=use_cache))
-        (key,) = project_mixes(x, before, self.mix[None], [[self.key]])
+        layers = [[self.key]]
+        (key,) = project_mixes(x, before, self.mix[None], layers, cu_seqlens=cu_seqlens)
         return self.value(F.relu(key).square()), after
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
@@ -363,8 +369,7 @@ def shifted(
     """The tokens before those of x, None where project_mixes finds them by itself, and the next
     state, if wanted."""
     expect_tensor("x", x)
-    alone = call.cu_seqlens is None and call.context is None and not call.use_cache
-    if state is None and alone:
+    if state is None and call.context is None and not call.use_cache:
         return None, None
     step = consistent_scope.step
     if step is not None and state is not None:
@@ -383,9 +388,11 @@ def project_mixes(
     mu: Tensor,
     layers: Sequence[Sequence[Lora | nn.Linear]],
     unbiased: Sequence[Lora] = (),
+    cu_seqlens: Tensor | None = None,
 ) -> list[Tensor]:
     """layer(x + (before - x) mu_m) of the layers of each mix m: x, before [B, T, D], mu [M, D];
-    before None is x a token earlier. unbiased: plain modules whose bias is left out."""
+    before None is x a token earlier in its sequence. unbiased: plain modules whose bias is left
+    out."""
     # one channel would broadcast to all of mu
     expect_shape("x", x, (*x.shape[:2], mu.shape[1]))
     flat = [layer for row in layers for layer in row]
@@ -394,13 +401,16 @@ def project_mixes(
             [y.down.to(x.dtype).t() if isinstance(y, Lora) else y.weight for y in row]
             for row in layers
         ]
-        found = mixed_projections(x, before, mu, weights)
+        starts = None
+        if before is None and cu_seqlens is not None:
+            starts = decoding.sequence_starts(cu_seqlens, x.shape[1])
+        found = mixed_projections(x, before, mu, weights, starts=starts)
         if found is not None:
             return [
                 layer.from_inner(y, layer not in unbiased) if isinstance(layer, Lora) else y
                 for layer, y in zip(flat, found)
             ]
-    before = token_shift(x)[0] if before is None else before
+    before = token_shift(x, cu_seqlens=cu_seqlens)[0] if before is None else before
     delta = before - x
     mixes = (torch.addcmul(x, delta, row).to(x.dtype) for row in mu)
     return [

@@ -182,6 +182,12 @@ def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return _once((tokens,), cu_seqlens, lambda: positions_of(cu_seqlens, tokens))
 
 
+def sequence_starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """uint8 [T], 1 where a packed sequence begins; offsets must not change within a forward."""
+    make = lambda: (packed_positions(cu_seqlens, tokens)[0] == 0).byte()  # noqa: E731
+    return _once(("starts", tokens), cu_seqlens, make)
+
+
 def verifies() -> bool:
     """Whether the step that runs is one of drafts."""
     return _STEP.drafts is not None

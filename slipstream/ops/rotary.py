@@ -173,8 +173,9 @@ def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None 
         if offsets.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"offsets: want int32 or int64, got {offsets.dtype}")
         start = start - offsets
+    # clamped for wrong offsets, which are reported later: an index beyond would end the process
     sequence = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
-    return (token - start[sequence])[None]
+    return (token - start[sequence.clamp(max=max(start.shape[0] - 1, 0))])[None]
 
 
 def _check_rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor | None:

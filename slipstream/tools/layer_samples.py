@@ -44,15 +44,25 @@ from slipstream.tools.samples import LayerSample
 
 
 def _mixed(
-    x: Tensor, mu: Tensor, weight: Tensor, before: Tensor | None = None, impl: str | None = None
+    x: Tensor,
+    mu: Tensor,
+    weight: Tensor,
+    before: Tensor | None = None,
+    packed: bool = False,
+    impl: str | None = None,
 ) -> list[Tensor] | None:
-    return mixed_projections(x, before, mu, [[weight]] * len(mu), impl)
+    starts = x.new_zeros(x.shape[1], dtype=torch.uint8) if packed else None
+    return mixed_projections(x, before, mu, [[weight]] * len(mu), impl, starts)
 
 
-def _mixes(count: int, before: bool = True) -> LayerSample:
+def _mixes(count: int, before: bool = True, packed: bool = False) -> LayerSample:
     tensors = f"x=BTD {'before=BTD ' if before else ''}mu={count}D weight=DD"
-    variant = str(count) if before else "whole"
-    return LayerSample("token_mix", tensors, variant=variant, tested=False, function=_mixed)
+    variant, options = str(count) if before else "whole", {}
+    if packed:
+        variant, options = "packed", {"packed": True}
+    return LayerSample(
+        "token_mix", tensors, variant=variant, tested=False, function=_mixed, options=options
+    )
 
 
 def _rwkv7_terms(
@@ -299,6 +309,7 @@ LAYER_SAMPLES = [
     ),
     _of_layer("convolved_heads", _convolved_heads, "x=BTZ weight=ZW"),
     _mixes(6, before=False),
+    _mixes(6, before=False, packed=True),
     *[
         LayerSample("gated_mlp", "x=LD gate=CD up=CD down=DC", variant=f, tested=False,
                     function=partial(_gated_mlp, f=f))

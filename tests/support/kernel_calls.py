@@ -179,7 +179,7 @@ def weights_backward(
 def token_mixes() -> list[Tensor]:
     x, before, mu, weight = leaf(1, 20, 8), leaf(1, 20, 8), leaf(2, 8), leaf(5, 8)
     found = token_mix.mixed_projections(x, before, mu, [[], [weight]])
-    y = F.linear(token_mix.plain(x, before, mu)[1], weight) if found is None else found[0]
+    y = F.linear(token_mix.plain(x, before, None, mu)[1], weight) if found is None else found[0]
     return gradients(y, x, before, mu, weight)
 
 

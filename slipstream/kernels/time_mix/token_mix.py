@@ -35,7 +35,12 @@ Weights = Sequence[Sequence[Tensor]]
 
 
 def mixed_projections(
-    x: Tensor, before: Tensor | None, mu: Tensor, weights: Weights, impl: str | None = None
+    x: Tensor,
+    before: Tensor | None,
+    mu: Tensor,
+    weights: Weights,
+    impl: str | None = None,
+    starts: Tensor | None = None,
 ) -> list[Tensor] | None:
     """y of each weight in turn, or None where kernels do not take the call.
 
@@ -43,6 +48,7 @@ def mixed_projections(
         x: [B, T, D]. before: the same, of one dtype; None is x a token earlier, 0 before the first.
         mu: [M, D].
         weights: of each mix, matrices [F, D] of x's dtype. impl: as runtime.dispatch.choose.
+        starts: uint8 [T] beside no `before`, not 0 where a packed sequence begins.
     """
     matrices = [w for row in weights for w in row]
     if by_operation() or autocast_dtype(x) is not None or any(w.dtype != x.dtype for w in matrices):
@@ -52,8 +58,8 @@ def mixed_projections(
         return None
     counts = tuple(map(len, weights))
     if needs_autograd(x, before, mu, *matrices):
-        return [*_MixedProjections.apply(x, before, mu, counts, impl, *matrices)]
-    return _project(_forward(x, before, mu, impl=impl), counts, matrices)
+        return [*_MixedProjections.apply(x, before, starts, mu, counts, impl, *matrices)]
+    return _project(_forward(x, before, starts, mu, impl=impl), counts, matrices)
 
 
 def _project(mixes: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -65,9 +71,11 @@ def _mix_of(counts: Sequence[int]) -> list[int]:
     return [m for m, count in enumerate(counts) for _ in range(count)]
 
 
-def plain(x: Tensor, before: Tensor | None, mu: Tensor) -> Tensor:
+def plain(x: Tensor, before: Tensor | None, starts: Tensor | None, mu: Tensor) -> Tensor:
     """[M, B, T, D]"""
     before = F.pad(x, (0, 0, 1, -1)) if before is None else before
+    if starts is not None:
+        before = before.masked_fill(starts.bool()[:, None], 0)
     delta = before - x
     return torch.stack([torch.addcmul(x, delta, row) for row in mu])
 
@@ -80,23 +88,24 @@ class _MixedProjections(Function):
         ctx: Any,
         x: Tensor,
         before: Tensor | None,
+        starts: Tensor | None,
         mu: Tensor,
         counts: tuple[int, ...],
         impl: str,
         *matrices: Tensor,
     ) -> tuple[Tensor, ...]:
-        save(ctx, x, before, mu, *matrices)
+        save(ctx, x, before, starts, mu, *matrices)
         ctx.counts, ctx.impl = counts, impl
-        return tuple(_project(_forward(x, before, mu, impl=impl), counts, matrices))
+        return tuple(_project(_forward(x, before, starts, mu, impl=impl), counts, matrices))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, before, mu, *matrices = saved
-        mixes = _forward(x, before, mu, impl=ctx.impl)
+        x, before, starts, mu, *matrices = saved
+        mixes = _forward(x, before, starts, mu, impl=ctx.impl)
         dmixes, dmatrices, begun = torch.empty_like(mixes), [], set()
         for m, w, dy, needed in zip(
-            _mix_of(ctx.counts), matrices, dys, ctx.needs_input_grad[5:], strict=True
+            _mix_of(ctx.counts), matrices, dys, ctx.needs_input_grad[6:], strict=True
         ):
             if dy is None:  # nothing came of that projection
                 dmatrices.append(None)
@@ -111,12 +120,17 @@ class _MixedProjections(Function):
             dmatrices.append(dw)
         for m in set(range(len(mixes))) - begun:
             dmixes[m].zero_()
-        dx, *dbefore, dmu = _backward(dmixes, x, before, mu, impl=ctx.impl)
-        return dx, *(dbefore or [None]), dmu, None, None, *dmatrices
+        dx, *dbefore, dmu = _backward(dmixes, x, before, starts, mu, impl=ctx.impl)
+        return dx, *(dbefore or [None]), None, dmu, None, None, *dmatrices
 
 
-def _plain_backward(dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor) -> list[Tensor]:
-    return plain_gradients(plain, (x, before, mu), [dy])
+def _plain_backward(
+    dy: Tensor, x: Tensor, before: Tensor | None, starts: Tensor | None, mu: Tensor
+) -> list[Tensor]:
+    def run(x: Tensor, before: Tensor | None, mu: Tensor) -> Tensor:
+        return plain(x, before, starts, mu)
+
+    return plain_gradients(run, (x, before, mu), [dy])
 
 
 def _kind(x: Tensor, mu: Tensor) -> KernelKey:
@@ -132,20 +146,22 @@ def _unsupported_reason(x: Tensor, before: Tensor | None, mu: Tensor) -> str | N
 
 
 def _mismatch(x: Tensor, mu: Tensor) -> str | None:
-    """The probe: a few rows of the same width, with a `before` and without."""
+    """The probe: a few rows of the same width, with a `before` and without, whole and packed."""
     width = x.shape[-1]
     probe_inputs = {
         "x": numeric_probe.random_like(x, 1, 37, width),
         "before": numeric_probe.random_like(x, 1, 37, width),
         "mu": numeric_probe.random_like(mu, *mu.shape),
     }
+    starts = torch.zeros(37, dtype=torch.uint8, device=x.device)
+    starts[5] = 1
 
     def run(forward: Any, backward: Any) -> Any:
         def call(t: numeric_probe.Given) -> tuple[Tensor, ...]:
             found: list[Tensor] = []
-            for before in (t["before"], None):
-                mixes = forward(t["x"], before, t["mu"])
-                found += [mixes, *backward(mixes, t["x"], before, t["mu"])]
+            for given in ((t["before"], None), (None, None), (None, starts)):
+                mixes = forward(t["x"], *given, t["mu"])
+                found += [mixes, *backward(mixes, t["x"], *given, t["mu"])]
             return tuple(found)
 
         return call
@@ -159,7 +175,12 @@ def _mismatch(x: Tensor, mu: Tensor) -> str | None:
 
 
 def _backward_fake(
-    dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor, impl: str
+    dy: Tensor,
+    x: Tensor,
+    before: Tensor | None,
+    starts: Tensor | None,
+    mu: Tensor,
+    impl: str,
 ) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in (x, before, mu) if t is not None]
 
@@ -167,8 +188,8 @@ def _backward_fake(
 _LAUNCH = "slipstream.kernels.time_mix.triton.token_mix"
 _forward = KernelOp(
     "token_mix",
-    "(Tensor x, Tensor? before, Tensor mu, str impl) -> Tensor",
-    fake=lambda x, before, mu, impl: x.new_empty(mu.shape[0], *x.shape),
+    "(Tensor x, Tensor? before, Tensor? starts, Tensor mu, str impl) -> Tensor",
+    fake=lambda x, before, starts, mu, impl: x.new_empty(mu.shape[0], *x.shape),
     kernel=f"{_LAUNCH}:forward",
     plain=plain,
     kind=_kind,
@@ -177,7 +198,7 @@ _forward = KernelOp(
 )
 _backward = KernelOp(
     "token_mix_backward",
-    "(Tensor dy, Tensor x, Tensor? before, Tensor mu, str impl) -> Tensor[]",
+    "(Tensor dy, Tensor x, Tensor? before, Tensor? starts, Tensor mu, str impl) -> Tensor[]",
     fake=_backward_fake,
     kernel=f"{_LAUNCH}:backward",
     plain=_plain_backward,

@@ -1,5 +1,7 @@
 """Projections of mixes under Triton's interpreter, against the operations one by one."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -8,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.time_mix import token_mix
+from slipstream.layers.rwkv7 import RWKV7ChannelMix
+from slipstream.nn.decoding import sequence_starts
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.interpreted import error, run
 
@@ -18,14 +22,18 @@ def test_triton_token_mix_matches_operations() -> None:
 
 
 def one_by_one(
-    x: Tensor, before: Tensor | None, mu: Tensor, weights: token_mix.Weights
+    x: Tensor,
+    before: Tensor | None,
+    mu: Tensor,
+    weights: token_mix.Weights,
+    starts: Tensor | None = None,
 ) -> list[Tensor]:
-    mixes = token_mix.plain(x, before, mu)
+    mixes = token_mix.plain(x, before, starts, mu)
     return [F.linear(mix, w) for mix, row in zip(mixes, weights) for w in row]
 
 
-def by_kernels(*args: Any) -> list[Tensor] | None:
-    return token_mix.mixed_projections(*args, impl="triton")
+def by_kernels(*args: Any, starts: Tensor | None = None) -> list[Tensor] | None:
+    return token_mix.mixed_projections(*args, impl="triton", starts=starts)
 
 
 def check(
@@ -35,11 +43,14 @@ def check(
     outputs: tuple[tuple[int, ...], ...],
     dtype: torch.dtype,
     shifted: bool = False,
+    offsets: Sequence[int] = (),
 ) -> None:
-    """outputs: of each mix the rows of its weights. shifted: x itself is what came before."""
+    """outputs: of each mix the rows of its weights. shifted: x itself is what came before, of
+    packed sequences with these offsets if there are any."""
     given = [torch.randn(B, T, D), torch.randn(B, T, D), torch.rand(len(outputs), D)]
     given += [torch.randn(n, D) / D**0.5 for row in outputs for n in row]
     dys = [torch.randn(B, T, n) for row in outputs for n in row]
+    starts = sequence_starts(torch.tensor(offsets), T) if offsets else None
     found = []
     for call, as_dtype in ((by_kernels, dtype), (one_by_one, torch.float64)):
         x, before, mu, *matrices = (t.to(dtype).to(as_dtype).requires_grad_() for t in given)
@@ -47,11 +58,11 @@ def check(
         weights = [[next(left) for _ in row] for row in outputs]
         leaves = [x, *([] if shifted else [before]), mu, *matrices]
         before = None if shifted else before
-        ys = call(x, before, mu, weights)
+        ys = call(x, before, mu, weights, starts=starts)
         assert ys is not None
         grads = torch.autograd.grad(ys, leaves, [t.to(as_dtype) for t in dys])
         with torch.no_grad():
-            again = call(x, before, mu, weights)
+            again = call(x, before, mu, weights, starts=starts)
         assert again is not None
         found.append([*ys, *again, *grads])
     limit = 1e-5 if dtype == torch.float32 else 1e-2
@@ -74,8 +85,28 @@ def check_one_of_two() -> None:
         torch.testing.assert_close(got, want)
 
 
+def check_packed_layer() -> None:
+    """Of packed sequences in a layer, each is as alone."""
+    offsets = 0, 1, 6, 6, 11
+    layer = RWKV7ChannelMix(8, 16)
+    torch.nn.init.uniform_(layer.mix)
+    given = torch.randn(1, 11, 8)
+    whole, apart = given.clone().requires_grad_(), given.clone().requires_grad_()
+    y, _ = layer(whole, cu_seqlens=torch.tensor(offsets))
+    alone = torch.cat([layer(apart[:, i:j])[0] for i, j in pairwise(offsets) if j > i], 1)
+    torch.testing.assert_close(y, alone)
+    dy = torch.randn_like(y)
+    for got, want in zip(
+        torch.autograd.grad(y, [whole, *layer.parameters()], dy),
+        torch.autograd.grad(alone, [apart, *layer.parameters()], dy),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+
+
 def main() -> None:
     torch.manual_seed(0)
+    check_packed_layer()
     check_one_of_two()
     check(2, 7, 20, ((12,), (3,), (12,), (12, 5), (3,), (4,)), torch.float32)
     check(1, 300, 6, ((4,),), torch.float32)
@@ -86,12 +117,18 @@ def main() -> None:
     check(1, 300, 6, ((4,),), torch.float32, shifted=True)
     check(5, 1, 1030, ((4,), (2,)), torch.float32, shifted=True)
     check(2, 9, 33, ((4,), (2, 3)), torch.float16, shifted=True)
+    # sequences of one token, of none, and longer than a program's rows
+    check(1, 300, 6, ((4,),), torch.float32, shifted=True, offsets=(0, 1, 2, 2, 90, 91, 300))
+    check(1, 9, 1030, ((4,), (2, 3)), torch.float32, shifted=True, offsets=(0, 0, 4, 8, 9, 9))
+    check(1, 33, 20, ((12,), (3, 2)), torch.float16, shifted=True, offsets=(0, 7, 16, 33))
     x, mu = torch.randn(2, 3, 8), torch.rand(3, 8)
+    starts = torch.tensor([1, 0, 1], dtype=torch.uint8)
     mixes = torch.randn(3, 2, 3, 8)
-    torch.library.opcheck(token_mix._forward.overload, (x, x.clone(), mu, "triton"))
-    torch.library.opcheck(token_mix._backward.overload, (mixes, x, x.clone(), mu, "triton"))
-    torch.library.opcheck(token_mix._forward.overload, (x, None, mu, "triton"))
-    torch.library.opcheck(token_mix._backward.overload, (mixes, x, None, mu, "triton"))
+    torch.library.opcheck(token_mix._forward.overload, (x, x.clone(), None, mu, "triton"))
+    torch.library.opcheck(token_mix._backward.overload, (mixes, x, x.clone(), None, mu, "triton"))
+    for given in ((None, None), (None, starts)):
+        torch.library.opcheck(token_mix._forward.overload, (x, *given, mu, "triton"))
+        torch.library.opcheck(token_mix._backward.overload, (mixes, x, *given, mu, "triton"))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ R tokens of D channels. A program takes BD channels of so many tokens in a row, 
 gradient stay in registers; another kernel adds up the programs' sums, in an order that does not
 change.
 
-Without `before` it is the token before in a row of T, 0 at its start: forward the last one read,
-and backward gives x's whole gradient, dx_t + dbefore_{t+1}, of which the second part comes with the
-next token.
+Without `before` it is the token before in a row of T, 0 at its start and where `starts` is not 0:
+forward the last one read, and backward gives x's whole gradient, dx_t + dbefore_{t+1}, of which the
+second part comes with the next token.
 """
 
 import torch
@@ -40,6 +40,16 @@ def _row(p, row, o_d, m, D: tl.constexpr):
 
 
 @triton.jit
+def _begins(starts_ptr, row, R, T):
+    """Whether nothing comes before a row; also behind the last."""
+    t = row % T
+    found = (t == 0) | (row >= R)
+    if starts_ptr is not None:
+        found = found | (tl.load(starts_ptr + t) != 0)
+    return found
+
+
+@triton.jit
 def _rows_of_mixes(p, row, R, o_d, m_d, D: tl.constexpr, M: tl.constexpr):
     rows = ()
     for m in tl.static_range(M):
@@ -59,11 +69,11 @@ def _of_before(dys, mus, BD: tl.constexpr, M: tl.constexpr):
 
 @triton.jit(do_not_specialize=["R", "T", "rows_each"])
 def token_mix_kernel(
-    dy_ptr, x_ptr, before_ptr, mu_ptr, y_ptr, dx_ptr, dbefore_ptr, partial_ptr, R, T, rows_each,
-    D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr,
+    dy_ptr, x_ptr, before_ptr, starts_ptr, mu_ptr, y_ptr, dx_ptr, dbefore_ptr, partial_ptr,
+    R, T, rows_each, D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (P, D / BD). x, before [R, D], mu [M, D]. y [M, R, D]; or of dy [M, R, D] dx, dbefore
-    [R, D] and partial [P, M, D]."""
+    """Grid (P, D / BD). x, before [R, D], starts [T], mu [M, D]. y [M, R, D]; or of dy [M, R, D]
+    dx, dbefore [R, D] and partial [P, M, D]."""
     BACK: tl.constexpr = dy_ptr is not None
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
@@ -75,13 +85,14 @@ def token_mix_kernel(
     b_last, b_waiting = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
     if before_ptr is None:
         # the row before is another program's: it is read again, for none waits for another
-        b_last = _row(x_ptr, first - 1, o_d, m_d & (first % T != 0), D)
+        b_last = _row(x_ptr, first - 1, o_d, m_d & ~_begins(starts_ptr, first, R, T), D)
     for row in range(first, last):
         b_x = _row(x_ptr, row, o_d, m_d, D)
         if BACK:
             dys = _rows_of_mixes(dy_ptr, row, R, o_d, m_d, D, M)
         if before_ptr is None:
-            b_before = tl.where(row % T == 0, 0.0, b_last)
+            begins = _begins(starts_ptr, row, R, T)
+            b_before = tl.where(begins, 0.0, b_last)
             b_last = b_x
         else:
             b_before = _row(before_ptr, row, o_d, m_d, D)
@@ -99,7 +110,7 @@ def token_mix_kernel(
             o = tl.cast(row, tl.int64) * D + o_d
             # the gradient of the token before is complete; the first row's is another program's
             if before_ptr is None:
-                b_done = b_waiting + tl.where(row % T == 0, 0.0, b_dbefore)
+                b_done = b_waiting + tl.where(begins, 0.0, b_dbefore)
                 p_dx = dx_ptr + o - D
                 tl.store(p_dx, b_done.to(dx_ptr.dtype.element_ty), mask=m_d & (row > first))
                 b_waiting = b_dx
@@ -113,7 +124,7 @@ def token_mix_kernel(
     if BACK:
         if before_ptr is None:
             # the token after the last is another program's, which does not give its part here
-            m_after = m_d & (last < R) & (last % T != 0)
+            m_after = m_d & ~_begins(starts_ptr, last, R, T)
             dys = _rows_of_mixes(dy_ptr, last, R, o_d, m_after, D, M)
             b_done = b_waiting + _of_before(dys, mus, BD, M)
             p_dx = dx_ptr + (tl.cast(last, tl.int64) - 1) * D + o_d
@@ -123,21 +134,23 @@ def token_mix_kernel(
             tl.store(p_partial, sums[m], mask=m_d)
 
 
-def forward(x: Tensor, before: Tensor | None, mu: Tensor) -> Tensor:
+def forward(x: Tensor, before: Tensor | None, starts: Tensor | None, mu: Tensor) -> Tensor:
     """[M, B, T, D]"""
     y = torch.empty(mu.shape[0], *x.shape, dtype=x.dtype, device=x.device)
-    _run(x, before, mu, y=y)
+    _run(x, before, starts, mu, y=y)
     return y
 
 
-def backward(dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor) -> list[Tensor]:
+def backward(
+    dy: Tensor, x: Tensor, before: Tensor | None, starts: Tensor | None, mu: Tensor
+) -> list[Tensor]:
     """dx, dbefore if there is a `before`, dmu."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dbefore = None if before is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     P, _ = _sizes(x, mu)
     partial = torch.empty(P, *mu.shape, dtype=torch.float32, device=x.device)
     dmu = torch.empty(mu.shape, dtype=mu.dtype, device=x.device)
-    _run(x, before, mu, dy=dy.contiguous(), dx=dx, dbefore=dbefore, partial=partial)
+    _run(x, before, starts, mu, dy=dy.contiguous(), dx=dx, dbefore=dbefore, partial=partial)
     add_partial_sums(partial.view(P, 1, -1), [dmu])
     return [t for t in (dx, dbefore, dmu) if t is not None]
 
@@ -145,6 +158,7 @@ def backward(dy: Tensor, x: Tensor, before: Tensor | None, mu: Tensor) -> list[T
 def _run(
     x: Tensor,
     before: Tensor | None,
+    starts: Tensor | None,
     mu: Tensor,
     *,
     dy: Tensor | None = None,
@@ -159,6 +173,7 @@ def _run(
             dy_ptr=dy,
             x_ptr=x.contiguous(),
             before_ptr=None if before is None else before.contiguous(),
+            starts_ptr=starts,
             mu_ptr=mu.contiguous(),
             y_ptr=y,
             dx_ptr=dx,
