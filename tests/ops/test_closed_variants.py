@@ -79,7 +79,7 @@ def test_random_sizes_ask_for_listed_variants(case: tuple[Sample, str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["attention", "flash_attn_with_kvcache", "latent_attention"])
-def test_tokens_of_a_cache_ask_for_variants_of_a_prompt(name: str) -> None:
+def test_cached_tokens_ask_for_variants_of_prompts(name: str) -> None:
     """Many tokens fill a GPU alone: then programs share no keys."""
     sample, shape = next(x for x in SAMPLES if x.name == name), Shape(B=4, T=2048, H=8)
     listed = variants(sample, shape, any_size=True)
