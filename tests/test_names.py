@@ -5,6 +5,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import slipstream
@@ -49,6 +50,7 @@ FOLDERS = (
 ROOT = Path(slipstream.__file__).parent
 
 
+@cache
 def _defined(path: Path) -> list[str]:
     tree = ast.parse(path.read_text())
     kinds = (ast.FunctionDef, ast.ClassDef)
@@ -59,6 +61,7 @@ def _defined(path: Path) -> list[str]:
     return names
 
 
+@cache
 def _bound(source: str) -> set[str]:
     """Parameters, names that are assigned to, and fields of a module."""
     names = set()
