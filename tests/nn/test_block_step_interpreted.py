@@ -5,9 +5,12 @@ The interpreter is chosen when a kernel is defined, so this runs in a process of
 TRITON_INTERPRET=1 python -m tests.nn.test_block_step_interpreted
 """
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 from slipstream.kernels.elementwise.place_tokens import place_tokens
+from slipstream.kernels.mixer_step.block_inputs import Blocks, TokenInputs, block_inputs
 from slipstream.nn.conv import ShortConvolution
 from slipstream.ops import chunk_gated_delta_rule
 from slipstream.runtime.block_step import BlockStep
@@ -16,6 +19,36 @@ from tests.support.block_inputs import LAYERS, check_inputs
 from tests.support.interpreted import run
 
 H, K = 2, 64
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("channels", [(), (K,)], ids=["heads", "channels"])
+def test_plain_step_matches_formula(bound: float | None, channels: tuple[int, ...]) -> None:
+    N, T = 3, 5
+    torch.manual_seed(0)
+    sizes = [(N, 4, 3 * H * K), *[(N, T, H, K)] * 3, (N, T, H, *channels), (N, T, H)]
+    blocks = Blocks._make(torch.randn(size) for size in sizes)
+    before = Blocks._make(x.clone() for x in blocks)
+    x, weight, g = (
+        torch.randn(N, 3 * H * K),
+        torch.randn(3 * H * K, 4),
+        torch.randn(N, H, *channels),
+    )
+    A_log, dt_bias, beta = torch.randn(H), torch.randn(g[0].numel()), torch.randn(N, H)
+    counts = torch.tensor([4, 0, 2])
+    tokens = TokenInputs(x, weight, None, g, A_log, dt_bias, beta, counts, True, True, bound)
+    block_inputs(tokens, blocks, "eager")
+    window = torch.cat([before.window[:, 1:], x[:, None]], 1)
+    q, k, v = F.silu((window * weight.t()).sum(1)).view(N, 3, H, K).unbind(1)
+    q, k = (F.normalize(y, dim=-1) for y in (q, k))
+    raw = g + dt_bias.view(g.shape[1:])
+    rate = A_log.exp().view(-1, *[1] * len(channels))
+    decay = -rate * F.softplus(raw) if bound is None else bound * (rate * raw).sigmoid()
+    want = q, k, v, decay, 2 * beta.sigmoid()
+    for got, old, token in zip(blocks[1:], before[1:], want, strict=True):
+        old[torch.arange(N), counts] = token
+        torch.testing.assert_close(got, old, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(blocks.window, window)
 
 
 def test_steps_have_the_bits_of_blocks() -> None:

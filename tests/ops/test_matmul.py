@@ -1,6 +1,7 @@
 """matmul: against its formula, gradients, strides, torch.compile, and what it refuses."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,3 +189,29 @@ def test_tma_wants_rows_of_16_bytes() -> None:
     narrow = torch.randn(32, 100).bfloat16(), torch.randn(48, 100).bfloat16().t()
     assert "200 long" in str(refuses(*narrow))
     assert "result" in str(refuses(a, b[:, :47]))
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_calls_compiled_ahead_have_the_tile_asked_for(
+    by_columns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a given tile both kernels, of sizes that 16 divides and of others; else those of each."""
+    asked: list[MatmulConfig | None] = []
+
+    def plan_for(t: MatmulInputs, config: MatmulConfig | None, impl: str | None) -> SimpleNamespace:
+        asked.append(config)
+        return SimpleNamespace(impls="triton")
+
+    monkeypatch.setattr(op, "plan_for", plan_for)
+    monkeypatch.setattr(op, "arch_of", lambda device: arches.ARCHS["sm_90"])
+    a, b = torch.randn(64, 64).bfloat16(), torch.randn(64, 32).bfloat16()
+    a = a.t() if by_columns else a
+    given = MatmulInputs(a, b, None, None, None, None, "", "ieee", torch.bfloat16)
+    tile = MatmulConfig(64, 64, 32, 4, 3)
+    for config in (tile, None):
+        asked.clear()
+        packed = [] if config is None else [*config.pack()]
+        calls = [*op._at_sizes((*given, packed, "triton"))]
+        sizes = [call[0].shape[by_columns] % 16 == 0 for call in calls]
+        assert {*asked} == {config} and {*sizes} == {False, True}
+        assert len(calls) == 2 if config else len(calls) > 2

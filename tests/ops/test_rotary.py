@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from slipstream.nn import decoding
 from slipstream.ops import rotary
 from slipstream.ops.rotary import packed_positions, rotary_embedding, rotary_tables
 
@@ -110,3 +111,16 @@ def test_packed_positions_index_no_other_memory(
     """On a GPU wrong offsets are found later, and an index outside would end the process."""
     monkeypatch.setattr(rotary, "expect_offsets", lambda *args: None)
     assert packed_positions(torch.tensor(offsets), 5).shape == (1, 5)
+
+
+def test_tables_of_a_step_are_each_calls_own() -> None:
+    """Made once for the same positions, features, base and dtype."""
+    first = torch.arange(4), 8, 1e4, torch.float32
+    others = [(0, torch.arange(4) + 1), (1, 6), (2, 1e6), (3, torch.float64)]
+    calls = [first, *((*first[:i], x, *first[i + 1 :]) for i, x in others)]
+    with decoding.step():
+        made = [decoding.tables(*call) for call in calls]
+        assert decoding.tables(*first) is made[0]
+    for (positions, dim, base, dtype), got in zip(calls, made, strict=True):
+        want = rotary_tables(positions, dim, base=base, dtype=dtype)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)

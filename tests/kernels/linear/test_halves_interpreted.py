@@ -135,6 +135,16 @@ def check_rounded(name: str, part: str) -> None:
     print(name, "rounded ok", flush=True)
 
 
+def check_half_sums() -> None:
+    """In base 2, the second half's from its first token on."""
+    from tests.support.half_sums import half_sums_kernel
+
+    g, found = -torch.rand(16, D), torch.empty(2, D)
+    half_sums_kernel[(1,)](g, *found, 16, D)
+    want = g.view(2, 8, D).sum(1) / np.log(2.0)
+    torch.testing.assert_close(found, want)
+
+
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 @pytest.mark.parametrize("part", PARTS)
 def test_small_inputs_keep_their_bits(part: str) -> None:
@@ -142,6 +152,7 @@ def test_small_inputs_keep_their_bits(part: str) -> None:
 
 
 if __name__ == "__main__":
+    check_half_sums()
     as_in_bfloat16()
     (part, *_) = reversed(parts())  # the further one has the sample's
     for name in CALLS:
