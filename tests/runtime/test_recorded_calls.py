@@ -73,7 +73,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
         name = "?" if self._overload is None else self._overload.name()
         failed = taking.failed or (None if few else "operations")
         if failed is None:
-            RecordedCall(taking, *taking.result(result))
+            RecordedCall(taking, taking.result(result))
         guards = [x.text for x in taking.lines if x.kind == "guard"]
         found.append(Recorded(name, failed, guards))
         return result

@@ -50,13 +50,13 @@ def in_bounds(corners: bool = False) -> Iterator[None]:
             inside |= (at >= begin) & (at + size <= end)
         assert inside.all(), f"{(~inside).sum()} of {inside.size} addresses are outside"
 
-    def loaded(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
+    def loaded(self: Any, pointers: Any, mask: Any, *args: Any, **named: Any) -> Any:
         check(self, pointers, mask)
-        return load(self, pointers, mask, *args)
+        return load(self, pointers, mask, *args, **named)
 
-    def stored(self: Any, pointers: Any, value: Any, mask: Any, *args: Any) -> Any:
+    def stored(self: Any, pointers: Any, value: Any, mask: Any, *args: Any, **named: Any) -> Any:
         check(self, pointers, mask)
-        return store(self, pointers, value, mask, *args)
+        return store(self, pointers, value, mask, *args, **named)
 
     with (
         patch.object(executor, "_init_args_hst", taken),
