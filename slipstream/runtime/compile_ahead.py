@@ -102,6 +102,7 @@ def _leave_filters_alone() -> None:
 
 @contextlib.contextmanager
 def _brief_lock() -> Iterator[None]:
+    """Shortens every thread's turn with Python's lock, for a block."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, TURN))
     ours = sys.getswitchinterval()

@@ -240,8 +240,8 @@ class ValidationCache:
 
     def __init__(self) -> None:
         self._by_key: dict[tuple, Any] = {}
-        # None for a kind whose decision is no record's
-        self._by_kind: dict[tuple, list[call_replay.RecordedCall] | None] = {}
+        # None for each attempt that is no record
+        self._by_kind: dict[tuple, list[call_replay.RecordedCall | None]] = {}
 
     def clear(self) -> None:
         self._by_key.clear()
@@ -273,17 +273,12 @@ class ValidationCache:
         alike = len({*map(id, tensors)})  # fewer where one is given twice
         kind = (alike, *[len(x) if type(x) is Size else x for x in key])
         records = self._by_kind.setdefault(kind, [])
-        if records is None:
-            return make()
         given = (*tensors,)
         for record in records:
-            if (found := record.play(given, ())) is not call_replay.MISS:
+            if record and (found := record.play(given, ())) is not call_replay.MISS:
                 return found
         if len(records) >= call_replay.MAX_RECORDS or len(self._by_kind) > call_replay.MAX_KEYS:
             return make()
         found, record = call_replay.record_decision(make, given)
-        if record is not None:
-            records.append(record)
-        else:
-            self._by_kind[kind] = None
+        records.append(record)
         return found

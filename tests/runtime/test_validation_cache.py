@@ -68,13 +68,14 @@ def test_plans_follow_sizes_not_seen_before() -> None:
     assert asked == before
 
 
-def test_unrecordable_decisions_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unrecordable_decisions_are_tried_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recording takes many times as long as asking."""
     tried, record = [], call_replay.record_decision
     monkeypatch.setattr(
         call_replay, "record_decision", lambda *args: tried.append(1) or record(*args)
     )
     cache = ValidationCache()
+    monkeypatch.setattr(call_replay, "MAX_RECORDS", 3)
     for rows in range(1, 30):
         x = torch.zeros(rows, 4)
 
@@ -82,7 +83,22 @@ def test_unrecordable_decisions_are_tried_once(monkeypatch: pytest.MonkeyPatch) 
             return (x + 1).shape[0]  # an operation, which no record of a decision has
 
         assert int(cache.get(signature((x,)), make, (x,))) == rows
-    assert len(tried) == 1
+    assert len(tried) == 3
+
+
+def test_recorded_decisions_outlast_unrecordable_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that are no record leave those that are."""
+    asked, cache = 0, ValidationCache()
+    for rows in (1, 2, 40, 41, 42, 3, 43, 44):
+        x = torch.zeros(rows, 4)
+
+        def make(x: Tensor = x) -> str:
+            nonlocal asked
+            asked += 1
+            return "few" if x.shape[0] < 10 and (x + 1).shape[1] else "many"
+
+        assert cache.get(signature((x,)), make, (x,)) == ("few" if rows < 10 else "many")
+    assert asked == 4  # each of the few, and one of the many
 
 
 def test_operators_of_sizes_not_seen_before_are_checked() -> None:
