@@ -184,8 +184,11 @@ def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 def sequence_starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """uint8 [T], 1 where a packed sequence begins; offsets must not change within a forward."""
-    make = lambda: (packed_positions(cu_seqlens, tokens)[0] == 0).byte()  # noqa: E731
-    return _once(("starts", tokens), cu_seqlens, make)
+    return _once(
+        ("starts", tokens),
+        cu_seqlens,
+        lambda: (packed_positions(cu_seqlens, tokens)[0] == 0).byte(),
+    )
 
 
 def verifies() -> bool:

@@ -27,7 +27,7 @@ SIZES = 4
 
 
 class Batch(NamedTuple):
-    """B rows of T tokens; of one row, so many packed sequences."""
+    """Tokens of B rows of T; sequences: how many one row packs."""
 
     B: int
     T: int
