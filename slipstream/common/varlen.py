@@ -44,9 +44,19 @@ def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int, name: str = "cu_seq
             raise ValueError(f"{name}: want offsets that never fall, got {begin}, {end} at {n}")
 
 
+def bounded_offsets(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Offsets as int64, by which no index lies outside of the tokens. On a device wrong ones are
+    known only later, and an index outside would end the process: there these fit the tokens."""
+    if cu_seqlens.is_cpu:
+        return cu_seqlens.long()  # which check_cu_seqlens_values has seen
+    found = cu_seqlens.long().clamp(0, tokens).cummax(0).values
+    found[:1], found[1:][-1:] = 0, tokens
+    return found
+
+
 def chunk_map(cu_seqlens: Tensor, tokens: int, chunk: int) -> ChunkMap:
     device, sequences = cu_seqlens.device, cu_seqlens.shape[0] - 1
-    begin = cu_seqlens.long()
+    begin = bounded_offsets(cu_seqlens, tokens)
     count = (begin.diff() + chunk - 1).div(chunk, rounding_mode="floor")  # [N] chunks of each
     end_chunk = count.cumsum(0)
     start_chunk = end_chunk - count

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.common.varlen import bounded_offsets
 from slipstream.layers.base import Mixer, NormalLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections, rounded
@@ -246,13 +247,14 @@ def extended(new: State, call: MixerCall) -> State:
         sequence = torch.arange(sequences, device=first.device)[:, None]
         index = torch.arange(room, device=first.device)
     else:
-        counts = cu_seqlens.diff()
+        begin = bounded_offsets(cu_seqlens, first.shape[1])
+        counts = begin.diff()
         sequences = counts.shape[0]
         # the one host sync: a prefill has to know how long its longest sequence is
         room = int(counts.max()) if sequences else 0
         token = torch.arange(first.shape[1], device=first.device)
-        sequence = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
-        index = token - cu_seqlens[:-1].long()[sequence]
+        sequence = torch.searchsorted(begin[1:], token, right=True)
+        index = token - begin[sequence]
         new = {name: x[0] for name, x in new.items()}
     if state is not None:
         index = index + state["length"][sequence]

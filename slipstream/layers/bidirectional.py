@@ -184,7 +184,8 @@ def _turned(parts: Tensor, tokens: int) -> Tensor:
     at = torch.arange(tokens, device=parts.device)
     part = torch.searchsorted(parts[1:].contiguous(), at, right=True)
     part = part.clamp(max=max(parts.shape[0] - 2, 0))
-    return parts[part] + parts[part + 1] - 1 - at if tokens else at
+    # bounded: on a GPU wrong offsets are known only later
+    return (parts[part] + parts[part + 1] - 1 - at).clamp(0, tokens - 1) if tokens else at
 
 
 def _places(positions: Tensor | None, parts: Tensor, B: int) -> Tensor | None:
@@ -194,7 +195,7 @@ def _places(positions: Tensor | None, parts: Tensor, B: int) -> Tensor | None:
     forth = positions.expand(B, -1).reshape(1, -1)
     at = torch.arange(forth.shape[1], device=forth.device)
     part = torch.searchsorted(parts[1:].contiguous(), at, right=True)
-    first = parts[part.clamp(max=max(parts.shape[0] - 2, 0))]
+    first = parts[part.clamp(max=max(parts.shape[0] - 2, 0))].clamp(0, max(len(at) - 1, 0))
     return torch.cat([forth, forth[:, first] + at - first], dim=1)
 
 

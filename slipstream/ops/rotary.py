@@ -5,6 +5,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.common.checks import cast
+from slipstream.common.varlen import bounded_offsets
 from slipstream.kernels.elementwise.rotary import (
     rotary,
     rotary_by_table,
@@ -166,16 +167,16 @@ def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None 
     if not torch.compiler.is_compiling():
         expect_offsets("cu_seqlens", cu_seqlens, tokens)
     token = torch.arange(tokens, device=cu_seqlens.device)
-    start = cu_seqlens[:-1].long()
+    begin = bounded_offsets(cu_seqlens, tokens)
+    start = begin[:-1]
     if offsets is not None:
         checks.expect_shape("offsets", offsets, start.shape)
         checks.expect_one_device({"cu_seqlens": cu_seqlens, "offsets": offsets})
         if offsets.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"offsets: want int32 or int64, got {offsets.dtype}")
         start = start - offsets
-    # clamped for wrong offsets, which are reported later: an index beyond would end the process
-    sequence = torch.searchsorted(cu_seqlens[1:].long(), token, right=True)
-    return (token - start[sequence.clamp(max=max(start.shape[0] - 1, 0))])[None]
+    sequence = torch.searchsorted(begin[1:], token, right=True)
+    return (token - start[sequence])[None]
 
 
 def _check_rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor | None:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.common.varlen import bounded_offsets
 from slipstream.kernels.conv.reference import correlate_reference
 from slipstream.runtime.autograd import (
     Function,
@@ -45,7 +46,7 @@ class Positions(NamedTuple):
 
 
 def positions(cu_seqlens: Tensor, tokens: int, width: int) -> Positions:
-    begin = cu_seqlens.long()
+    begin = bounded_offsets(cu_seqlens, tokens)
     n = torch.arange(begin.shape[0] - 1, device=begin.device)
     t = torch.arange(tokens, device=begin.device)
     token = t + (torch.searchsorted(begin[1:], t, right=True) + 1) * (width - 1)
