@@ -20,6 +20,7 @@ from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.old_failures import RWKV7, WIDTHS, rwkv7_inputs
 from tests.support.operators import relative_error
 from tests.support.planted_fault import FAULT, plant
+from tests.support.scripts import script
 
 compiles = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -98,10 +99,9 @@ def test_retention_layer_in_bf16_compiles_for_volta(arch: str) -> None:
 def test_recorded_releases_have_retention_on_volta() -> None:
     """docs/SUPPORT.md has what docs/support.json says, of all architectures; none dies there."""
     from slipstream.compiler.arch import ARCHS
-    from slipstream.tools import support_data
 
     root = Path(__file__).parents[1]
-    recorded = support_data.read(root / "docs/support.json")
+    recorded = script("tools/support_page").read(root / "docs/support.json")
     table = (root / "docs/SUPPORT.md").read_text()
     assert set(re.findall(r"^## Triton (\S+)", table, re.M)) == set(recorded)
     (made,) = re.findall(r"^RELEASES\W+(.+)$", (root / "Makefile").read_text(), re.M)

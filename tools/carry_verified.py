@@ -6,7 +6,7 @@
 
     python tools/carry_verified.py merge FOLDER ...         from other machines
 
-`slipstream matrix --record` takes hours to verify every kernel again. A change that leaves the
+`tools/record_matrix.py` takes hours to verify every kernel again. A change that leaves the
 compiler's input as it was leaves what the matrix found true: `write` renews the digests alone.
 
 A FOLDER has the support.json and verified.json that a machine with many processors has recorded,
@@ -20,9 +20,9 @@ from collections import Counter
 from pathlib import Path
 
 import own_checkout  # noqa: F401
+import support_page
 
 from slipstream.compiler import compiler_state
-from slipstream.tools import support_data, support_page
 
 Key = tuple[str, str, str]
 
@@ -51,8 +51,8 @@ def main() -> None:
 
 def merge(folder: Path) -> None:
     """Takes and prints a folder's columns of docs/SUPPORT.md, and its verified families."""
-    data, rows = support_data.read(support_page.DATA), _recorded(support_page.VERIFIED)
-    for release, columns in support_data.read(folder / "support.json").items():
+    data, rows = support_page.read(support_page.DATA), _recorded(support_page.VERIFIED)
+    for release, columns in support_page.read(folder / "support.json").items():
         data.setdefault(release, {}).update(columns)
         for arch, column in columns.items():
             words = Counter(status for status, _ in column["operators"].values())

@@ -19,7 +19,7 @@ has a line for each as they are made; `compare` refuses one whose run did not en
               where kernels stay as they are and only what launches them changes. Seconds.
 --level ptx   the PTX of a covering set of those (`--variants`), as `slipstream matrix` chooses it.
 
-With operators named, rows of slipstream/tools/layer_samples.py are left out: their flags are not
+With operators named, rows of tools/layer_samples.py are left out: their flags are not
 seen. A line of `compare` names all that had a lost or new hash, also an architecture that keeps it.
 """
 
@@ -40,11 +40,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import own_checkout  # noqa: F401
+from layer_samples import LAYER_SAMPLES
 
 from slipstream.compiler.aot import Job, gpu_target, options_of, source_of
 from slipstream.tools.backend_query import find_kernels
 from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, chosen
-from slipstream.tools.layer_samples import LAYER_SAMPLES
 from slipstream.tools.variant_cover import cover, resolved
 
 T = TypeVar("T")

@@ -38,9 +38,6 @@ def matrix(
     recompile: Annotated[
         bool, typer.Option("--all", help="compile what has not changed since the last run, too")
     ] = False,
-    record: Annotated[
-        bool, typer.Option(help="write docs/SUPPORT.md, and which kernels need no guard")
-    ] = False,
 ) -> None:
     """Compile every kernel ahead of time and check shared memory, spills and tensor cores."""
     from slipstream.cli.errors import need_triton, reported
@@ -51,29 +48,23 @@ def matrix(
         from slipstream.compiler.arch import ARCHS, named
         from slipstream.compiler.support_matrix import as_json
         from slipstream.runtime.files import write_text
-        from slipstream.tools import support_page
         from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, chosen
-        from slipstream.tools.layer_samples import LAYER_SAMPLES
+        from slipstream.tools.matrix_run import MatrixRun, line
 
         if shapes < 1:
             raise ValueError(f"--shapes: want at least 1, got {shapes}")
-        samples = [*chosen(operators), *([] if operators else LAYER_SAMPLES)]
         archs = [named(x).name for x in arch.split(",")] if arch else list(ARCHS)
         sizes = (*REPRESENTATIVE, *FURTHER)[:shapes]
         if out is not None:
             out.open("a").close()  # better now than after the run
-        run = support_page.MatrixRun(samples, sizes, archs, not forward, variants)
+        run = MatrixRun(chosen(operators), sizes, archs, not forward, variants)
         rows = []
         for release in triton.split(",") if triton else [None]:
             found = run.compile(release, jobs, timeout, recompile)
             rows += found
             for row in found if kernels else ():
-                typer.echo(support_page.line(row))
-            if record and not run.failures:
-                support_page.record(found, run, whole=not operators)
+                typer.echo(line(row))
         if out is not None:
             write_text(out, json.dumps([as_json(x) for x in rows], indent=1) + "\n")
-        if record and run.failures:
-            typer.secho("not recorded: what could not be traced is missing", fg="red", err=True)
         if run.failures or any(x.status in ("crash", "hang") for x in rows):
             raise typer.Exit(1)

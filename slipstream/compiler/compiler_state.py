@@ -118,7 +118,7 @@ def verdicts_file() -> Path:
 
 @cache
 def verified() -> dict[tuple[str, str, str], frozenset[str]]:
-    """The families that `slipstream matrix --record` found sound and whose kernels are still the
+    """The families that `tools/record_matrix.py` found sound and whose kernels are still the
     same, by (arch, Triton, ptxas)."""
     rows = json.loads((Path(__file__).parent / "verified.json").read_text())
 

@@ -15,7 +15,6 @@ from typing import Any
 from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.arch import ARCHS, Arch, expect_fits
 from slipstream.compiler.compile_worker import TIMEOUT, Outcome, Worker
-from slipstream.compiler.compiler_state import family_of
 from slipstream.compiler.known_bugs import applying
 from slipstream.compiler.toolchain import ptxas_of
 
@@ -226,18 +225,6 @@ def _worst(rows: Sequence[Row]) -> tuple[str, str]:
     slow = {x.dtype for x in rows if x.status == "slow"}
     single = worst.status == "slow" and slow == {"fp32"} != {x.dtype for x in rows}
     return worst.status, FLOAT32 + worst.reason if single else worst.reason
-
-
-def verified(rows: Iterable[Row]) -> dict[tuple[str, str, str], set[str]]:
-    """(arch, Triton, ptxas) -> the families of whose kernels none died, hung or was refused."""
-    rows = list(rows)
-    families: dict[tuple[str, str, str], set[str]] = {}
-    for row in rows:
-        families.setdefault((row.arch, row.triton, row.ptxas), set()).add(family_of(row.module))
-    for row in rows:
-        if STATUSES.index(row.status) > 1:
-            families[row.arch, row.triton, row.ptxas].discard(family_of(row.module))
-    return families
 
 
 def as_json(row: Row) -> dict[str, Any]:

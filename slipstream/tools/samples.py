@@ -275,17 +275,6 @@ class Sample:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerSample(Sample):
-    """A call that layers make and no public operator launches: only the matrix has it."""
-
-    function: Callable[..., Any]
-
-    @property
-    def fn(self) -> Callable[..., Any]:
-        return self.function
-
-
 # Operators that return their state if asked; torch.compile can read this, but no signatures.
 _RETURN_STATES = frozenset(
     name

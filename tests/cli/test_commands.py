@@ -23,14 +23,16 @@ from slipstream.compiler.support_matrix import Row
 from slipstream.models.convert import convert
 from slipstream.models.convert.files import Weights
 from slipstream.runtime.files import read_text
-from slipstream.tools import support_data, support_page
+from slipstream.tools import matrix_run
 from slipstream.tools import terminal as terminal_tools
+from slipstream.tools.matrix_run import MatrixRun
 from slipstream.tools.model_kernels import read
 from slipstream.training.config import load
 from tests.support.forked import run_code
 from tests.support.scripts import script
 
 ROOT = Path(__file__).parents[2]
+record_matrix, support_page = (script(f"tools/{x}") for x in ("record_matrix", "support_page"))
 
 
 @pytest.mark.parametrize("name", ["matrix", "precompile", "doctor", "explain", "convert"])
@@ -73,7 +75,7 @@ EMPTY = '{"reasons": [], "releases": {}}'
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Where --record writes instead."""
+    """Where tools/record_matrix.py writes instead."""
     found = {}
     for name, text in {"DATA": EMPTY, "PAGE": "", "VERIFIED": "[]"}.items():
         found[name] = tmp_path / name
@@ -99,15 +101,18 @@ def test_matrix_record_and_exit_status(
     recorded: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def compile(self: support_page.MatrixRun, release: Any, *args: Any) -> list[Row]:
+    def compile(self: MatrixRun, release: Any, *args: Any) -> list[Row]:
         self.without = {("3.6.0", x): {"squared_relu": "too plain"} for x in ("sm_80", "gfx942")}
         return [row(status)]
 
-    monkeypatch.setattr(support_page.MatrixRun, "compile", compile)
-    result = CliRunner().invoke(app, ["matrix", "--arch", "sm_80,gfx942", "--record", "--kernels"])
-    assert result.exit_code == exit_status
+    monkeypatch.setattr(MatrixRun, "compile", compile)
+    archs = ["--arch", "sm_80,gfx942"]
+    result = CliRunner().invoke(app, ["matrix", *archs, "--kernels"])
+    assert result.exit_code == exit_status == record_matrix.main([*archs, "--check"])
     assert f"{status:8}sm_80 some_kernel" in result.output
-    data = support_data.read(recorded["DATA"])["3.6.0"]
+    assert recorded["DATA"].read_text() == EMPTY
+    assert record_matrix.main(archs) == exit_status
+    data = support_page.read(recorded["DATA"])["3.6.0"]
     plain = {"squared_relu": ["torch", "too plain"]}
     assert data["sm_80"]["operators"] == {"rms_norm": [status, ""], **plain}
     assert (data["gfx942"]["kernels"], data["gfx942"]["operators"]) == (0, plain)
@@ -117,14 +122,14 @@ def test_matrix_record_and_exit_status(
 
 
 def test_table_of_the_matrix_is_in_words() -> None:
-    run = support_page.MatrixRun([], [], ["sm_80", "sm_90"], True, "flags")
+    run = MatrixRun([], [], ["sm_80", "sm_90"], True, "flags")
     console = Console(width=120, record=True, file=io.StringIO())
     run._show([row("ok"), replace(row("slow"), operators=("swiglu",))], console)
     text = console.export_text()
     assert "Triton 3.6.0, kernels: 1 ok, 1 slow" in text and "{" not in text
     assert "slow: compiles and fits, but spills registers" in text and "refused:" not in text
     found = replace(row("ok"), shared=1024, registers=64, instructions={"wgmma": 3, "mma.sync": 0})
-    line = support_page.line(found)
+    line = matrix_run.line(found)
     assert (
         "1024 bytes of shared memory, 64 registers and 0 bytes of stack a thread, 3 wgmma" in line
     )
@@ -142,31 +147,31 @@ def test_bar_shows_where_somebody_looks() -> None:
 
 
 def test_matrix_records_nothing_partial(
-    recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    def compile(self: support_page.MatrixRun, *args: Any) -> list[Row]:
+    def compile(self: MatrixRun, *args: Any) -> list[Row]:
         self.failures.append("rms_norm: not traced")
         return [row("ok")]
 
-    monkeypatch.setattr(support_page.MatrixRun, "compile", compile)
-    result = CliRunner().invoke(app, ["matrix", "--arch", "sm_80", "--record"])
-    assert result.exit_code == 1 and "not recorded" in result.output
+    monkeypatch.setattr(MatrixRun, "compile", compile)
+    assert CliRunner().invoke(app, ["matrix", "--arch", "sm_80"]).exit_code == 1
+    assert record_matrix.main(["--arch", "sm_80"]) == 1
+    assert "not recorded" in capsys.readouterr().err
     assert recorded["DATA"].read_text() == EMPTY
 
 
 def test_matrix_records_some_operators_beside_the_others(
     recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compile(self: support_page.MatrixRun, *args: Any) -> list[Row]:
+    def compile(self: MatrixRun, *args: Any) -> list[Row]:
         self.without = {("3.6.0", "sm_80"): {}}
         name = self.samples[0].op
         return [replace(row("slow" if name == "swiglu" else "ok"), operators=(name,))]
 
-    monkeypatch.setattr(support_page.MatrixRun, "compile", compile)
+    monkeypatch.setattr(MatrixRun, "compile", compile)
     for name in ("rms_norm", "swiglu"):
-        result = CliRunner().invoke(app, ["matrix", name, "--arch", "sm_80", "--record"])
-        assert result.exit_code == 0
-    found = support_data.read(recorded["DATA"])["3.6.0"]["sm_80"]["operators"]
+        assert record_matrix.main([name, "--arch", "sm_80"]) == 0
+    found = support_page.read(recorded["DATA"])["3.6.0"]["sm_80"]["operators"]
     assert found == {"rms_norm": ["ok", ""], "swiglu": ["slow", ""]}
     assert json.loads(recorded["VERIFIED"].read_text()) == []
     page = recorded["PAGE"].read_text()
@@ -178,7 +183,7 @@ def test_records_of_other_machines_are_merged(
 ) -> None:
     """Columns of other releases stay, and kernels that have changed are not verified."""
     about = {"ptxas": "12.8.93", "variants": "few", "shapes": 7, "kernels": 1, "operators": {}}
-    support_data.write(recorded["DATA"], {"3.6.0": {"sm_80": about}})
+    support_page.write(recorded["DATA"], {"3.6.0": {"sm_80": about}})
     now = compiler_state.families(False)
     old = {
         "arch": "sm_80",
@@ -190,10 +195,10 @@ def test_records_of_other_machines_are_merged(
     found = {"norm": now["norm"], "loss": "another"}
     new = {"arch": "sm_80", "triton": "3.7.1", "ptxas": "12.8.93", "families": found}
     column = {**about, "operators": {"rms_norm": ["slow", "spills 9 bytes"]}}
-    support_data.write(tmp_path / "support.json", {"3.7.1": {"sm_80": column}})
+    support_page.write(tmp_path / "support.json", {"3.7.1": {"sm_80": column}})
     (tmp_path / "verified.json").write_text(json.dumps([new]))
     script("tools/carry_verified").merge(tmp_path)
-    data = support_data.read(recorded["DATA"])
+    data = support_page.read(recorded["DATA"])
     assert data == {"3.6.0": {"sm_80": about}, "3.7.1": {"sm_80": column}}
     assert "| rms_norm | slow [1] |" in recorded["PAGE"].read_text()
     kept = {**new, "families": {"norm": now["norm"]}}

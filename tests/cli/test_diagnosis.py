@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from slipstream.cli.commands import app
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import SAMPLES
+from tests.support.scripts import script
 from tests.support.triton_release import HAS_GLUON, INTERPRETS
 
 needs_compiler = pytest.mark.skipif(
@@ -415,7 +416,7 @@ def test_explain_is_of_the_dtype_asked_for() -> None:
 
 def test_support_page_shows_workarounds() -> None:
     """Where an avoided one applies: by ptxas, not if it only costs time, not to what is refused."""
-    from slipstream.tools.support_page import page
+    page = script("tools/support_page").page
 
     def column(ptxas: str) -> dict:
         cells = {"chunk_gla": ["ok", ""], "attention": ["refused", "too wide"]}

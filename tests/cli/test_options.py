@@ -14,8 +14,8 @@ import typer
 from typer.testing import CliRunner
 
 from slipstream.cli.commands import app
-from slipstream.tools import support_page
 from slipstream.tools.catalog import FURTHER, QUICK_OPERATORS, REPRESENTATIVE
+from slipstream.tools.matrix_run import MatrixRun
 
 Given = dict[str, Any]
 
@@ -141,7 +141,6 @@ OPTIONS = {
         "--variants few", lambda ran: ran["MatrixRun"]["variants"] == "few"
     ),
     "matrix --all": _of_matrix("--all", lambda ran: ran["compile"]["recompile"] is True),
-    "matrix --record": _of_matrix("--record", lambda ran: ran["record"]["whole"] is False),
     "precompile --arch": _of_precompile(
         "--arch sm_80", lambda ran: ran["fill"]["arch"] == "sm_80" == ran["find_operators"]["arch"]
     ),
@@ -186,10 +185,9 @@ WORKERS: dict[str, Any] = {
     "slipstream.tools.doctor_bench.speeds": {},
     "slipstream.tools.explain_text.parse_shape": "shape",
     "slipstream.tools.explain_text.lines": ["a line"],
-    "slipstream.tools.support_page.MatrixRun.__init__": None,
-    "slipstream.tools.support_page.MatrixRun.compile": [SimpleNamespace(status="ok")],
-    "slipstream.tools.support_page.record": None,
-    "slipstream.tools.support_page.line": "some_kernel",
+    "slipstream.tools.matrix_run.MatrixRun.__init__": None,
+    "slipstream.tools.matrix_run.MatrixRun.compile": [SimpleNamespace(status="ok")],
+    "slipstream.tools.matrix_run.line": "some_kernel",
     "slipstream.compiler.support_matrix.as_json": {},
     "slipstream.tools.precompile_cache.batch": (1, 2),
     "slipstream.tools.precompile_cache.shapes": [],
@@ -220,7 +218,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ran:
     for path, gives in WORKERS.items():
         record(path, lambda *_, gives=gives, **__: gives)
     record("slipstream.tools.precompile_cache.fill", fill)
-    monkeypatch.setattr(support_page.MatrixRun, "failures", [], raising=False)
+    monkeypatch.setattr(MatrixRun, "failures", [], raising=False)
     (tmp_path / "lines").write_text("a\n\nb\n")
     (tmp_path / "run.yaml").write_text("{}")
     return found

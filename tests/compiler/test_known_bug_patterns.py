@@ -19,14 +19,15 @@ from slipstream.compiler.known_bugs import KNOWN_BUGS
 from slipstream.compiler.trace import PlainTorch, trace
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES, Sample, Shape, chosen
-from slipstream.tools.layer_samples import LAYER_SAMPLES
 from tests.support import planted_bugs
 from tests.support.ir_patterns import kernel_ir, patterns, products
+from tests.support.scripts import script
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
 slow = pytest.mark.slow
+LAYER_SAMPLES = script("tools/layer_samples").LAYER_SAMPLES
 # those that the IR shows; the others are found by compiling (slipstream matrix)
 SHOWN = ("narrow_dot", "transposed_dot")
 KNOWN = ("dot", "fp8_dot", "chained_64_dots", "tf32x3")

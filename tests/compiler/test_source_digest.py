@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.compiler import compiler_state, source_digest
 from slipstream.compiler.source_digest import definitions, digests
+from tests.support.scripts import script
 
 SOURCE = '''"""A module."""
 import os
@@ -88,8 +89,7 @@ def test_digests_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_packaged_digests_are_not_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.tools import support_page
-
+    support_page = script("tools/support_page")
     monkeypatch.setattr(support_page, "VERIFIED", tmp_path / "verified.json")
     support_page.write_verified({})
     packaged = tmp_path / source_digest.PACKAGED.name

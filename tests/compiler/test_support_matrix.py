@@ -18,11 +18,14 @@ from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.runtime import backends
 from slipstream.tools.variant_cover import cover, resolved, smallest_cover
 from tests.support.planted_fault import FAULT, plant
+from tests.support.scripts import script
 from tests.support.traced_in_a_thread import trace_in_a_thread
 
 compiles = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
+LAYER_SAMPLES = script("tools/layer_samples").LAYER_SAMPLES
+support_page = script("tools/support_page")
 BAD = ("refused", "crash", "hang")
 NONE = dict.fromkeys(("wgmma", "mma.sync", "tcgen05", "mfma"), 0)
 JOB = Job("module:some_kernel", {}, {"C": 64}, {}, 4, 3, {}, "sm_90")
@@ -86,9 +89,7 @@ def test_operator_is_slow_in_float32_alone(slow: list, others: list, words: str)
     assert status == "slow" and reason == f"{words} 4096 bytes a thread"
     about = {"ptxas": "", "variants": "flags", "kernels": 2, "operators": {"x": [status, reason]}}
     shown = "| x | slow in float32 [1] |" if words != "spills" else "| x | slow [1] |"
-    from slipstream.tools.support_page import page
-
-    assert shown in page({"3.8.0": {"sm_80": about}})
+    assert shown in support_page.page({"3.8.0": {"sm_80": about}})
 
 
 class _Worker:
@@ -127,8 +128,8 @@ def test_attempt_names_the_known_fault_behind_a_crash(monkeypatch: pytest.Monkey
     assert table["chunk_retention"]["sm_70"][0] == "crash"
     compilers = ("sm_70", "3.3.1", "12.4.99")
     sound = replace(row, module="slipstream.kernels.norm.triton.norm", status="slow")
-    assert support_matrix.verified([row, sound]) == {compilers: {"norm"}}
-    assert support_matrix.verified([row, replace(row, status="ok")]) == {compilers: set()}
+    assert support_page.verified([row, sound]) == {compilers: {"norm"}}
+    assert support_page.verified([row, replace(row, status="ok")]) == {compilers: set()}
 
 
 @compiles
@@ -168,8 +169,6 @@ def test_matrix_retries_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_recorded_data_is_read_as_it_was_written(tmp_path: Path) -> None:
-    from slipstream.tools import support_data
-
     about = {"ptxas": "12.8.93", "variants": "flags", "shapes": 7, "kernels": 3}
     cells = {"chunk_gla": ["ok", ""], "attention": ["slow", "spills"], "rotary": ["torch", "plain"]}
     data = {
@@ -177,27 +176,23 @@ def test_recorded_data_is_read_as_it_was_written(tmp_path: Path) -> None:
         "3.7.1": {"sm_80": {**about, "operators": {"attention": ["torch", "plain"]}}},
     }
     path = tmp_path / "support.json"
-    assert support_data.read(path) == {}
-    support_data.write(path, data)
-    assert support_data.read(path) == data
+    assert support_page.read(path) == {}
+    support_page.write(path, data)
+    assert support_page.read(path) == data
     assert path.read_text().count("plain") == path.read_text().count("spills") == 1
 
 
 def test_page_is_that_of_the_recorded_data() -> None:
-    from slipstream.tools import support_data, support_page
-
     text = support_page.DATA.read_text()
     assert text.count("\n") < 2000
-    assert support_page.page(support_data.read(support_page.DATA)) == support_page.PAGE.read_text()
+    assert support_page.page(support_page.read(support_page.DATA)) == support_page.PAGE.read_text()
 
 
 def test_refused_families_are_not_verified() -> None:
-    from slipstream.tools import support_data, support_page
-
     ops = {"chunk_simple_gla": "linear", "chunk_gla": "linear", "chunk_kda": "linear"}
     ops |= {"delta_rule_across_ranks": "linear", "chunk_gated_delta_rule": "linear"}
     ops |= {"attention": "attention", "rms_norm": "norm", "matmul": "matmul", "swiglu": "pointwise"}
-    data = support_data.read(support_page.DATA)
+    data = support_page.read(support_page.DATA)
     for row in json.loads(support_page.VERIFIED.read_text()):
         cells = data[row["triton"]][row["arch"]]["operators"]
         bad = {ops[x] for x, (status, _) in cells.items() if x in ops and status in BAD}
@@ -205,8 +200,6 @@ def test_refused_families_are_not_verified() -> None:
 
 
 def test_support_page_cells() -> None:
-    from slipstream.tools.support_page import page
-
     ok, slow, refused = ["ok", ""], ["slow", "spills 4096 bytes a thread"], ["refused", "too wide"]
     known = {"sm_80": ok, "sm_86": refused, "sm_90": slow}
     about = {"ptxas": "12.8.93", "variants": "flags", "kernels": 3}
@@ -216,7 +209,7 @@ def test_support_page_cells() -> None:
             for arch, cell in known.items()
         }
     }
-    text = page(data)
+    text = support_page.page(data)
     assert "| operator | sm_80 | sm_86 | sm_90 |" in text
     assert "| chunk_gla | ok | refused [1] | slow [2] |" in text
     around = "narrow-dot, transposed-dot, overwritten-tile"
@@ -224,10 +217,10 @@ def test_support_page_cells() -> None:
     assert "- rotary: too plain" in text and "| rotary" not in text
     assert "sm_86 3 (flags)" in text
     data["3.6.0"]["sm_86"]["shapes"] = 2
-    assert "sm_86 3 (flags, 2 shapes)" in page(data)
+    assert "sm_86 3 (flags, 2 shapes)" in support_page.page(data)
     for arch, day in (("sm_80", 24), ("sm_86", 26), ("sm_90", 24)):
         data["3.6.0"][arch]["date"] = f"2026-11-{day}"
-    assert "\nRecorded 2026-11-24: sm_80, sm_90; 2026-11-26: sm_86.\n" in page(data)
+    assert "\nRecorded 2026-11-24: sm_80, sm_90; 2026-11-26: sm_86.\n" in support_page.page(data)
 
 
 def test_matrix_raises_errors_of_done() -> None:
@@ -367,8 +360,6 @@ def test_rows_of_a_broken_compiler_are_forgotten(
 
 
 def test_changed_family_is_unverified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from slipstream.tools import support_page
-
     monkeypatch.setattr(support_page, "VERIFIED", tmp_path / "verified.json")
     support_page.VERIFIED.write_text("[]")
     worker: Any = _Worker({3: outcome()})
@@ -425,7 +416,6 @@ def test_families_have_digests_of_what_their_kernels_are() -> None:
 @compiles
 def test_samples_reach_the_processes_that_trace_them() -> None:
     from slipstream.tools.catalog import SAMPLES
-    from slipstream.tools.layer_samples import LAYER_SAMPLES
 
     for sample in (*SAMPLES, *LAYER_SAMPLES):
         there = pickle.loads(pickle.dumps(sample))
@@ -438,7 +428,6 @@ def test_every_row_of_layers_launches_kernels() -> None:
     """A row whose arguments an operator refuses compiles nothing, and no other test notices it."""
     from slipstream.tools.backend_query import trace_operator
     from slipstream.tools.catalog import REPRESENTATIVE
-    from slipstream.tools.layer_samples import LAYER_SAMPLES
 
     for sample in LAYER_SAMPLES:
         shapes = REPRESENTATIVE[0], REPRESENTATIVE[-1]

@@ -23,10 +23,10 @@ from slipstream.kernels.conv.op import convolution
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.backend_query import find_kernels
 from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES, Shape
-from slipstream.tools.layer_samples import LAYER_SAMPLES
 from slipstream.tools.samples import Sample
 from slipstream.tools.variant_cover import cover
 from tests.support.sass import arrives_early, disassemble, most_spilled, overwritten
+from tests.support.scripts import script
 from tests.support.triton_release import HAS_GLUON
 from tests.support.uniform_registers import unwritten
 
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
 
+LAYER_SAMPLES = script("tools/layer_samples").LAYER_SAMPLES
 ROOT = Path(slipstream.kernels.__file__).parent
 _KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
 FOLDER_OF = {

@@ -13,10 +13,11 @@ import pytest
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.size_ladder import Size
 from slipstream.tools.catalog import SAMPLES, Sample, Shape
-from slipstream.tools.layer_samples import LAYER_SAMPLES
+from tests.support.scripts import script
 from tests.support.size_variants import variants, with_size
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+LAYER_SAMPLES = script("tools/layer_samples").LAYER_SAMPLES
 SIZES = 5
 CACHES = {"k_cache", "latent", "key_lengths"}
 # Their T is that of a block, the same in every call.

@@ -1,175 +1,79 @@
-"""Runs of the matrix on the terminal, and docs/SUPPORT.md, which says what they found.
+"""docs/SUPPORT.md and verified.json: what runs of the matrix found, as record_matrix.py records it.
 
-Runs of different releases add up in docs/support.json; SUPPORT.md is written from it.
+Runs of different releases add up in docs/support.json, from which SUPPORT.md is written. In memory
+that is release -> architecture -> {"ptxas", "variants", "shapes", "kernels", "date", "operators"},
+the last operator -> [status, reason]. In the file each reason is there once and has a number, 0 for
+none, and an operator's cells of one release are one line.
 """
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from own_checkout import ROOT
 
 from slipstream.compiler import compiler_state, source_digest, support_matrix
-from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import ARCHS
-from slipstream.compiler.compile_worker import Worker
 from slipstream.compiler.known_bugs import applying, version
-from slipstream.compiler.triton_releases import install
 from slipstream.runtime.files import write_text
-from slipstream.tools import support_data
-from slipstream.tools.backend_query import KernelsFound, find_everywhere
-from slipstream.tools.catalog import OPERATORS, REPRESENTATIVE, Sample, Shape
-from slipstream.tools.matrix_cache import RowCache
-from slipstream.tools.terminal import bar, counts, legend
-from slipstream.tools.variant_cover import cover, resolved
+from slipstream.tools.catalog import OPERATORS, REPRESENTATIVE
+from slipstream.tools.matrix_run import MatrixRun
 
-ROOT = Path(__file__).parents[2]
+Data = dict[str, dict[str, dict[str, Any]]]
 DATA, PAGE = ROOT / "docs/support.json", ROOT / "docs/SUPPORT.md"
 VERIFIED = ROOT / "slipstream/compiler/verified.json"
-# of the table, where nobody looks at it on a terminal
-_WIDTH = 130
-_COLOURS = {"ok": "green", "slow": "yellow", "refused": "blue", "hang": "red", "crash": "red"}
 
 
-class MatrixRun:
-    """The kernels of some operators, for some architectures, under one release after another.
-
-    without: of the last one, (release, arch) -> operator -> why it compiles nothing.
-    """
-
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        shapes: Sequence[Shape],
-        archs: list[str],
-        backward: bool,
-        variants: str,
-    ) -> None:
-        self.console = Console(stderr=True)
-        self.samples, self.shapes, self.archs = samples, shapes, archs
-        self.backward = backward
-        self.variants = {x: resolved(variants, x) for x in archs}
-        self.without: dict[tuple[str, str], dict[str, str]] = {}
-        self.failures: list[str] = []
-
-    def compile(
-        self, release: str | None, processes: int, timeout: float, recompile: bool = False
-    ) -> list[support_matrix.Row]:
-        """Rows under one Triton release, None for the one that is here; prints its table.
-
-        Args:
-            recompile: rows of earlier runs count for nothing.
-        """
-        path: list[str] = []
-        if release is not None:
-            with self.console.status(f"installing Triton {release}, once"):
-                path = [str(install(release, compiler_state.cache_dir() / "releases"))]
-        about = compilers(path)
-        row_cache, failed = RowCache(about, recompile), []
-        self.without, before = {}, os.times()
-        known: list[support_matrix.Row] = []
-        with bar(self.console) as progress, TemporaryDirectory() as cache:
-            task = progress.add_task(f"kernels, Triton {about['triton']}", total=0)
-
-            def tasks() -> Iterator[support_matrix.Task]:
-                total = 0
-                for arch, found in find_everywhere(
-                    self.samples, self.shapes, self.archs, self.backward, about, processes
-                ):
-                    self._without_kernels(arch, about["triton"], found)
-                    tasks = cover(found.tasks, self.variants[arch], row_cache.known)
-                    same, changed = row_cache.split(tasks)
-                    known.extend(same)
-                    total += len(changed)
-                    progress.update(task, total=total)
-                    yield from changed
-
-            def done(job: Job, row: support_matrix.Row) -> None:
-                progress.advance(task)
-                if row.status in ("crash", "hang"):
-                    failed.append(row)
-                else:
-                    row_cache.add(job, row)
-
-            rows = support_matrix.run(
-                tasks(),
-                processes=processes,
-                timeout=timeout,
-                path=path,
-                env={"TRITON_CACHE_DIR": cache},
-                done=done,
-            )
-        self.console.print(
-            f"{len(rows)} compiled, {len(known)} kept from earlier runs; {_elapsed(before)}"
-        )
-        rows = support_matrix.ordered(rows + known)
-        out = Console()
-        out.width = max(out.width, _WIDTH)
-        self._show(rows, out)
-        for row in failed:
-            self.console.print(
-                f"[red]{row.status}[/] {row.arch} {row.kernel}: {escape(row.reason)}"
-            )
-        return rows
-
-    def _without_kernels(self, arch: str, release: str, found: KernelsFound) -> None:
-        """Keeps why operators have none, and says what could not be traced."""
-        self.without[release, arch] = found.without
-        for failure in found.failures:
-            self.console.print(f"[red]failed[/] {escape(failure)}")
-        self.failures += found.failures
-
-    def _show(self, rows: Sequence[support_matrix.Row], out: Console) -> None:
-        """Prints the status of each operator, and the meaning of the words."""
-        cells = support_matrix.by_operator(rows)
-        table, seen = Table(), set()
-        for name in ("operator", *self.archs):
-            table.add_column(name, no_wrap=True)
-        for operator, found in cells.items():
-            cells = [found.get(x, ("-", ""))[0] for x in self.archs]
-            seen.update(cells)
-            coloured = [f"[{_COLOURS.get(x, 'dim')}]{x}[/]" for x in cells]
-            table.add_row(operator, *coloured)
-        release = rows[0].triton if rows else "none"
-        said = counts(x.status for x in rows)
-        out.print(f"Triton {release}, kernels: {said}. An operator has the worst of its kernels.")
-        out.print(table, crop=False)
-        out.print(legend(seen), highlight=False)
+def read(path: Path) -> Data:
+    """Empty if there is no such file."""
+    if not path.exists():
+        return {}
+    file = json.loads(path.read_text())
+    reasons = ["", *file["reasons"]]
+    data: Data = {}
+    for release, found in file["releases"].items():
+        data[release] = {x: {**about, "operators": {}} for x, about in found["compilers"].items()}
+        for operator, cells in found["operators"].items():
+            for arch, cell in cells.items():
+                status, _, number = cell.partition(" ")
+                reason = reasons[int(number or 0)]
+                data[release][arch]["operators"][operator] = [status, reason]
+    return data
 
 
-def _elapsed(before: os.times_result) -> str:
-    """By the clock, and of processors, ours and the compilers'."""
-    *processors, clock = (now - then for now, then in zip(os.times(), before))
-    return f"{clock / 60:.1f} minutes, {sum(processors) / 60:.1f} of processor time"
+def write(path: Path, data: Data) -> None:
+    reasons: dict[str, int] = {"": 0}
+    releases = {}
+    for release, archs in sorted(data.items()):
+        compilers = {
+            x: {k: y for k, y in known.items() if k != "operators"} for x, known in archs.items()
+        }
+        operators: dict[str, dict[str, str]] = {}
+        for arch, known in sorted(archs.items()):
+            for name, (status, reason) in sorted(known["operators"].items()):
+                number = reasons.setdefault(reason, len(reasons))
+                cell = f"{status} {number}" if number else status
+                operators.setdefault(name, {})[arch] = cell
+        releases[release] = {"compilers": compilers, "operators": operators}
+    write_text(path, _text({"reasons": list(reasons)[1:], "releases": releases}, 4) + "\n")
 
 
-def compilers(path: Sequence[str]) -> dict[str, str]:
-    """The compilers of a child process with these folders before its sys.path."""
-    worker = Worker(path)
-    worker.start()
-    worker.close()
-    return dict(worker.about)
-
-
-def line(row: support_matrix.Row) -> str:
-    """A kernel in one line."""
-    used = "".join(f", {v} {k}" for k, v in (row.instructions or {}).items() if v)
-    constants = " ".join(f"{k}={v}" for k, v in row.constants.items() if v != "False")
-    sizes = f"{row.shared} bytes of shared memory, {row.registers} registers and {row.stack} bytes"
-    sizes += f" of stack a thread{used},"
-    about = f"{row.arch} {row.kernel} warps={row.warps} stages={row.stages} {constants}"
-    return f"{row.status:8}{about}: {sizes} {row.seconds:.1f} s {row.reason}"
+def _text(value: Any, depth: int) -> str:
+    """As json.dumps has it, with a line for each entry down to a depth."""
+    if not value or depth == 0 or not isinstance(value, (dict, list)):
+        return json.dumps(value, sort_keys=True)
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(_text(x, 0) for x in value) + "\n]"
+    entries = (f"{json.dumps(k)}: {_text(x, depth - 1)}" for k, x in sorted(value.items()))
+    return "{\n" + ",\n".join(entries) + "\n}"
 
 
 def record(rows: Sequence[support_matrix.Row], run: MatrixRun, whole: bool = True) -> None:
     """Adds the rows to docs/support.json and writes what is made from it. Without the whole of the
     operators only the cells of some change, and no family of kernels becomes verified."""
-    data = support_data.read(DATA)
+    data = read(DATA)
     for (release, arch), without in run.without.items():
         found = [x for x in rows if (x.triton, x.arch) == (release, arch)]
         cells = {k: v[arch] for k, v in support_matrix.by_operator(found).items()}
@@ -188,10 +92,10 @@ def record(rows: Sequence[support_matrix.Row], run: MatrixRun, whole: bool = Tru
     _record_verified(rows, whole)
 
 
-def write_data(data: support_data.Data) -> None:
+def write_data(data: Data) -> None:
     """Writes docs/support.json, and docs/SUPPORT.md from it."""
-    support_data.write(DATA, data)
-    write_text(PAGE, page(support_data.read(DATA)))
+    write(DATA, data)
+    write_text(PAGE, page(read(DATA)))
 
 
 def _record_verified(rows: Sequence[support_matrix.Row], whole: bool) -> None:
@@ -201,7 +105,7 @@ def _record_verified(rows: Sequence[support_matrix.Row], whole: bool) -> None:
         (x["arch"], x["triton"], x["ptxas"]): x["families"]
         for x in json.loads(VERIFIED.read_text())
     }
-    for compiler, families in support_matrix.verified(rows).items():
+    for compiler, families in verified(rows).items():
         now = compiler_state.families(compiler_state.uses_gluon(*compiler[:2]))
         if whole:
             trusted[compiler] = {x: now[x] for x in sorted(families)}
@@ -210,6 +114,18 @@ def _record_verified(rows: Sequence[support_matrix.Row], whole: bool) -> None:
             unsound = {compiler_state.family_of(x.module) for x in of} - families
             trusted[compiler] = {k: v for k, v in trusted[compiler].items() if k not in unsound}
     write_verified(trusted)
+
+
+def verified(rows: Sequence[support_matrix.Row]) -> dict[tuple[str, str, str], set[str]]:
+    """(arch, Triton, ptxas) -> the families of whose kernels none died, hung or was refused."""
+    families: dict[tuple[str, str, str], set[str]] = {}
+    for row in rows:
+        family = compiler_state.family_of(row.module)
+        families.setdefault((row.arch, row.triton, row.ptxas), set()).add(family)
+    for row in rows:
+        if support_matrix.STATUSES.index(row.status) > 1:
+            families[row.arch, row.triton, row.ptxas].discard(compiler_state.family_of(row.module))
+    return families
 
 
 def write_verified(families: Mapping[tuple[str, str, str], Mapping[str, str]]) -> None:
@@ -298,7 +214,7 @@ def _general(reason: str) -> str:
 
 _HEAD = """# What runs where
 
-Written by `slipstream matrix --record` ([slipstream matrix](tools/matrix.md)): every kernel of
+Written by `tools/record_matrix.py` ([slipstream matrix](tools/matrix.md)): every kernel of
 every operator, forward and backward, for sample shapes, compiled ahead of time without a GPU. The
 status of an operator is that of its worst kernel.
 

@@ -1,10 +1,12 @@
-"""Calls that the matrix alone compiles: of kernels that only layers launch, and of flags that no
-row of catalog.py has, whose numbers tests hold elsewhere."""
+"""Calls that record_matrix.py alone compiles: of kernels that only layers launch, and of flags that
+no row of catalog.py has, whose numbers tests hold elsewhere."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import own_checkout  # noqa: F401
 import torch
 from torch import Tensor
 
@@ -40,7 +42,18 @@ from slipstream.tools.catalog import (
     STATE,
     UNIT,
 )
-from slipstream.tools.samples import LayerSample
+from slipstream.tools.samples import Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSample(Sample):
+    """A call that layers make and no public operator launches: only the matrix has it."""
+
+    function: Callable[..., Any]
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        return self.function
 
 
 def _mixed(
