@@ -1,5 +1,5 @@
-"""Methods of StateCache in pairs, where callers count positions themselves: beside a list of what
-its rows hold. test_cache_methods.py has padding."""
+"""Methods of StateCache in pairs, where callers count positions themselves and where the batch was
+padded: beside a list of what its rows hold."""
 
 import copy
 import pickle
@@ -18,6 +18,14 @@ from tests.support.language_models import assert_same, model, tokens
 Column = tuple[int, int | None] | None
 
 
+# of three rows' five tokens
+MASKS = {
+    "before": [[0, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]],
+    "between": [[1, 0, 1, 0, 1], [0, 1, 1, 0, 1], [1, 1, 1, 1, 1]],
+    "after": [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
+}
+
+
 class Held(NamedTuple):
     """A cache, and the columns of each of its rows."""
 
@@ -26,14 +34,16 @@ class Held(NamedTuple):
 
 
 def call(m: Any, held: Held, count: int, pad: str = "", told: str = "", seed: int = 0) -> Held:
-    """More tokens in every row. pad: on which side row 1 has padding. told: whose positions are
-    given, of "all" or "each" row; they leave out numbers."""
+    """More tokens in every row. pad: on which side row 1 has padding, or a name of MASKS. told:
+    whose positions are given, of "all" or "each" row; they leave out numbers."""
     n = len(held.rows)
     ids = tokens(n, count, seed=seed) % 96 + 1
     mask = torch.ones(n, held.cache.get_seq_length() + count, dtype=torch.int64)
     for i, row in enumerate(held.rows):
         mask[i, : len(row)] = torch.tensor([x is not None for x in row], dtype=torch.int64)
-    if pad and n > 1:
+    if pad in MASKS:
+        mask[:, -count:] = torch.tensor(MASKS[pad])
+    elif pad and n > 1:
         mask[1, -count : -count + 2 or None] = 0
         if pad == "right":
             mask[1, -count:] = mask[1, -count:].flip(0)
@@ -66,7 +76,7 @@ def _turn(held: Held) -> list[int]:
     return [*range(1, len(held.rows)), 0]
 
 
-# for caches of at least one row whose last call has 5 tokens and no padding
+# for caches of at least one row whose last call has 5 tokens; "call" is of a test's model
 METHODS: dict[str, Callable[[Held], Held]] = {
     "crop": lambda h: _crop(h, 2),
     "crop a tensor": lambda h: _changed_crop(h),
@@ -92,11 +102,16 @@ def _changed_crop(held: Held) -> Held:
 
 
 def assert_holds(m: Any, held: Held, found: dict[Any, Tensor]) -> None:
-    """The next token's logits are those after the row's tokens, one call each; found: by those."""
+    """The next token's logits are those after the row's tokens, one call each; found: by those.
+    Whether a mask says again what is padding, or not."""
     assert held.cache.get_seq_length() == len(held.rows[0])
     ids = tokens(len(held.rows), 1, seed=9) % 96 + 1
-    live = [[*(x is not None for x in row), True] for row in held.rows]
-    got = m(ids, cache=held.cache, use_cache=True, attention_mask=torch.tensor(live).long()).logits
+    live = torch.tensor([[*(x is not None for x in row), True] for row in held.rows])
+    if not live.all():
+        untold = m(ids, cache=copy.deepcopy(held.cache), use_cache=True).logits
+    got = m(ids, cache=held.cache, use_cache=True, attention_mask=live.long()).logits
+    if not live.all():
+        assert_same(untold, got)
     for row, token, logits in zip(held.rows, ids.tolist(), got):
         key = *(x for x in row if x is not None), token[0]
         if key not in found:
@@ -116,13 +131,17 @@ LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
     "positions of one row, then of each": (("", ""), ("", "all"), ("", "each")),
     "positions between": (("", ""), ("", "each"), ("", "")),
 }
+# recurrent states are computed again from the tokens that came after a padded prompt
+PADDED = {side: ((side, ""), ("", ""), ("", "")) for side in MASKS}
+# keys are forgotten a column at a time
+PADDED |= {f"{side}, the last too": ((side, ""), ("", ""), (side, "")) for side in MASKS}
 
 
 def _held(m: Any, layout: str) -> Held:
     cache = StateCache(len(m.model.layers))
     cache.activate_past_recording()
     held = Held(cache, [[], [], []])
-    for i, (pad, told) in enumerate(LAYOUTS[layout]):
+    for i, (pad, told) in enumerate((LAYOUTS | PADDED)[layout]):
         held = call(m, held, 5, pad, told, seed=i)
     return held
 
@@ -163,6 +182,25 @@ def test_calls_between_methods(name: str, every: bool, layout: str) -> None:
     for first, second in _pairs(layout, every):
         held = call(m, METHODS[first](copy.deepcopy(start)), 4, told="all", seed=7)
         assert_holds(m, METHODS[second](held), found)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(m, x) for m in ("hybrid", "rwkv7") for x in MASKS]
+    + [(m, f"{x}, the last too") for m in ("attention", "mla") for x in MASKS],
+)
+@pytest.mark.sample(
+    which=lambda name, layout: (
+        layout == "before" if name == "hybrid" else name == "attention" and "before" not in layout
+    )
+)
+@torch.no_grad()
+def test_methods_agree_where_rows_are_padded(name: str, layout: str) -> None:
+    m, found = model(name), {}
+    start = _held(m, layout)
+    methods = {**METHODS, "call": lambda h: call(m, h, 2, seed=7)}
+    for first, second in product(methods, methods):
+        assert_holds(m, methods[second](methods[first](copy.deepcopy(start))), found)
 
 
 @pytest.mark.parametrize("name", ["hybrid", "gla", "attention"])

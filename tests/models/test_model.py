@@ -1,4 +1,4 @@
-"""Properties of the language model, for every mixer of MODELS and for a hybrid of them."""
+"""Properties of the language model: every mixer, a hybrid of some, and other parts of blocks."""
 
 from typing import Any
 
@@ -15,9 +15,17 @@ from slipstream.models import (
     StateCache,
 )
 from slipstream.models.cache import CACHE
-from tests.support.language_models import MODELS, VOCAB, assert_same, config, model, tokens
+from tests.support.language_models import (
+    MODELS,
+    PARTS,
+    VOCAB,
+    assert_same,
+    config,
+    model,
+    tokens,
+)
 
-every_model = pytest.mark.parametrize("name", MODELS)
+every_model = pytest.mark.parametrize("name", [*MODELS, *PARTS])
 
 
 @every_model
@@ -138,6 +146,8 @@ def test_model_gradient_checkpointing_changes_nothing(name: str) -> None:
     m, ids = model(name).train(), tokens(2, 9)
     m(ids, labels=ids).loss.backward()
     plain = {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None}
+    if name in PARTS:
+        assert all(p.grad is not None and p.grad.any() for p in m.parameters())
     m.zero_grad()
     # its name since transformers 5.20, and before
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")

@@ -1,4 +1,6 @@
-"""Small language models of every mixer, and a hybrid of some."""
+"""Small language models of every mixer, a hybrid of some, and models of other parts."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,11 +10,42 @@ from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
 VOCAB = 97
 MODELS: dict[str, list] = {name: [name, name] for name in MIXERS}
 MODELS["hybrid"] = ["gated_deltanet", "rwkv7", "attention"]
+_MOE = {"moe_intermediate_size": 8, "num_experts": 3, "num_experts_per_tok": 2}
+# MLPs, norms, the norm after the embedding, and residuals that a config can choose
+PARTS: dict[str, dict[str, Any]] = {
+    "rwkv7 blocks": {
+        "mixers": ["rwkv7", "attention"],
+        "mlps": ["rwkv7", {"type": "rwkv7", "intermediate_size": 24}],
+        "norm": "layer",
+        "embedding_norm": True,
+    },
+    "mamba2 blocks": {
+        "mixers": ["mamba2", "gla"],
+        "mlps": ["none", "swiglu"],
+        "residual_in_fp32": True,
+    },
+    "qwen3_next": {
+        "mixers": ["gated_deltanet", "attention"],
+        "mlps": [
+            "swiglu",
+            {"type": "qwen3_next_moe", "shared_expert_intermediate_size": 8, **_MOE},
+        ],
+        "norm": "zero_centered_rms",
+    },
+    "kimi_linear": {
+        "mixers": ["kda", "gla"],
+        "mlps": [{"type": "kimi_linear_moe", **_MOE}, "none"],
+        "norm": "layer_without_bias",
+    },
+    "attention residuals": {"mixers": ["gla", "attention", "gla"], "attention_residuals": 1},
+    "in groups": {"mixers": ["gla"] * 5, "attention_residuals": 2, "residual_in_fp32": True},
+}
 
 
 def config(name: str, **options) -> SlipstreamConfig:
-    small = {"vocab_size": VOCAB, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
-    return SlipstreamConfig(**{**small, "mixers": MODELS[name], **options})
+    small: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_heads": 2}
+    small |= {"intermediate_size": 48, **(PARTS.get(name) or {"mixers": MODELS[name]})}
+    return SlipstreamConfig(**{**small, **options})
 
 
 def model(name: str, **options) -> SlipstreamForCausalLM:
@@ -21,8 +54,8 @@ def model(name: str, **options) -> SlipstreamForCausalLM:
     options = {"initializer_range": 0.2, **options}
     m = SlipstreamForCausalLM(config(name, **options)).eval()
     with torch.no_grad():
-        for p in m.model.layers.parameters():
-            if p.dim() > 1:
+        for p in (m if name in PARTS else m.model.layers).parameters():
+            if p.dim() > 1 or name in PARTS:
                 p.add_(torch.randn_like(p), alpha=0.1)
     return m
 
