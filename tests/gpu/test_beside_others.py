@@ -3,13 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-import torch
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 PROCESSES, SECONDS = 6, 12
 
 

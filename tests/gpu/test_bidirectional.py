@@ -12,10 +12,6 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from tests.support.small_layers import LAYERS, make
 
 DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 # one of each family of kernels; the second half at sizes that sm_90's kernels take
 WIDE = {"hidden_size": 256, "num_heads": 2}

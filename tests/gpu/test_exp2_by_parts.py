@@ -12,10 +12,6 @@ import triton.language as tl
 from slipstream.kernels.linear.triton.dplr.intra_anchored import exp2_by_parts
 from slipstream.runtime.launch_cache import cached
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 BLOCK = 1024
 
 

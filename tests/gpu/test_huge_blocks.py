@@ -19,11 +19,6 @@ GIB = 1 << 30
 # how long to wait for the memory of other processes
 WAIT = 60.0
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def expect_memory(tensors: int) -> None:
     """Skips where the GPU's free memory cannot hold this many tensors of 2^31 bfloat16 numbers, 4

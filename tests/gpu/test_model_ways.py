@@ -24,7 +24,6 @@ from tests.support.trainer_runs import (
 )
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or not dist.is_nccl_available(),
         reason="needs a CUDA device and NCCL",

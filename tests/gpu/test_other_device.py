@@ -12,9 +12,8 @@ from tests.support.derivatives import ON_CUDA, Case, Problem, assert_near
 from tests.support.trainer_runs import IDS, PAIRS, make
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-    pytest.mark.filterwarnings("ignore"),  # of DataParallel and accelerate
+    pytest.mark.filterwarnings("ignore"),
 ]
 # whose gradients are plain torch's
 PLAIN = {"short_convolution_update-bias", "latent_attention"}

@@ -11,8 +11,6 @@ from slipstream.integrations import vllm
 from tests.support.serving_checks import CHECKS, sglang_snapshots
 from tests.support.serving_peers import mamba_calls
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture
 def on_cuda() -> Iterator[None]:

@@ -6,13 +6,10 @@ import torch.distributed as dist
 
 from tests.support.fsdp2 import EVERY_MIXER, compare
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not dist.is_nccl_available(),
-        reason="needs a CUDA device and NCCL",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or not dist.is_nccl_available(),
+    reason="needs a CUDA device and NCCL",
+)
 
 
 # of linear layers with a bias, torch's own among them

@@ -5,11 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS = ("llama", "gemma2", "mistral", "gpt_oss")
 
 

@@ -10,11 +10,7 @@ from torch import Tensor
 from tests.support.derivatives import ON_CUDA, Case, Problem, assert_near
 from tests.support.user_inputs import LAYOUTS, NAMED, READS_OUTPUTS, says_changed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore::slipstream.runtime.dispatch.FallbackWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::slipstream.runtime.dispatch.FallbackWarning")
 # whose gradients are plain torch's
 PLAIN = {"short_convolution_update-bias", "latent_attention"}
 every_case = pytest.mark.parametrize("case", ON_CUDA, ids=lambda case: case.name)

@@ -1,17 +1,18 @@
-"""Every operator on a CUDA device under activation checkpointing, and differentiated in the ways
-that its kernels refuse."""
+"""Operators on a GPU in ways of differentiating, and those that write in place."""
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.runtime.dispatch import FALLBACK
+from slipstream.tools.catalog import Sample
 from tests.support.derivatives import ON_CUDA, WAYS, Case, Problem
+from tests.support.writing_rows import ROWS, check_refused, check_traced, check_versions
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+# ---- Every operator on a CUDA device under activation checkpointing, and differentiated in the
+# ways that its kernels refuse.
+
+
 # the Functions of kernels, of which each refuses all but one backward
 KERNELS = {"chunk_gla", "chunk_gsa", "chunk_gated_delta_product", "chunk_hgrn", "rms_norm"}
 KERNELS |= {
@@ -62,3 +63,28 @@ def test_traced_calls_take_other_inputs(
 ) -> None:
     monkeypatch.setenv(FALLBACK, "warn")
     Problem(case).expect_traced_is_the_call(grads)
+
+
+# ---- Kernels that update a tensor in place, in first calls and in replayed ones: autograd and
+# torch.jit.trace know of it.
+
+
+CUDA = torch.device("cuda")
+every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+@every_row
+def test_versions_rise_of_what_is_written(row: Sample) -> None:
+    check_versions(row, "triton", CUDA, calls=4)
+
+
+@every_row
+def test_backward_through_overwritten_values_is_refused(row: Sample) -> None:
+    check_refused(row, "triton", CUDA)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@every_row
+def test_traced_calls_write_other_inputs(row: Sample) -> None:
+    check_traced(row, "triton", CUDA)

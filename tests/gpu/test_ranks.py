@@ -1,4 +1,4 @@
-"""Context parallelism on two GPUs over NCCL: results, bits, and nothing that waits for a device."""
+"""Several GPUs: context parallelism and shares of a vocabulary over NCCL."""
 
 import importlib
 from pathlib import Path
@@ -11,8 +11,18 @@ from torch.multiprocessing.spawn import spawn
 
 from slipstream.parallel import ContextParallel
 from slipstream.tools.catalog import Shape
+from tests.support.sharded_losses import OPTIONS, RANKS, check, found
 
-RANKS = 2
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() < RANKS or not dist.is_nccl_available(),
+    reason="needs two CUDA devices and NCCL",
+)
+
+
+# ---- Context parallelism on two GPUs over NCCL: results, bits, and nothing that waits for a
+# device.
+
+
 NAMES = (
     "chunk_simple_gla",
     "chunk_gla",
@@ -24,13 +34,6 @@ NAMES = (
     "short_convolution",
     "attention",
 )
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.device_count() < RANKS or not dist.is_nccl_available(),
-        reason="needs two CUDA devices and NCCL",
-    ),
-]
 
 
 @pytest.mark.parametrize("work", ["results_and_bits", "without_waiting"])
@@ -73,3 +76,43 @@ def without_waiting(name: str) -> None:
         script.backward(op, mine, dout, **options)
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
+
+
+# ---- Losses of a vocabulary in two shards, on two GPUs over NCCL, against the whole in float64.
+
+
+ROWS, WIDTH, VOCABULARY = 1000, 512, 2 * 12_345
+
+
+def test_shards_of_two_gpus_match_the_whole(tmp_path: Path) -> None:
+    spawn(_work, (tmp_path / "store",), nprocs=RANKS)
+
+
+def _work(rank: int, path: Path) -> None:
+    torch.cuda.set_device(rank)
+    torch.set_default_device(f"cuda:{rank}")
+    dist.init_process_group("nccl", init_method=f"file://{path}", rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+    for options, reduction in zip(OPTIONS, ("mean", "none", "sum")):
+        check(rank, options, reduction, "triton")
+    _large(rank)
+    dist.destroy_process_group()
+
+
+def _large(rank: int) -> None:
+    """In bf16, and with nothing that waits for the device."""
+    hidden = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
+    weight = (torch.randn(VOCABULARY, WIDTH) / WIDTH**0.5).bfloat16()
+    target = torch.randint(0, VOCABULARY, (ROWS,))
+    bias = torch.randn(VOCABULARY).bfloat16()
+    mine = slice(rank * VOCABULARY // RANKS, (rank + 1) * VOCABULARY // RANKS)
+    given = [hidden, weight[mine], bias[mine]]
+    found(given, target, group=dist.group.WORLD)
+    torch.cuda.set_sync_debug_mode("error")
+    got = found(given, target, group=dist.group.WORLD)
+    torch.cuda.set_sync_debug_mode("default")
+    # no kernel computes in float64
+    want = found([x.double() for x in (hidden, weight, bias)], target, impl="eager")
+    wanted = [want[0], want[1], want[2][mine], want[3][mine]]
+    for x, y, most in zip(got, wanted, (1e-4, 8e-3, 8e-3, 8e-3)):
+        assert (x.double() - y).norm() < most * y.norm()

@@ -1,0 +1,456 @@
+"""The linear family's kernels for sm_90 against the reference, whole and in segments."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream import ops
+from slipstream.kernels.linear import segments
+from slipstream.kernels.linear.backend import SavedWY
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import CHUNK, TILE_V
+from slipstream.kernels.linear.sm90 import plan
+from tests.gpu.delta_runs import BARS, LIMIT, SIZES, channels, inputs
+from tests.gpu.sm90_runs import (
+    LENGTHS,
+    MARKS,
+    SCALE,
+    expect,
+    gradients_of_results,
+    offsets,
+    reference,
+    run,
+)
+
+pytestmark = MARKS
+
+
+# ---- The delta rule's scans in Gluon on sm_90: the oracle's numbers, twice the same bits.
+
+
+def scans(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+    from slipstream.kernels.linear.sm90.delta.backend import Sm90Delta
+    from slipstream.kernels.linear.triton.delta.backend import TritonDelta
+
+    class Wide(Sm90Delta):
+        def _use_2tile(self, terms: LinearInputs) -> bool:
+            return True
+
+    wy = TritonDelta().solve_tril(terms)
+    delta = Sm90Delta()
+    o, dv = torch.empty_like(do), torch.empty_like(do)
+    final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
+    (HV, V), K = do.shape[2:], terms.q.shape[-1]
+    dstates = do.new_empty(do.shape[0] * do.shape[1] // CHUNK + 8, HV, V, K)
+    delta.chunk_fwd(terms, wy, SCALE, o, s_in=terms.initial_state, s_out=final)
+    ends = {"s_in": dfinal, "s_out": dinitial, "segments": None}
+    delta.chunk_dstate(terms, do, wy, SCALE, dv, dstates, **ends)
+    made = {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
+    if V % (2 * TILE_V) == 0:
+        made |= {"wide o": torch.empty_like(o), "wide final": torch.empty_like(final)}
+        ends = {"s_in": terms.initial_state, "s_out": made["wide final"]}
+        Wide().chunk_fwd(terms, wy, SCALE, made["wide o"], **ends)
+    return made
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_delta_scans_match_reference(size: tuple, gated: bool) -> None:
+    torch.manual_seed(0)
+    terms = inputs(size, gated)
+    assert plan.unsupported_reason(terms) is None
+    do, dfinal = gradients_of_results(terms)
+    want = reference(terms, do, dfinal)
+    want |= {"dv": want["v"], "dinitial": want["initial_state"]}
+    want |= {"wide o": want["o"], "wide final": want["final"]}
+    expect(lambda: scans(terms, do, dfinal), want, {}, LIMIT)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
+    """The scan of two tiles of V a program: every head as it is alone, the same bits twice."""
+    from slipstream.kernels.linear.sm90.delta import backend
+
+    torch.manual_seed(0)
+    terms = inputs((2, 200, 40, 40, 128, 128, None), gated)
+    assert backend.Sm90Delta()._use_2tile(terms)
+    do, dfinal = gradients_of_results(terms)
+
+    def both(given: LinearInputs, heads: slice) -> dict[str, Tensor]:
+        o, final, *left = backend.forward(given, SCALE, save=True)
+        solved = SavedWY(*left)
+        dout, dend = do[:, :, heads].contiguous(), dfinal[:, heads].contiguous()
+        return {
+            "o": o, "final": final, **backend.backward(given, dout, dend, SCALE, saved=solved)
+        }  # fmt: skip
+
+    got, again = both(terms, slice(None)), both(terms, slice(None))
+    few = slice(7, 9)
+    alone = terms._replace(
+        initial_state=terms.initial_state[:, few].contiguous(),
+        **{
+            name: x[:, :, few].contiguous()
+            for name in ("q", "k", "v", "g", "beta")
+            if (x := getattr(terms, name)) is not None
+        },
+    )
+    assert not backend.Sm90Delta()._use_2tile(alone)
+    for name, want in both(alone, few).items():
+        assert torch.equal(got[name], again[name]), name
+        heads = got[name][:, few] if want.shape[1] == 2 else got[name][:, :, few]
+        error = (heads.double() - want.double()).norm() / want.double().norm()
+        assert error <= 2 * LIMIT, (name, error)
+
+
+SPLITS = {  # how strong gates are, and what cuts T
+    "faint": (0.001, None),
+    "weak": (0.1, None),
+    "strong": (2.0, None),
+    "packed": (0.05, (5, 475)),
+    "a slot more than segments": (0.05, (100, 0, 380)),
+}
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["anew", "kept"])
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_delta_segments_match_reference(
+    split: tuple, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.kernels.linear.sm90.delta import backend
+
+    monkeypatch.setattr(segments, "MIN_SEGMENT_CHUNKS", 1)
+    monkeypatch.setattr(segments, "MIN_CHUNKS_SAVED", 1)
+    torch.manual_seed(0)
+    strength, lengths = split
+    terms = inputs((1, 480, 1, 2, 128, 128, lengths), False)
+    g = -strength * torch.rand(1, 480, 2, device="cuda")
+    terms = terms._replace(g=g)
+    assert segments.delta_sm90(terms) is not None
+    do, dfinal = gradients_of_results(terms)
+
+    def both() -> dict[str, Tensor]:
+        o, final, *left = backend.forward(terms, SCALE, save=True)
+        given = SavedWY(*left) if kept else None
+        return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, saved=given)}
+
+    expect(both, reference(terms, do, dfinal), {}, 2 * LIMIT)
+
+
+@pytest.mark.parametrize(("heads", "together"), [(3, 3), (4, 4), (6, 3)])
+def test_gradients_of_shared_heads_match_reference(heads: int, together: int) -> None:
+    """Three and four add theirs up by TMA; of six so do three and three, and a kernel the rest."""
+    from slipstream.kernels.linear.sm90.delta import backend
+
+    torch.manual_seed(0)
+    terms = inputs((1, 270, 2, 2 * heads, 128, 128, LENGTHS), False)
+    terms = terms._replace(g=-0.3 * torch.rand(1, 270, 2 * heads, device="cuda"))
+    assert backend.Sm90Delta().heads_per_sum(terms) == together
+    do, dfinal = gradients_of_results(terms)
+    expect(lambda: run(backend, terms, do, dfinal), reference(terms, do, dfinal), {}, 2 * LIMIT)
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("gates", ["weak", "middling", "strong"])
+@pytest.mark.parametrize("kind", ["kda", "dplr", "gdn2"])
+def test_gates_a_channel_match_reference(
+    kind: str, gates: str, dtype: torch.dtype, lengths: tuple | None
+) -> None:
+    from slipstream.kernels.linear.sm90.dplr import backend
+
+    torch.manual_seed(0)
+    terms = channels(kind, gates, dtype, lengths)
+    do, dfinal = gradients_of_results(terms)
+    assert plan.unsupported_reason(terms) is None
+    assert backend.supports_dqkg(terms, do)
+    want = reference(terms, do, dfinal)
+    got = expect(lambda: run(backend, terms, do, dfinal), want, BARS, 8e-3)
+    assert got["g"].dtype == dtype
+
+
+# ---- The delta rule's backward in one scan on sm_90, in parts and segments: the oracle's numbers,
+# the same bits each time, with what forward left and without.
+
+
+# B, T, H, HV, K, V, lengths of packed sequences; chunks of a part, parts of a segment
+CUTS = {
+    "whole": ((2, 330, 2, 4, 128, 128, None), 6, 0),
+    "parts": ((2, 330, 2, 4, 128, 128, None), 4, 0),
+    "narrow": ((2, 330, 2, 4, 64, 64, None), 2, 0),
+    "packed": ((1, 470, 1, 4, 128, 128, (5, 0, 200, 1, 264)), 2, 0),
+    # more programs than run at a time
+    "many": ((1, 5800, 1, 2, 128, 128, (130, 3, 70, 87) * 20), 2, 0),
+    "segments": ((1, 1000, 2, 4, 128, 128, None), 3, 2),
+    "segments, narrow keys": ((1, 1216, 1, 3, 64, 128, None), 2, 2),
+    "segments of a batch": ((2, 700, 2, 2, 128, 128, None), 3, 1),
+    "packed segments": ((1, 1270, 1, 4, 128, 128, (70, 0, 1200)), 2, 3),
+    "even segments": ((1, 1280, 2, 8, 128, 128, (640, 640)), 5, 1),
+}
+GATES = {"none": None, "faint": 0.001, "weak": 0.1, "strong": 3.0}
+
+
+@pytest.mark.parametrize("strength", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("given", CUTS.values(), ids=CUTS)
+def test_parts_match_reference(
+    given: tuple, strength: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.kernels.linear.sm90.delta import backend, bwd_schedule
+
+    size, every, parts = given
+    torch.manual_seed(0)
+    terms = inputs(size, False)
+    cut = bwd_schedule.make_schedule(terms, every, parts)
+    monkeypatch.setattr(backend, "choose_schedule", lambda terms: cut)
+    if strength is not None:
+        terms = terms._replace(g=-strength * torch.rand(*terms.v.shape[:3], device="cuda"))
+    do, dfinal = gradients_of_results(terms)
+    want, kept = reference(terms, do, dfinal), [True, True, False, False]
+
+    def made() -> dict[str, Tensor]:
+        o, final, *left = backend.forward(terms, SCALE, save=True)
+        found = SavedWY(*left) if kept.pop() else None
+        return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, saved=found)}
+
+    expect(made, want, {}, 2 * LIMIT)
+    expect(made, want, {}, 2 * LIMIT)
+
+
+ONE_SCAN = SIZES | {"shared": (3, 200, 2, 8, 128, 128, None), "narrow": (2, 90, 2, 4, 64, 64, None)}
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("size", ONE_SCAN.values(), ids=ONE_SCAN)
+def test_backward_in_one_scan_matches_reference(
+    size: tuple, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the shapes alone say, gates of -inf among them."""
+    from slipstream.kernels.linear.sm90.delta import backend
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(segments, "FUSED_BWD_MIN_HEADS", 1)
+    terms = inputs(size, gated)
+    do, dfinal = gradients_of_results(terms)
+    want = reference(terms, do, dfinal)
+    expect(lambda: run(backend, terms, do, dfinal), want, {}, 2 * LIMIT)
+
+
+def test_retained_graph_keeps_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Played from a record, too: the same bits each time."""
+    from slipstream.kernels.linear.sm90.delta import backend, bwd_schedule
+
+    torch.manual_seed(0)
+    terms = inputs((1, 271, 2, 4, 128, 128, LENGTHS[:2] + (201,) + LENGTHS[3:]), True)
+    cut, left = bwd_schedule.make_schedule(terms, 2), []
+
+    def marks_like(*given: Any) -> Tensor:
+        left.append(bwd_schedule.empty_checkpoints(*given))
+        return left[-1]
+
+    monkeypatch.setattr(backend, "choose_schedule", lambda terms: cut)
+    monkeypatch.setattr(backend, "empty_checkpoints", marks_like)
+    names = ("q", "k", "v", "g", "beta")
+    args = {n: getattr(terms, n).requires_grad_() for n in names}
+    do = torch.randn_like(terms.v)
+    for _ in range(4):  # from the third on from a record
+        o = ops.chunk_gated_delta_rule(**args, cu_seqlens=terms.cu_seqlens)[0]
+        first, again, last = (
+            torch.autograd.grad(o, list(args.values()), do, retain_graph=stays)
+            for stays in (True, True, False)
+        )
+        for x, y, z in zip(first, again, last):
+            assert torch.equal(x, y)
+            assert torch.equal(x, z)
+    assert left and all(len(x) == cut.checkpoints for x in left)
+
+
+# ---- The additive family's scans in Gluon on sm_90: the oracle's numbers, twice the same bits.
+
+
+SCALAR_SIZES = {  # B, T, H, HV, lengths of packed sequences
+    "whole": (1, 128, 1, 2, None),
+    "odd": (2, 70, 1, 3, None),
+    "packed": (1, 270, 2, 4, LENGTHS),
+}
+LIMITS = {"o": 0.005, "final": 0.005, "g": 0.02}
+
+
+def scalar_inputs(size: tuple, gated: bool, K: int) -> LinearInputs:
+    """K and V are equal."""
+    B, T, H, HV, lengths = size
+    N = B if lengths is None else len(lengths)
+    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.rand(B, T, HV, device="cuda")
+    return LinearInputs(
+        torch.randn(B, T, H, K, **make),
+        F.normalize(torch.randn(B, T, H, K, **make), dim=-1),
+        torch.randn(B, T, HV, K, **make),
+        g=torch.where(x < 0.1, -torch.inf, -x) if gated else None,
+        initial_state=torch.randn(N, HV, K, K, device="cuda"),
+        cu_seqlens=offsets(lengths),
+    )
+
+
+@pytest.mark.parametrize("K", plan.SCALAR_DECAY_WIDTHS)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("size", SCALAR_SIZES.values(), ids=SCALAR_SIZES)
+def test_additive_scans_match_reference(size: tuple, gated: bool, K: int) -> None:
+    from slipstream.kernels.linear.sm90.scalar_decay import backend
+
+    torch.manual_seed(0)
+    terms = scalar_inputs(size, gated, K)
+    assert plan.unsupported_reason(terms) is None
+    do, dfinal = gradients_of_results(terms)
+    want = reference(terms, do, dfinal)
+    expect(lambda: run(backend, terms, do, dfinal), want, LIMITS, 0.008)
+
+
+# ---- Per-channel decay by the Gluon kernels on sm_90: the reference's numbers, the same bits
+# twice.
+
+
+VECTOR_SIZES = {  # B, T, H, HV, lengths of packed sequences, u; K and V are 128
+    "odd": (2, 230, 1, 2, None, False),
+    "packed": (1, 270, 2, 4, LENGTHS, False),
+    "before": (1, 150, 1, 2, None, True),
+    "packed before": (1, 270, 2, 4, LENGTHS, True),
+}
+
+
+def vector_inputs(size: tuple, kind: str) -> LinearInputs:
+    """With strong gates some chunks need levels."""
+    B, T, H, HV, lengths, before = size
+    N = B if lengths is None else len(lengths)
+    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.rand(B, T, HV, 128, device="cuda")
+    g = -0.1 * x
+    if kind == "strong":
+        g = torch.where(x < 0.01, -torch.inf, torch.where(x < 0.2, -50 * x, g))
+    return LinearInputs(
+        torch.randn(B, T, H, 128, **make),
+        F.normalize(torch.randn(B, T, H, 128, **make), dim=-1),
+        torch.randn(B, T, HV, 128, **make),
+        g=g.bfloat16(),
+        u=torch.randn(HV, 128, device="cuda") if before else None,
+        initial_state=torch.randn(N, HV, 128, 128, device="cuda"),
+        cu_seqlens=offsets(lengths),
+    )
+
+
+@pytest.mark.parametrize("tokens", [64, 128])
+@pytest.mark.parametrize("kind", ["weak", "strong"])
+@pytest.mark.parametrize("size", VECTOR_SIZES.values(), ids=VECTOR_SIZES)
+def test_channel_segments_match_reference(
+    size: tuple, kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.kernels.linear.segments import split_into_segments
+    from slipstream.kernels.linear.sm90.vector_decay import backend
+
+    torch.manual_seed(0)
+    terms = vector_inputs(size, kind)
+    want = reference(terms, *gradients_of_results(terms))
+    monkeypatch.setattr(backend, "vector_decay_sm90", lambda x: split_into_segments(x, tokens))
+
+    def forward() -> dict[str, Tensor]:
+        return dict(zip(("o", "final"), backend.forward(terms, SCALE), strict=True))
+
+    expect(forward, want, LIMITS, 0.008)
+
+
+@pytest.mark.parametrize("kind", ["weak", "strong"])
+@pytest.mark.parametrize("size", VECTOR_SIZES.values(), ids=VECTOR_SIZES)
+def test_channel_scans_match_reference(size: tuple, kind: str) -> None:
+    from slipstream.kernels.linear.sm90.vector_decay import backend
+
+    torch.manual_seed(0)
+    terms = vector_inputs(size, kind)
+    assert plan.unsupported_reason(terms) is None
+    do, dfinal = gradients_of_results(terms)
+    want = reference(terms, do, dfinal)
+    expect(lambda: run(backend, terms, do, dfinal), want, LIMITS, 0.008)
+
+
+# ---- kda, dplr and iplr in segments, by the Gluon kernels and the portable ones: the oracle's
+# numbers. How a sequence is cut does not show beyond rounding, and the bits are the same twice.
+
+
+# What a segment of middling gates meets counts as nothing.
+FORMS, SEGMENT_GATES = ("kda", "dplr"), ("weak", "strong", "middling")
+Way = Callable[[LinearInputs, Tensor, Tensor], dict[str, Tensor]]
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, tokens: int | None) -> None:
+    """Both implementations, into segments of so many tokens."""
+    from slipstream.kernels.linear.segments import split_into_segments
+    from slipstream.kernels.linear.sm90.dplr import backend
+    from slipstream.kernels.linear.triton.delta import plan as triton_delta_plan
+
+    monkeypatch.setattr(
+        backend.Sm90Dplr, "choose_segments", lambda self, terms: split_into_segments(terms, tokens)
+    )
+    monkeypatch.setattr(triton_delta_plan, "delta_tokens", lambda programs, T, C: tokens)
+
+
+def gluon(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+    from slipstream.kernels.linear.sm90.dplr import backend
+
+    return run(backend, terms, do, dfinal)
+
+
+def portable(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
+    from slipstream.kernels.linear.triton.dplr import backend
+
+    return run(backend, terms, do, dfinal)
+
+
+def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    found = {}
+    for name, x in got.items():
+        y = want[name].to(x.device).double()
+        found[name] = float((x.double() - y).norm() / y.norm())
+    return found
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
+@pytest.mark.parametrize(
+    "kind", [f"{form} {gates}" for form in FORMS for gates in SEGMENT_GATES] + ["iplr"]
+)
+def test_segments_match_reference(
+    kind: str, lengths: tuple | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    form, *gates = kind.split()
+    terms = channels(form, "".join(gates), torch.float32, lengths)
+    if form == "iplr":
+        terms = terms._replace(g=None)
+    do, dfinal = gradients_of_results(terms)
+    assert plan.unsupported_reason(terms) is None
+    want = reference(terms, do, dfinal)
+    ways: tuple[Way, ...] = (gluon, portable)
+    for way in ways:
+        cut(monkeypatch, None)
+        whole = errors(way(terms, do, dfinal), want)
+        for tokens in (64, 128):
+            cut(monkeypatch, tokens)
+            got, again = (way(terms, do, dfinal) for _ in range(2))
+            for name, error in errors(got, want).items():
+                limit = max(BARS.get(name, 8e-3), 1.2 * whole[name])
+                assert error <= limit, (way.__name__, tokens, name, error, whole[name])
+                assert torch.equal(got[name], again[name]), name
+
+
+@pytest.mark.parametrize("form", ["kda", "dplr"])
+def test_segments_equal_whole_sequence(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.kernels.linear.sm90.dplr import backend
+
+    torch.manual_seed(0)
+    terms = channels(form, "weak", torch.float32, None, (1, 5000, 1, 2))
+    assert backend.Sm90Dplr().choose_segments(terms) is not None
+    do, dfinal = gradients_of_results(terms)
+    got = gluon(terms, do, dfinal)
+    cut(monkeypatch, None)
+    for name, error in errors(got, gluon(terms, do, dfinal)).items():
+        assert error <= 2 * BARS.get(name, 8e-3), (name, error)
