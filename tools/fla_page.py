@@ -15,7 +15,6 @@ from tables import grid
 from tables import written as with_parts
 
 import slipstream.compat.fla as compat
-import slipstream.ops
 from slipstream.compat.fla.adaptor import HINTS, REFUSED
 from slipstream.compat.fla.operators import OPERATORS
 from slipstream.compat.fla.paths import FUNCTIONS, MISSING, PARALLEL
@@ -54,8 +53,6 @@ def operators() -> list[str]:
     rows = []
     for row in sorted(OPERATORS, key=lambda row: (row.path, row.name)):
         ours = f"`{row.function.__name__}`"
-        if not hasattr(slipstream.ops, row.function.__name__):
-            ours = "`fused_recurrent_rwkv7` with a = -kk, b = kk a"
         notes = filter(None, [row.note, *(f"`{a}` is `{b}`" for a, b in row.renamed.items())])
         rows.append([f"`fla.{row.path}.{row.name}`", ours, "; ".join(notes)])
     return grid(("fla", "Slipstream", "difference"), rows)

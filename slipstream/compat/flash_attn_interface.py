@@ -7,12 +7,14 @@ scheduler_metadata and deterministic have no effect; what changes a result and i
 refused by its name. The differences are in docs/guides/migrate_flash_attn.md.
 """
 
+from inspect import Parameter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.compat.fixed import fixed, refuse
 from slipstream.compat.missing import missing_names
 from slipstream.ops import flash_attn as ops
 from slipstream.ops.attention import attention
@@ -20,39 +22,23 @@ from slipstream.ops.attention import attention
 __getattr__ = missing_names(__name__, ("get_scheduler_metadata",))
 
 Result = Tensor | tuple[Tensor, Tensor]
+# what is refused, if it asks for something, and what nothing follows from
+_DESCALES = "q_descale k_descale v_descale"
+_NO_SCALES = dict.fromkeys(("qv", *_DESCALES.split()), (Tensor | None, None))
+_REFUSED: dict[str, tuple[Any, Any]] = _NO_SCALES | {"attention_chunk": (int, 0)}
+_UNREAD = {"num_splits": (int, 1), "pack_gqa": (bool | None, None), "sm_margin": (int, 0)}
+_UNREAD |= {"deterministic": (bool, False), "scheduler_metadata": (Tensor | None, None)}
 
 
-def _refuse(**given: Any) -> None:
-    for name, x in given.items():
-        if x is not None:
-            raise NotImplementedError(f"{name}: not implemented, got {_shown(x)}")
+def _without_none(found: Any) -> Any:
+    return found[:2] if isinstance(found, tuple) else found
 
 
-def _shown(x: Any) -> str:
-    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
-
-
-@checks.operator
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Result:
-    """slipstream.ops.flash_attn_func by the arguments of FlashAttention-3.
+flash_attn_func = checks.operator(
+    fixed(
+        ops.flash_attn_func,
+        "flash_attn_func",
+        """slipstream.ops.flash_attn_func by the arguments of FlashAttention-3.
 
     Args:
         q: [B, T, H, D]. k: [B, S, HKV, D]. v: [B, S, HKV, DV].
@@ -64,44 +50,42 @@ def flash_attn_func(
 
     Raises:
         NotImplementedError: one of those that have to be None or 0 is not.
-    """
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    _refuse(attention_chunk=attention_chunk or None)
-    options: dict[str, Any] = {"causal": causal, "window_size": window_size, "softcap": softcap}
-    o, lse = attention(q, k, v, scale=softmax_scale, return_lse=True, **options)
-    return (o, lse) if return_attn_probs else o
+    """,
+        order=f"q k v softmax_scale causal qv {_DESCALES} window_size attention_chunk softcap "
+        "num_splits pack_gqa deterministic sm_margin return_attn_probs",
+        added=_REFUSED | _UNREAD,
+        refused=_REFUSED,
+        result=_without_none,
+    )
+)
 
 
-@checks.operator
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Result:
-    """flash_attn_func of qkv [B, T, 3, H, D], or [B, T, H + 2 HKV, D] with num_heads_q = H."""
+def _apart(found: dict[str, Any]) -> dict[str, Any]:
+    """q, k and v of qkv."""
+    qkv, heads = found.pop("qkv"), found.pop("num_heads_q", None)
     if qkv.dim() == 5:
         checks.expect_shape("qkv", qkv, (*qkv.shape[:2], 3, *qkv.shape[3:]))
         q, k, v = qkv.unbind(2)
     else:
         checks.expect_rank("qkv", qkv, 4, "[B, T, H + 2 HKV, D]")
-        if num_heads_q is None:
+        if heads is None:
             raise ValueError("num_heads_q: want it with qkv [B, T, H + 2 HKV, D], got None")
-        heads = (qkv.shape[2] - num_heads_q) // 2
-        q, k, v = qkv.split([num_heads_q, heads, heads], 2)
-    return flash_attn_func(
-        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
-        attention_chunk, softcap, return_attn_probs=return_attn_probs,
-    )  # fmt: skip
+        others = (qkv.shape[2] - heads) // 2
+        q, k, v = qkv.split([heads, others, others], 2)
+    return {"q": q, "k": k, "v": v, **found}
+
+
+flash_attn_qkvpacked_func = checks.operator(
+    fixed(
+        flash_attn_func,
+        "flash_attn_qkvpacked_func",
+        "flash_attn_func of qkv [B, T, 3, H, D], or [B, T, H + 2 HKV, D] with num_heads_q = H.",
+        order=f"qkv softmax_scale causal {_DESCALES} window_size attention_chunk softcap "
+        "deterministic num_heads_q sm_margin return_attn_probs",
+        added={"qkv": (Tensor, Parameter.empty), "num_heads_q": (int | None, None)},
+        change=_apart,
+    )
+)
 
 
 @checks.operator
@@ -145,8 +129,8 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: shapes do not fit. TypeError: dtypes. NotImplementedError: as flash_attn_func.
     """
-    _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    _refuse(attention_chunk=attention_chunk or None)
+    for name, x in zip(_REFUSED, (qv, q_descale, k_descale, v_descale, attention_chunk)):
+        refuse(name, x, _REFUSED[name][1])
     checks.expect_rank("q", q, 3, "[T, H, D]")
     checks.expect_rank("k", k, 3, "[S, HKV, D]")
     checks.expect_rank("v", v, 3, "[S, HKV, DV]")
@@ -223,71 +207,27 @@ def flash_attn_combine(
     return o if out is None else out.copy_(o), lse
 
 
-@checks.operator
-def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    qv: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | Tensor | None = None,
-    rotary_seqlens: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Tensor | None = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    return_softmax_lse: bool = False,
-) -> Result:
-    """slipstream.ops.flash_attn_with_kvcache, whose block_table is page_table here.
+_REFUSED_OF_CACHES = _REFUSED | dict.fromkeys(
+    ("cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens"), (Tensor | None, None)
+)
+flash_attn_with_kvcache = checks.operator(
+    fixed(
+        ops.flash_attn_with_kvcache,
+        "flash_attn_with_kvcache",
+        """slipstream.ops.flash_attn_with_kvcache, whose block_table is page_table here.
 
     Raises:
         NotImplementedError: qv, cu_seqlens_q, cu_seqlens_k_new, rotary_seqlens, one of the
             descales or attention_chunk is given.
-    """
-    _refuse(
-        qv=qv,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new,
-        rotary_seqlens=rotary_seqlens,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        attention_chunk=attention_chunk or None,
+    """,
+        order="q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx "
+        "cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens "
+        f"{_DESCALES} softmax_scale causal window_size attention_chunk softcap "
+        "rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse",
+        renamed={"page_table": "block_table"},
+        added=_UNREAD
+        | _REFUSED_OF_CACHES
+        | {"num_splits": (int, 0), "max_seqlen_q": (int | Tensor | None, None)},
+        refused=_REFUSED_OF_CACHES,
     )
-    return ops.flash_attn_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        rotary_cos,
-        rotary_sin,
-        cache_seqlens,
-        cache_batch_idx,
-        cache_leftpad,
-        page_table,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        rotary_interleaved,
-        return_softmax_lse=return_softmax_lse,
-    )
+)

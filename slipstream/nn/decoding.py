@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.kernels.elementwise.decay_gate import plain as gate_in_torch
 from slipstream.nn.conv import ShortConvolution
 from slipstream.ops.conv import short_convolution_update
 from slipstream.ops.mixer_step import mixer_step
@@ -213,10 +214,4 @@ def decay_gate(
     x: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None
 ) -> Tensor:
     """As ops._preprocess.delta_gate: x [N, 1, HV] or [N, 1, HV, K] -> log decays"""
-    x = x if x.dtype == torch.float64 else x.float()
-    x = x + dt_bias.to(x.dtype).view(x.shape[2:])
-    rate = A_log.to(x.dtype).exp()
-    rate = rate if x.dim() == 3 else rate[:, None]
-    if lower_bound is not None:
-        return lower_bound * torch.sigmoid(rate * x)
-    return -rate * F.softplus(x)
+    return gate_in_torch(x, A_log, dt_bias, lower_bound)

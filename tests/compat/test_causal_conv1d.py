@@ -24,6 +24,58 @@ def weights(D: int, W: int) -> tuple[Tensor, Tensor]:
     return torch.randn(D, W, dtype=torch.float64), torch.randn(D, dtype=torch.float64)
 
 
+def formula(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+) -> Any:
+    """The convolution by torch's own or, with seq_idx, by sums of a sequence's taps."""
+    dtype, (D, W) = x.dtype, weight.shape
+    before = x.new_zeros(x.shape[0], D, W - 1) if initial_states is None else initial_states
+    inputs = torch.cat([before, x], -1)
+    if seq_idx is None:
+        y = F.conv1d(inputs.to(weight.dtype), weight[:, None], bias, groups=D)
+    else:
+        index = torch.cat([seq_idx[:, :1].expand(-1, W - 1), seq_idx], -1)
+        is_own = index.unfold(-1, W, 1) == seq_idx[..., None]
+        taps = inputs.unfold(-1, W, 1) * is_own[:, None] * weight[:, None]
+        y = taps.sum(-1) if bias is None else taps.sum(-1) + bias[:, None]
+        y = y.masked_fill(seq_idx[:, None] < 0, 0)
+    y = (y if activation is None else F.silu(y)).to(dtype)
+    if not return_final_states:
+        return y
+    final = inputs[..., inputs.shape[-1] - (W - 1) :].to(dtype)
+    return y, final if final_states_out is None else final_states_out.copy_(final)
+
+
+def step_formula(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The next tokens by torch's own convolution; conv_state is updated in place."""
+    dtype, D, S = x.dtype, weight.shape[0], conv_state.shape[2]
+    tokens = x if x.dim() == 3 else x[..., None]
+    T = tokens.shape[2]
+    # places of the S inputs before and of the S newest ones, oldest first
+    steps = torch.arange(-S, 0, device=x.device)
+    start = 0 if cache_seqlens is None else cache_seqlens[:, None, None]
+    places = torch.remainder(start + steps, S).expand_as(conv_state)
+    inputs = torch.cat([conv_state.gather(2, places), tokens], -1)
+    moved = 0 if cache_seqlens is None else T
+    conv_state.scatter_(2, torch.remainder(places + moved, S), inputs[..., -S:])
+    y = F.conv1d(inputs.to(weight.dtype), weight[:, None], bias, groups=D)[..., -T:]
+    return (y if activation is None else F.silu(y)).to(dtype).view(x.shape)
+
+
 def test_installs() -> None:
     with install("causal_conv1d"):
         import causal_conv1d  # pyright: ignore[reportMissingImports]
@@ -38,7 +90,7 @@ def test_fn_with_states_matches_torch(T: int, activation: str | None) -> None:
     x = torch.randn(2, 6, T, dtype=torch.float64)
     before = torch.randn(2, 6, 3, dtype=torch.float64)
     given = (weight, bias, before, True, None, activation)
-    want, end = causal_conv1d_ref(x, *given)
+    want, end = formula(x, *given)
     place = torch.empty(2, 6, 3, dtype=torch.float64)
     got, final = causal_conv1d_fn(
         x, weight, bias, initial_states=before, return_final_states=True,
@@ -54,7 +106,7 @@ def test_fn_keeps_packed_sequences_apart_and_padding_zero() -> None:
     seq_idx = torch.tensor([[-1] * 2 + [0] * 3 + [1] * 5 + [-1] * 2], dtype=torch.int32)
     y = causal_conv1d_fn(x, weight, bias, seq_idx, activation="silu")
     for begin, end in pairwise((2, 5, 10)):
-        want = causal_conv1d_ref(x[..., begin:end], weight, bias, activation="silu")
+        want = formula(x[..., begin:end], weight, bias, activation="silu")
         torch.testing.assert_close(y[..., begin:end], want)
     assert y[..., [0, 1, 10, 11]].abs().max() == 0
     (grad,) = torch.autograd.grad(y.sum(), x)
@@ -75,13 +127,13 @@ def test_states_of_packed_rows_are_the_first_sequences(
     seq_idx = torch.tensor(rows, dtype=torch.int32)[:, :T]
     leaves = (x, weight, bias, before)
     y = causal_conv1d_fn(x, weight, bias, seq_idx, before, activation="silu")
-    want = causal_conv1d_ref(x, weight, bias, before.double(), activation="silu", seq_idx=seq_idx)
+    want = formula(x, weight, bias, before.double(), activation="silu", seq_idx=seq_idx)
     torch.testing.assert_close(y, want)
     for row, index in enumerate(seq_idx):
         length = int((index == index[0]).sum())
         if index[0] < 0:
             continue
-        alone = causal_conv1d_ref(
+        alone = formula(
             x[row : row + 1, :, :length], weight, bias, before[row : row + 1].double(),
             activation="silu",
         )  # fmt: skip
@@ -123,7 +175,7 @@ def test_circular_states(S: int, flat: bool) -> None:
     """Token after token they hold what the convolution of the whole sequence reads."""
     weight, bias = weights(5, 4)
     x = torch.randn(2, 5, 12, dtype=torch.float64)
-    want = causal_conv1d_ref(x, weight, bias, activation="silu")
+    want = formula(x, weight, bias, activation="silu")
     state = torch.zeros(2, 5, S, dtype=torch.float64)
     for t in range(12):
         token = x[..., t] if flat else x[..., t : t + 1]
@@ -142,7 +194,7 @@ def test_update_matches_formula(S: int, T: int, is_circular: bool) -> None:
     x, state = (torch.randn(3, 5, n, dtype=torch.float64) for n in (T, S))
     past = torch.tensor([0, 2, 11], dtype=torch.int32) if is_circular else None
     ours, theirs = state.clone(), state.clone()
-    want = causal_conv1d_update_ref(x, theirs, weight, bias, "silu", past)
+    want = step_formula(x, theirs, weight, bias, "silu", past)
     got = causal_conv1d_update(x, ours, weight, bias, "silu", past)
     torch.testing.assert_close((got, ours), (want, theirs))
 
@@ -155,9 +207,7 @@ def test_update_of_a_pool(is_circular: bool) -> None:
     past = torch.tensor([0, 2, 7, 5], dtype=torch.int32) if is_circular else None
     indices = torch.tensor([4, -1, 0, -1], dtype=torch.int32)
     own, ours = pool[[4, 0]], pool.clone()
-    want = causal_conv1d_update_ref(
-        x[[0, 2]], own, weight, bias, None, None if past is None else past[[0, 2]]
-    )
+    want = step_formula(x[[0, 2]], own, weight, bias, None, None if past is None else past[[0, 2]])
     got = causal_conv1d_update(x, ours, weight, bias, None, past, indices)
     torch.testing.assert_close((got[[0, 2]], ours[[4, 0]]), (want, own))
     assert got[[1, 3]].abs().max() == 0
@@ -186,6 +236,19 @@ def test_no_keyword_is_swallowed() -> None:
             function(*first, query_start_loc=torch.tensor([0, 8]))  # pyright: ignore
 
 
+def test_references_match_formulas() -> None:
+    """Those with the peer's arguments, whose order is another."""
+    weight, bias = weights(5, 4)
+    x, before = torch.randn(2, 5, 9).double(), torch.randn(2, 5, 3).double()
+    given = x, weight, bias, before, True, None, "silu"
+    torch.testing.assert_close(causal_conv1d_ref(*given), formula(*given))
+    ours, theirs = before.clone(), before.clone()
+    past = torch.tensor([0, 7], dtype=torch.int32)
+    got = causal_conv1d_update_ref(x, ours, weight, bias, None, past)
+    want = step_formula(x, theirs, weight, bias, None, past)
+    torch.testing.assert_close((got, ours), (want, theirs))
+
+
 @pytest.mark.parametrize("state_len", [1, 3, 9])
 def test_varlen_states(state_len: int) -> None:
     x, cu_seqlens = torch.randn(14, 3), torch.tensor([0, 5, 5, 7, 14], dtype=torch.int32)
@@ -204,7 +267,7 @@ def test_functions_of_a_pass(with_states: bool) -> None:
     before = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True) if with_states else None
     dout = torch.randn(2, 5, 9, dtype=torch.float64)
     dfinal = torch.randn(2, 5, 3, dtype=torch.float64) if with_states else None
-    y = causal_conv1d_ref(x, weight, bias, before, with_states, None, "silu")
+    y = formula(x, weight, bias, before, with_states, None, "silu")
     leaves = [t for t in (x, weight, bias, before) if t is not None]
     want = torch.autograd.grad(y, leaves, (dout, dfinal) if with_states else dout)
     place = torch.empty_like(x)

@@ -58,22 +58,7 @@ class Operator:
 
 def parse_signature(text: str) -> inspect.Signature:
     """The signature that `q, k, scale=None, *, g=None, **kwargs` stands for."""
-    kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
-    for part in text.split(", "):
-        name, _, default = part.partition("=")
-        if name == "*":
-            kind = inspect.Parameter.KEYWORD_ONLY
-        elif name.startswith("**"):
-            parameters.append(inspect.Parameter(name[2:], inspect.Parameter.VAR_KEYWORD))
-        else:
-            value = _DEFAULTS[default] if default in _DEFAULTS else float(default)
-            parameters.append(inspect.Parameter(name, kind, default=value))
-    return inspect.Signature(parameters)
-
-
-_DEFAULTS: Mapping[str, Any] = {
-    "": inspect.Parameter.empty, "None": None, "True": True, "False": False, "2": 2, "64": 64
-}  # fmt: skip
+    return inspect.signature(eval(f"lambda {text}: None"))  # of the tables here
 
 
 def adapt(row: Operator) -> Callable[..., Any]:
@@ -98,7 +83,7 @@ def adapt(row: Operator) -> Callable[..., Any]:
         and p.default is not p.empty
         and p.default != x.default
     }
-    activations = tuple(name for name in ACTIVATIONS if name in targets.values())
+    activations = tuple(name for name in ACTIVATIONS if name in ours)
     flags = {name for name, x in ours.items() if x.annotation is bool}
 
     def function(*args: Any, **kwargs: Any) -> Any:

@@ -9,16 +9,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.compat.fixed import fixed
 from slipstream.ops import gdn2, kda, lightnet, rwkv4
 from slipstream.ops._fp32 import widen
+from slipstream.ops._preprocess import delta_gate
 from slipstream.ops.activation import squared_relu
 from slipstream.ops.attention import attention
 from slipstream.ops.attnres import attnres
 from slipstream.ops.linear_attn import chunk_linear_attn
-from slipstream.ops.rwkv7 import fused_recurrent_rwkv7
 
 # kda, gdn2
 
@@ -180,11 +180,7 @@ def parallel_based(
     return chunk_linear_attn(q, k, v, scale=1.0, normalize=use_norm)[0]
 
 
-def fused_chunk_based(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, use_norm: bool = True
-) -> Tensor:
-    """The same as parallel_based."""
-    return parallel_based(q, k, v, scale, use_norm)
+fused_chunk_based = fixed(parallel_based, "fused_chunk_based", "The same as parallel_based.")
 
 
 def parallel_rebased(
@@ -229,15 +225,8 @@ def fused_kda_gate(
 
     g [..., H, K], A_log [H], dt_bias [H K].
     """
-    x = g if g.dtype == torch.float64 else g.float()
-    if dt_bias is not None:
-        x = x + dt_bias.view(x.shape[-2:])
-    rate = None if A_log is None else A_log.to(x.dtype).exp().view(-1, 1)
-    if lower_bound is None:
-        if rate is None:
-            raise ValueError("A_log: want a tensor [H] without lower_bound, got None")
-        return (-rate * F.softplus(x)).to(output_dtype)
-    return (lower_bound * torch.sigmoid(x if rate is None else rate * x)).to(output_dtype)
+    rows = g.reshape(1, -1, *g.shape[-2:])
+    return delta_gate(rows, A_log, dt_bias, lower_bound).view(g.shape).to(output_dtype)
 
 
 def fused_gdn_gate(
@@ -247,9 +236,8 @@ def fused_gdn_gate(
     output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """-exp(A_log) softplus(g + dt_bias), of g [..., HV], A_log [HV] and dt_bias [HV]."""
-    x = g if g.dtype == torch.float64 else g.float()
-    x = x if dt_bias is None else x + dt_bias.to(x.dtype)
-    return (-A_log.to(x.dtype).exp() * F.softplus(x)).to(output_dtype)
+    rows = g.reshape(1, -1, g.shape[-1])
+    return delta_gate(rows, A_log, dt_bias).view(g.shape).to(output_dtype)
 
 
 def fused_beta_sigmoid(x: Tensor, scale: float = 1.0) -> Tensor:
@@ -353,35 +341,6 @@ def fused_recurrent_rwkv4(
     assert last is not None
     after = torch.stack([last[0], torch.ones_like(last[0]), last[1]], 1)
     return o, after[:, :, None].to(k.dtype)
-
-
-def mul_recurrent_rwkv7(
-    r: Tensor,
-    w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kk: Tensor,
-    a: Tensor,
-    scale: float | None = 1.0,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """fused_recurrent_rwkv7 with a = -kk and b = kk * a."""
-    return fused_recurrent_rwkv7(
-        r=r,
-        w=w,
-        k=k,
-        v=v,
-        a=-kk,
-        b=kk * a,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-    )
 
 
 def fused_addcmul_rwkv7(

@@ -13,7 +13,6 @@ from slipstream.compat.fla.functions import (
     chunk_gdn2,
     chunk_kda,
     fused_additive_gate,
-    mul_recurrent_rwkv7,
 )
 
 # parameters that several operators have
@@ -61,6 +60,11 @@ def _gate_of_slots(given: Arguments) -> Arguments:
         given["s"], cu_seqlens=given.get("cu_seqlens"), gate_dtype=torch.float32
     )
     return given | {"s": s, "g": g}
+
+
+def _of_unit_keys(given: Arguments) -> Arguments:
+    kk, a = given.pop("kk"), given.pop("a")
+    return given | {"a": -kk, "b": kk * a}
 
 
 def _without_scores(result: Any) -> Any:
@@ -274,9 +278,10 @@ OPERATORS = (
         note="scale is K^-0.5 by default, as fla has it; slipstream.ops has 1",
     ),
     Operator(
-        "ops.rwkv7.fused_recurrent", "fused_mul_recurrent_rwkv7", mul_recurrent_rwkv7,
+        "ops.rwkv7.fused_recurrent", "fused_mul_recurrent_rwkv7", ops.fused_recurrent_rwkv7,
         "r, w, k, v, kk, a, scale=1.0, initial_state=None, output_final_state=False, "
-        "reverse=False, cu_seqlens=None",
+        "reverse=False, cu_seqlens=None", change=_of_unit_keys,
+        note="with a = -kk, b = kk a",
     ),
     Operator(
         "ops.simple_gla.chunk", "chunk_simple_gla", ops.chunk_simple_gla,

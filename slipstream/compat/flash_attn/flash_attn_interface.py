@@ -1,125 +1,59 @@
 """flash_attn.flash_attn_interface: attention of tensors apart, and of packed ones."""
 
+from collections.abc import Callable
+from inspect import Parameter
+from typing import Any
+
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.ops.flash_attn import (
-    Result,
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
+from slipstream.compat.fixed import fixed
+from slipstream.ops.flash_attn import flash_attn_func as flash_attn_func
+from slipstream.ops.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
+from slipstream.ops.flash_attn import flash_attn_with_kvcache as flash_attn_with_kvcache
+
+_OPTIONS = (
+    "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic "
+    "return_attn_probs * sinks"
 )
 
-__all__ = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-]
+
+def _packed(
+    function: Callable[..., Any], name: str, tensor: str, layout: str, order: str
+) -> Callable[..., Any]:
+    """A function whose last tensors, q, k, v or k, v, are one, side by side in dimension -3."""
+    count = len(tensor)
+    added = {tensor: (Tensor, Parameter.empty)}
+    both = [x for x in ("cu_seqlens", "max_seqlen") if x in order.split()]
+    if both:  # of queries and keys
+        added |= {"cu_seqlens": (Tensor, Parameter.empty)}
+        added |= {"max_seqlen": (int | Tensor | None, None)}
+
+    def change(found: dict[str, Any]) -> dict[str, Any]:
+        x = found.pop(tensor)
+        checks.expect_rank(tensor, x, layout.count(",") + 1, layout)
+        if x.shape[-3] != count:
+            raise ValueError(f"{tensor}: want {layout}, got shape {tuple(x.shape)}")
+        for argument in both:
+            if argument in found:
+                found[f"{argument}_q"] = found[f"{argument}_k"] = found.pop(argument)
+        return found | dict(zip(tensor, x.unbind(-3)))
+
+    doc = f"{function.__name__} of {tensor} {layout}."
+    return checks.operator(fixed(function, name, doc, order=order, added=added, change=change))
 
 
-@checks.operator
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    sinks: Tensor | None = None,
-) -> Result:
-    """flash_attn_func of qkv [B, T, 3, H, D]."""
-    q, k, v = _parts("qkv", qkv, 3, "[B, T, 3, H, D]", 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sinks=sinks,
-    )  # fmt: skip
-
-
-@checks.operator
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    sinks: Tensor | None = None,
-) -> Result:
-    """flash_attn_func of q [B, T, H, D] and kv [B, S, 2, HKV, D]."""
-    k, v = _parts("kv", kv, 2, "[B, S, 2, HKV, D]", 5)
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, sinks=sinks,
-    )  # fmt: skip
-
-
-@checks.operator
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int | Tensor | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    sinks: Tensor | None = None,
-) -> Result:
-    """flash_attn_varlen_func of qkv [T, 3, H, D]."""
-    q, k, v = _parts("qkv", qkv, 3, "[T, 3, H, D]", 4)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
-        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, sinks=sinks,
-    )  # fmt: skip
-
-
-@checks.operator
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | Tensor | None = None,
-    max_seqlen_k: int | Tensor | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    sinks: Tensor | None = None,
-) -> Result:
-    """flash_attn_varlen_func of q [T, H, D] and kv [S, 2, HKV, D]."""
-    k, v = _parts("kv", kv, 2, "[S, 2, HKV, D]", 4)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, sinks=sinks,
-    )  # fmt: skip
-
-
-def _parts(name: str, x: Tensor, count: int, layout: str, rank: int) -> tuple[Tensor, ...]:
-    checks.expect_rank(name, x, rank, layout)
-    if x.shape[-3] != count:
-        raise ValueError(f"{name}: want {layout}, got shape {tuple(x.shape)}")
-    return x.unbind(-3)
+flash_attn_qkvpacked_func = _packed(
+    flash_attn_func, "flash_attn_qkvpacked_func", "qkv", "[B, T, 3, H, D]", f"qkv {_OPTIONS}"
+)
+flash_attn_kvpacked_func = _packed(
+    flash_attn_func, "flash_attn_kvpacked_func", "kv", "[B, S, 2, HKV, D]", f"q kv {_OPTIONS}"
+)
+flash_attn_varlen_qkvpacked_func = _packed(
+    flash_attn_varlen_func, "flash_attn_varlen_qkvpacked_func", "qkv", "[T, 3, H, D]",
+    f"qkv cu_seqlens max_seqlen {_OPTIONS}",
+)  # fmt: skip
+flash_attn_varlen_kvpacked_func = _packed(
+    flash_attn_varlen_func, "flash_attn_varlen_kvpacked_func", "kv", "[S, 2, HKV, D]",
+    f"q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k {_OPTIONS}",
+)  # fmt: skip

@@ -106,59 +106,28 @@ class FusedRMSNormGated(FusedLayerNormGated):
 
     is_rms_norm = True
 
-    def __init__(
-        self,
-        hidden_size: int,
-        elementwise_affine: bool = True,
-        eps: float = 1e-5,
-        activation: str = "swish",
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(hidden_size, elementwise_affine, False, activation, eps, device, dtype)
+    __init__ = fixed(
+        FusedLayerNormGated.__init__, "__init__",
+        order="self hidden_size elementwise_affine eps activation device dtype",
+    )  # fmt: skip
 
 
 class FusedLayerNormSwishGate(FusedLayerNormGated):
     """FusedLayerNormGated with "swish"."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        elementwise_affine: bool = True,
-        bias: bool = False,
-        eps: float = 1e-5,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(hidden_size, elementwise_affine, bias, "swish", eps, device, dtype)
+    __init__ = fixed(FusedLayerNormGated.__init__, "__init__", activation="swish")
 
 
 class FusedRMSNormSwishGate(FusedRMSNormGated):
     """FusedRMSNormGated with "swish"."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        elementwise_affine: bool = True,
-        eps: float = 1e-5,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(hidden_size, elementwise_affine, eps, "swish", device, dtype)
+    __init__ = fixed(FusedRMSNormGated.__init__, "__init__", activation="swish")
 
 
 class FusedLayerNormGatedLinear(Norm):
     """layer_norm_swish_gate_linear with the norm's parameters."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        elementwise_affine: bool = True,
-        eps: float = 1e-5,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(hidden_size, elementwise_affine, False, eps, device, dtype)
+    __init__ = fixed(Norm.__init__, "__init__", bias=False)
 
     def forward(
         self,

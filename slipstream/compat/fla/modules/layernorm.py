@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.compat.fixed import fixed
+from slipstream.nn.norm import _Norm
 from slipstream.ops import norm as ops
 
 
@@ -77,11 +78,9 @@ def linear(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(y, weight.to(y.dtype), None if bias is None else bias.to(y.dtype))
 
 
-class Norm(nn.Module):
+class Norm(_Norm):
     """weight and bias [hidden_size], parameters or None, and the options of a norm."""
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
     is_rms_norm = False
     num_groups = 1
 
@@ -94,18 +93,9 @@ class Norm(nn.Module):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__()
+        both = elementwise_affine, elementwise_affine and bias
+        super().__init__(hidden_size, *both, device, dtype)
         self.hidden_size, self.elementwise_affine, self.eps = hidden_size, elementwise_affine, eps
-        for name, wanted in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
-            made = torch.empty(hidden_size, device=device, dtype=dtype) if wanted else None
-            self.register_parameter(name, None if made is None else nn.Parameter(made))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, elementwise_affine={self.elementwise_affine}, eps={self.eps}"

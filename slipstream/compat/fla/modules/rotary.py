@@ -139,18 +139,24 @@ class RotaryEmbedding(nn.Module):
                 least at the first call.
             max_seqlen: rows of the tables; T + seqlen_offset if None.
         """
+        of_q, of_k = self._tables(q, seqlen_offset, max_seqlen)
+        given = self.interleaved, False, seqlen_offset, cu_seqlens
+        return rotary_embedding(q, *of_q, *given), rotary_embedding(k, *of_k, *given)
+
+    def _tables(
+        self, q: Tensor, seqlen_offset: int | Tensor, max_seqlen: int | None
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """cos and sin of q, and those of k."""
         if max_seqlen is None and not isinstance(seqlen_offset, Tensor):
             max_seqlen = q.shape[1] + seqlen_offset
         if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, device=q.device, dtype=q.dtype)
-        cos, sin = self._cos_cached, self._sin_cached
+        cos, sin, cos_k, sin_k = (
+            self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
+        )  # fmt: skip
         if cos is None or sin is None:
             raise ValueError("max_seqlen: want it with a tensor seqlen_offset, got None")
-        given = self.interleaved, False, seqlen_offset, cu_seqlens
-        q = rotary_embedding(q, cos, sin, *given)
-        if self._cos_k_cached is not None and self._sin_k_cached is not None:
-            cos, sin = self._cos_k_cached, self._sin_k_cached
-        return q, rotary_embedding(k, cos, sin, *given)
+        return (cos, sin), (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, base={self.base}, interleaved={self.interleaved}"

@@ -137,17 +137,9 @@ class RotaryEmbedding(fla.RotaryEmbedding):
             seqlen_offset: the position of the first token, of all sequences or of each [B]; a
                 tensor wants max_seqlen, at least at the first call.
         """
-        if max_seqlen is None and not isinstance(seqlen_offset, Tensor):
-            max_seqlen = qkv.shape[1] + seqlen_offset
-        if max_seqlen is not None:
-            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
-        cos, sin = self._cos_cached, self._sin_cached
-        if cos is None or sin is None:
-            raise ValueError("max_seqlen: want it with a tensor seqlen_offset, got None")
-        cos_k = cos if self._cos_k_cached is None else self._cos_k_cached
-        sin_k = sin if self._sin_k_cached is None else self._sin_k_cached
+        (cos, sin), of_k = self._tables(qkv, seqlen_offset, max_seqlen)
         options = self.interleaved, seqlen_offset
         if kv is None:
-            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, *options, num_heads_q)
+            return apply_rotary_emb_qkv_(qkv, cos, sin, *of_k, *options, num_heads_q)
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
-        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, *options)
+        return q, apply_rotary_emb_kv_(kv, *of_k, *options)

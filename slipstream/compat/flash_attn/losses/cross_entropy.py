@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slipstream.compat.fixed import fixed
 from slipstream.compat.fla.modules.fused_cross_entropy import FusedCrossEntropyLoss
 
 
@@ -13,27 +14,7 @@ class CrossEntropyLoss(FusedCrossEntropyLoss):
     "mean" of no rows at all is 0; flash_attn has NaN.
     """
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        logit_scale: float = 1.0,
-        lse_square_scale: float = 0.0,
-        inplace_backward: bool = False,
-        process_group: Any = None,
-        return_z_loss: bool = False,
-    ) -> None:
-        super().__init__(
-            ignore_index,
-            reduction,
-            label_smoothing,
-            logit_scale,
-            lse_square_scale,
-            inplace_backward=inplace_backward,
-            process_group=process_group,
-            return_z_loss=return_z_loss,
-        )
+    __init__ = fixed(FusedCrossEntropyLoss.__init__, "__init__", logit_softcapping=None)
 
     def forward(self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None) -> Any:
         """precomputed_lse has no effect."""

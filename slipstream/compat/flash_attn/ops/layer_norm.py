@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.compat.fixed import fixed
+from slipstream.compat.fla.modules.layernorm import Norm
 from slipstream.compat.flash_attn.ops.triton.layer_norm import layer_norm_fn
 from slipstream.compat.missing import missing_names
 
@@ -69,10 +70,9 @@ dropout_add_layer_norm = checks.operator(
 )
 
 
-class DropoutAddLayerNorm(nn.Module):
+class DropoutAddLayerNorm(Norm):
     """dropout_add_layer_norm with a weight and a bias [hidden_size]."""
 
-    bias: nn.Parameter | None
     _norm = staticmethod(dropout_add_layer_norm)
     _has_bias = True
 
@@ -86,18 +86,8 @@ class DropoutAddLayerNorm(nn.Module):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        super().__init__()
-        self.prenorm, self.p, self.eps = prenorm, p, eps
-        self.residual_in_fp32 = residual_in_fp32
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        bias = torch.empty(hidden_size, device=device, dtype=dtype) if self._has_bias else None
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        super().__init__(hidden_size, True, self._has_bias, eps, device, dtype)
+        self.prenorm, self.p, self.residual_in_fp32 = prenorm, p, residual_in_fp32
 
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> Any:
         return self._norm(

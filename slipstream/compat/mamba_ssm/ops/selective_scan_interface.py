@@ -14,8 +14,7 @@ from slipstream.ops.causal_conv1d import causal_conv1d_fn
 from slipstream.ops.norm import rms_norm
 
 
-@checks.operator
-def selective_scan_fn(
+def _selective_scan(
     u: Tensor,
     delta: Tensor,
     A: Tensor,
@@ -26,6 +25,8 @@ def selective_scan_fn(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     return_last_state: bool = False,
+    *,
+    reference: bool,
 ) -> Any:
     """slipstream.ops.selective_scan with channels before tokens.
 
@@ -42,31 +43,25 @@ def selective_scan_fn(
         NotImplementedError: complex states.
     """
     B, C = _check_scan(u, delta, A, B, C, D, z, delta_bias)
-    return linear_mixers.selective_scan_fn(
-        u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state
-    )
-
-
-@checks.operator
-def selective_scan_ref(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-) -> Any:
-    """selective_scan_fn token by token."""
-    B, C = _check_scan(u, delta, A, B, C, D, z, delta_bias)
+    if not reference:
+        terms = u, delta, A, B, C, D, z, delta_bias
+        return linear_mixers.selective_scan_fn(*terms, delta_softplus, return_last_state)
     B, C = (x.permute(0, 3, 1, 2) for x in (B, C))
     z = None if z is None else z.mT
     inputs = ScanInputs(u.mT, delta.mT, A, B, C, D, z, delta_bias, None, None)
     y, state = selective_scan_reference(inputs, delta_softplus)
     return (y.mT, state) if return_last_state else y.mT
+
+
+selective_scan_fn = checks.operator(fixed(_selective_scan, "selective_scan_fn", reference=False))
+selective_scan_ref = checks.operator(
+    fixed(
+        _selective_scan,
+        "selective_scan_ref",
+        "selective_scan_fn token by token.",
+        reference=True,
+    )
+)
 
 
 def _mamba_inner(
@@ -156,12 +151,9 @@ mamba_inner_ref = checks.operator(
         _mamba_inner,
         "mamba_inner_ref",
         "mamba_inner_fn token by token.",
+        order="xz conv1d_weight conv1d_bias x_proj_weight delta_proj_weight out_proj_weight "
+        "out_proj_bias A B C D delta_bias B_proj_bias C_proj_bias delta_softplus",
         reference=True,
-        checkpoint_lvl=1,
-        b_rms_weight=None,
-        c_rms_weight=None,
-        dt_rms_weight=None,
-        b_c_dt_rms_eps=1e-6,
     )
 )
 

@@ -1,7 +1,5 @@
 """mamba_ssm.ops.triton.layer_norm: norms with what comes before them in a block."""
 
-from typing import Any
-
 from slipstream.compat.fixed import fixed
 from slipstream.compat.flash_attn.ops.triton import layer_norm as flash_attn
 from slipstream.compat.flash_attn.ops.triton.layer_norm import layer_norm_linear_fn
@@ -22,12 +20,4 @@ rms_norm_fn = fixed(
 class RMSNorm(flash_attn.RMSNorm):
     """rms_norm_fn with a weight [hidden_size]."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        dropout_p: float = 0.0,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(hidden_size, eps, dropout_p, False, device, dtype)
+    __init__ = fixed(flash_attn.RMSNorm.__init__, "__init__", zero_centered_weight=False)

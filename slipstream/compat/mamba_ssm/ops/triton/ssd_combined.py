@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.compat.fixed import fixed
 from slipstream.compat.missing import missing_names
 from slipstream.integrations import linear_mixers
 from slipstream.ops.causal_conv1d import causal_conv1d_fn
@@ -107,22 +108,12 @@ def _are_sequences(seq_idx: Tensor | None, cu_seqlens: Tensor, tokens: int) -> b
     return cuts == cu_seqlens.unique_consecutive().tolist()
 
 
-def mamba_chunk_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-) -> Tensor:
-    """mamba_chunk_scan_combined without states."""
-    return mamba_chunk_scan_combined(
-        x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus=dt_softplus
-    )
+mamba_chunk_scan = fixed(
+    mamba_chunk_scan_combined,
+    "mamba_chunk_scan",
+    "mamba_chunk_scan_combined without states.",
+    order="x dt A B C chunk_size D z dt_bias dt_softplus",
+)
 
 
 @checks.operator

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.compat.fixed import fixed
 from slipstream.ops._fp32 import widen
 from slipstream.ops.mamba3 import chunk_mamba3
 
 
-@checks.operator
-def mamba3_siso_combined(
+def siso(
     Q: Tensor,
     K: Tensor,
     V: Tensor,
@@ -30,6 +30,8 @@ def mamba3_siso_combined(
     chunk_size: int = 64,
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    rule: Callable[..., Any],
 ) -> Any:
     """Mamba-3 SISO by slipstream.ops.chunk_mamba3, in the dtype of V.
 
@@ -48,30 +50,6 @@ def mamba3_siso_combined(
     Raises:
         ValueError, TypeError: an argument does not fit the others; the message names it.
     """
-    return siso(
-        chunk_mamba3, Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z, Input_States,
-        return_final_states, cu_seqlens,
-    )  # fmt: skip
-
-
-def siso(
-    rule: Callable[..., Any],
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    ADT: Tensor,
-    DT: Tensor,
-    Trap: Tensor,
-    Q_bias: Tensor,
-    K_bias: Tensor,
-    Angles: Tensor,
-    D: Tensor | None,
-    Z: Tensor | None,
-    Input_States: Any,
-    return_final_states: bool,
-    cu_seqlens: Tensor | None,
-) -> Any:
-    """mamba3_siso_combined by a chunk or recurrent form."""
     checks.expect_layouts(
         Q=(Q, "B T G N"), K=(K, "B T G N"), V=(V, "B T H P"), ADT=(ADT, "B H T"),
         DT=(DT, "B H T"), Trap=(Trap, "B H T"), Q_bias=(Q_bias, "H N"), K_bias=(K_bias, "H N"),
@@ -100,3 +78,6 @@ def siso(
         return y
     S, key, value, theta = after
     return y, torch.remainder(theta, 2 * math.pi), S.mT, key[:, :, 0], value[:, :, 0]
+
+
+mamba3_siso_combined = checks.operator(fixed(siso, "mamba3_siso_combined", rule=chunk_mamba3))

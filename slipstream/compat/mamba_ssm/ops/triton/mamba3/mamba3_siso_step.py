@@ -41,8 +41,8 @@ def mamba3_siso_step(
         Trap=(Trap, "B H"), Angles=(Angles, "B H A"), Z=(Z, "B H P"),
     )  # fmt: skip
     y, *states = siso(
-        fused_recurrent_mamba3, Q[:, None], K[:, None], V[:, None],
-        ADT[..., None], DT[..., None], Trap[..., None], Q_bias, K_bias, Angles[:, None], D,
-        None if Z is None else Z[:, None], Input_States, True, None,
+        Q[:, None], K[:, None], V[:, None], ADT[..., None], DT[..., None], Trap[..., None],
+        Q_bias, K_bias, Angles[:, None], D, None if Z is None else Z[:, None], Input_States,
+        return_final_states=True, rule=fused_recurrent_mamba3,
     )  # fmt: skip
     return y[:, 0], states
