@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.tools.catalog import OPERATORS, Sample
 from tests.support.formulas import has_formula, wanted
-from tests.support.interpreted import PARTS, parts, run
+from tests.support.interpreted import PARTS, interpreted
 from tests.support.operators import LINEAR, Args, Size, block_size, cast, each, with_grads
 
 # of the linear family, one of each kernel; the others, other gates and variants are further
@@ -100,15 +99,10 @@ def check_apart(part: str) -> None:
         check(part)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_nan_reaches_results_interpreted(part: str) -> None:
-    run(part, script="tests.kernels.test_nan_interpreted")
-
-
-if __name__ == "__main__":
     with np.errstate(all="ignore"):
-        for part in parts():
-            check_apart(part)
-            if part == "further":
-                check(part)
+        check_apart(part)
+        if part == "further":
+            check(part)

@@ -5,7 +5,7 @@ import torch
 
 from slipstream.compiler.aot import compile_kernel
 from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
@@ -21,14 +21,10 @@ def test_partial_sums_compile(arch: str, M: int) -> None:
     assert got.stack == 0
 
 
+@interpreted
 def test_partial_sums_match_torch() -> None:
-    run(script="tests.kernels.test_partial_sums")
-
-
-if __name__ == "__main__":
     from slipstream.kernels.primitives.partial_sums import add_partial_sums
 
-    torch.manual_seed(0)
     for P, M, D in [(1, 1, 1), (600, 2, 33), (37, 5, 64), (513, 3, 70)]:
         for partial in (torch.randn(P, M, D), torch.randn(M, P, D).transpose(0, 1)):
             outs = [None if i == 1 else torch.empty(D, dtype=torch.bfloat16) for i in range(M)]

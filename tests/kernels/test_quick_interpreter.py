@@ -1,14 +1,11 @@
-"""The changes of tests/support/quick_interpreter.py to Triton's interpreter give numpy's numbers.
-
-TRITON_INTERPRET=1 python -m tests.kernels.test_quick_interpreter
-"""
+"""What tests/support/quick_interpreter.py changes in Triton's interpreter: numpy's numbers."""
 
 import numpy as np
 import pytest
 import torch
 
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from tests.support.interpreted import run
+from slipstream.runtime.backends import INTERPRETED
+from tests.support.interpreted import interpreted
 from tests.support.products import product
 
 if INTERPRETED:
@@ -124,12 +121,8 @@ def test_product_of_a_row_has_the_same_bits_anywhere(sizes: tuple[int, int, int]
         assert np.array_equal(product(np.asfortranarray(a[i // 2 :]), b)[i - i // 2], whole[i])
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 def test_combine_functions_and_broadcasts() -> None:
-    run(script="tests.kernels.test_quick_interpreter")
-
-
-if __name__ == "__main__":
     for dtype in (torch.float32, torch.float64):
         for reverse in (False, True):
             check(dtype, reverse)

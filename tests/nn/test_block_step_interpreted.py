@@ -1,9 +1,4 @@
-"""Steps of one token in blocks by impl="triton" under Triton's interpreter: the bits of the block.
-
-The interpreter is chosen when a kernel is defined, so this runs in a process of its own:
-
-TRITON_INTERPRET=1 python -m tests.nn.test_block_step_interpreted
-"""
+"""Steps of one token in blocks by impl="triton", interpreted: the bits of the block."""
 
 import pytest
 import torch
@@ -16,7 +11,7 @@ from slipstream.ops import chunk_gated_delta_rule
 from slipstream.runtime.block_step import BlockStep
 from slipstream.runtime.consistent import consistent
 from tests.support.block_inputs import LAYERS, check_inputs
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 
 H, K = 2, 64
 
@@ -51,10 +46,6 @@ def test_plain_step_matches_formula(bound: float | None, channels: tuple[int, ..
     torch.testing.assert_close(blocks.window, window)
 
 
-def test_steps_have_the_bits_of_blocks() -> None:
-    run(script="tests.nn.test_block_step_interpreted")
-
-
 @torch.no_grad()
 def check(N: int) -> None:
     torch.manual_seed(0)
@@ -83,7 +74,8 @@ def check(N: int) -> None:
             assert torch.equal(found, want[:, t : t + 1]), t
 
 
-if __name__ == "__main__":
+@interpreted
+def test_steps_have_the_bits_of_blocks() -> None:
     check(1)
     check(2)
     for make, bound in LAYERS:

@@ -1,17 +1,12 @@
-"""Exchanges between a back end's segments, under Triton's interpreter, against the reference.
+"""Exchanges between a back end's segments, under Triton's interpreter, against the reference."""
 
-The checks run in a process of their own, this file as a script.
-"""
-
-import os
 from typing import Any
 
 import pytest
 import torch
 
 from slipstream.kernels.linear import segments
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.support.interpreted import PARTS, parts, run
+from tests.support.interpreted import PARTS, interpreted
 from tests.support.linear_interpreted import reference
 from tests.support.lockstep import linear_on_ranks
 from tests.support.operators import offsets, relative_error
@@ -166,21 +161,11 @@ def check_bits(kind: str, packed: bool) -> None:
                 assert torch.equal(found[ranks][name], found[1][name]), (kind, name, ranks)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_exchanges_match_reference_when_interpreted(part: str) -> None:
-    run(part, script="tests.parallel.test_context_interpreted")
-
-
-if __name__ == "__main__":
-    torch.manual_seed(int(os.environ.get("SEED", "0")))
-    # NaN in whatever is never written
-    torch.use_deterministic_algorithms(True)
     assert segments.NUM_SMS
-    for part in parts():
-        for case in CASES[part]:
-            check(*case)
-            print(*case, "ok", flush=True)
-        for case in BITS[part]:
-            check_bits(*case)
-            print(*case, "the same bits", flush=True)
+    for case in CASES[part]:
+        check(*case)
+    for case in BITS[part]:
+        check_bits(*case)

@@ -1,5 +1,5 @@
 """Kernels that look for indices that are too large, under Triton's interpreter, against the rule
-that holds on the CPU. This file is also the script that the interpreter runs."""
+that holds on the CPU."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.triton.plan import HAVE_TRITON
 from slipstream.runtime import token_ids
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 
 
 def message() -> str:
@@ -79,11 +78,6 @@ def check_offsets() -> None:
             assert message() == want, (offsets, message())
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_kernels_find_what_the_cpu_refuses() -> None:
-    run(script="tests.runtime.test_indices")
-
-
 def test_indices_are_checked_again_when_changed() -> None:
     x, lengths = torch.tensor([0, 3]), torch.tensor([4, 4])
     looked = token_ids._looked_at
@@ -132,6 +126,7 @@ def test_scans_take_numbers_under_trace(monkeypatch: pytest.MonkeyPatch) -> None
     assert sizes == [3, 8, 3, 8] and {type(n) for n in sizes} == {int}
 
 
-if __name__ == "__main__":
+@interpreted
+def test_kernels_find_what_the_cpu_refuses() -> None:
     check_indices()
     check_offsets()

@@ -63,6 +63,12 @@ def run_script(script: str, *arguments: str) -> tuple[int, str]:
     return status, out + error
 
 
+def run_test(module: str, name: str, given: Mapping[str, str]) -> tuple[int, str]:
+    """Status of a decorated test's own function under the interpreter, and what it printed."""
+    status, out, error = _reply("interpreter", None, module=module, test=name, given=given)
+    return status, out + error
+
+
 def run_code(
     code: str | Path, *arguments: object, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess:
@@ -84,6 +90,13 @@ def _in_child(request: dict[str, Any], outputs: tuple[int, int]) -> None:
         if "script" in request:
             sys.argv = [request["script"], *request["arguments"]]
             runpy.run_module(request["script"], run_name="__main__", alter_sys=True)
+        elif "test" in request:
+            import torch
+
+            torch.manual_seed(int(os.environ.get("SEED", "0")))
+            torch.use_deterministic_algorithms(True)  # NaN in whatever is never written
+            module = importlib.import_module(request["module"])
+            getattr(module, request["test"]).__wrapped__(**request["given"])
         elif request["code"].endswith(".py"):
             sys.argv = [request["code"], *request["arguments"]]
             sys.path[0] = str(Path(request["code"]).parent)

@@ -5,7 +5,9 @@ The interpreter is chosen when a kernel is defined, so this runs in a process of
 TRITON_INTERPRET=1 python -m tests.support.interpreted rms_norm l2_norm      rows by function
 """
 
+import functools
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,9 +15,10 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.kernel_key import KernelKey
+from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.guarded_launch import Guard
 from slipstream.tools.catalog import Sample
-from tests.support.forked import run_script
+from tests.support.forked import run_script, run_test
 from tests.support.formulas import wanted
 from tests.support.operators import BLOCKS, Args, block_size, cast, each, with_grads
 from tests.support.user_inputs import LAYOUTS
@@ -29,15 +32,22 @@ LIMITS = {torch.float32: (1e-5, 3e-5), torch.float16: (4e-3, 8e-3)}
 PARTS = ("sample", pytest.param("further", marks=pytest.mark.slow))
 
 
-def parts() -> list[str]:
-    """The parts of its checks that a script shall run: those it is given, or both."""
-    return sys.argv[1:] or ["sample", "further"]
-
-
 def run(*names: str, script: str = "tests.support.interpreted") -> None:
     """The checks of rows by function, or parts of a script of their own, in another process."""
     status, text = run_script(script, *names)
     assert status == 0, text[-8000:]
+
+
+def interpreted(test: Callable[..., None]) -> Callable[..., None]:
+    """Has a test run under the interpreter, in a process of its own, where torch.empty holds NaN.
+    Its parameters are strings; SEED in the environment is that of its random numbers."""
+
+    @functools.wraps(test)
+    def in_a_process(**given: str) -> None:
+        status, text = run_test(test.__module__, test.__name__, given)
+        assert status == 0, text[-8000:]
+
+    return pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")(in_a_process)
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -1,15 +1,8 @@
 """The two numbers of each query for attention's backward, under Triton's interpreter."""
 
-import pytest
 import torch
 
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import run
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_delta_of_queries_and_of_tiles() -> None:
-    run(script="tests.kernels.attention.test_delta_interpreted")
+from tests.support.interpreted import interpreted
 
 
 def check(B: int, T: int, cu: list[int] | None, has_dlse: bool, BM: int) -> None:
@@ -37,8 +30,8 @@ def check(B: int, T: int, cu: list[int] | None, has_dlse: bool, BM: int) -> None
         torch.testing.assert_close(x[..., :T], right)
 
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
+@interpreted
+def test_delta_of_queries_and_of_tiles() -> None:
     check(2, 37, None, True, 16)
     check(1, 50, [0, 5, 5, 31, 50], False, 16)
     check(1, 33, [0, 33], True, 16)

@@ -1,16 +1,14 @@
 """Attention's dropout by the Triton kernels under the interpreter: the weights that plain torch
-keeps, and torch's gradients for them. This file is also the script that the interpreter runs."""
+keeps, and torch's gradients for them."""
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.attention import dropout
-from slipstream.kernels.attention.triton.plan import HAVE_TRITON
 from slipstream.ops.attention import attention
-from tests.support.interpreted import run, with_grads
+from tests.support.interpreted import interpreted, with_grads
 
 # of q, k and v: batch, tokens, keys, heads, heads of keys, widths; and what is given beside them
 CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -72,11 +70,6 @@ def check_weights() -> None:
     assert not weights("triton", 1.0).any()
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_kernels_drop_what_plain_torch_drops() -> None:
-    run(script="tests.kernels.attention.test_dropout_interpreted")
-
-
 def test_words_are_philox() -> None:
     """Salmon et al.'s test vectors of Philox4x32-7: counter 0 and key 0, and all bits set."""
     zero, ones = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0xFFFFFFFF)
@@ -86,8 +79,8 @@ def test_words_are_philox() -> None:
         assert " ".join(f"{int(word):08x}" for word in words) == want[seed]
 
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
+@interpreted
+def test_kernels_drop_what_plain_torch_drops() -> None:
     check_weights()
     for each in CALLS:
         check(each)

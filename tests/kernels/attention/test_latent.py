@@ -1,8 +1,4 @@
-"""Attention to a cache of latents: plain torch against the reference, Triton's kernel against that.
-
-The interpreter is chosen when a kernel is defined, so it runs in a process of its own: this file as
-a script.
-"""
+"""Attention to a cache of latents: plain torch against the reference, and Triton's kernel."""
 
 import pytest
 import torch
@@ -13,7 +9,7 @@ from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOption
 from slipstream.kernels.attention.latent import _call, eager_latent_attention, latent_attention
 from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 
 # B, T, S, H, page, width, rest
 CALLS = [(2, 1, 70, 7, 0, 40, 8), (3, 3, 96, 3, 16, 64, 32), (2, 2, 90, 5, 30, 48, 16)]
@@ -106,12 +102,8 @@ def test_latent_decoding_compiles(arch: str, page: int) -> None:
         assert not got.instructions["atomic"], job.name
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="wants Triton")
+@interpreted
 def test_latent_kernel_interpreted() -> None:
-    run(script="tests.kernels.attention.test_latent")
-
-
-if __name__ == "__main__":
     for call in CALLS:
         q, latent, lengths, table = inputs(call, torch.float32)
         given = {"width": call[5], "scale": 0.2, "table": table, "impl": "triton"}

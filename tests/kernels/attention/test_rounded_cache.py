@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from slipstream.common import rounded_keys
-from slipstream.kernels.attention.triton.plan import HAVE_TRITON
 from slipstream.ops import attention
 from slipstream.ops import flash_attn_with_kvcache as attend
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 from tests.support.operators import relative_error
 
 DTYPES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
@@ -103,11 +102,6 @@ def test_cache_in_8_bits() -> None:
     check_narrow("eager")
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_cache_in_8_bits_when_interpreted() -> None:
-    run("sample", script="tests.kernels.attention.test_rounded_cache")
-
-
 @pytest.mark.parametrize("name", DTYPES)
 def test_error_of_keys_in_8_bits(name: str) -> None:
     """The error of o beside float64's; it stays the same as keys come."""
@@ -142,6 +136,7 @@ def test_scales_that_do_not_fit_are_refused() -> None:
             attend(q, **{**given, **change}, cache_seqlens=4)
 
 
-if __name__ == "__main__":
+@interpreted
+def test_cache_in_8_bits_when_interpreted() -> None:
     check("triton")
     check_narrow("triton")

@@ -1,10 +1,8 @@
 """The Triton kernels under Triton's interpreter, on a CPU, against the float64 reference.
 
-The interpreter is chosen when a kernel is defined, so the checks run in a process of their own:
-this file as a script. bfloat16 products are wrong in the interpreter: float32 and float16 only.
+bfloat16 products are wrong in the interpreter: float32 and float16 only.
 """
 
-import os
 import warnings
 
 import pytest
@@ -13,9 +11,8 @@ import torch
 from slipstream.kernels.attention.cache import Cache, append, gather, hidden_keys
 from slipstream.kernels.attention.eager import forward as eager_forward
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.triton.plan import HAVE_TRITON
 from tests.support.attention_calls import CALLS, check, got, incoming, want
-from tests.support.interpreted import PARTS, parts, run
+from tests.support.interpreted import PARTS, interpreted
 
 # calls of the default run: masks, groups, options and ways of packing, each once
 SAMPLE = {"one", "causal", "more queries", "causal window", "gate, sinks", "slopes, sinks"}
@@ -103,24 +100,16 @@ def check_caches(options: AttentionOptions) -> None:
     assert torch.equal(mine, theirs)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_kernels_match_reference_when_interpreted(part: str) -> None:
-    run(part, script="tests.kernels.attention.test_triton_interpreted")
-
-
-if __name__ == "__main__":
     warnings.simplefilter("error", RuntimeWarning)
-    torch.manual_seed(int(os.environ.get("SEED", "0")))
-    # NaN in whatever is never written
-    torch.use_deterministic_algorithms(True)
-    for part in parts():
-        check_caches(AttentionOptions(-0.3, 6, 0, 3.0))
-        if part == "further":
-            check_caches(AttentionOptions(0.3, -1, 0))
-            check_strides()
-        for i, call in enumerate(CALLS):
-            if (call.name in SAMPLE) == (part == "sample"):
-                check_call(i, torch.float32)
-            if call.name in NARROW and (call.name == "packed apart") == (part == "sample"):
-                check_call(i, torch.float16)
+    check_caches(AttentionOptions(-0.3, 6, 0, 3.0))
+    if part == "further":
+        check_caches(AttentionOptions(0.3, -1, 0))
+        check_strides()
+    for i, call in enumerate(CALLS):
+        if (call.name in SAMPLE) == (part == "sample"):
+            check_call(i, torch.float32)
+        if call.name in NARROW and (call.name == "packed apart") == (part == "sample"):
+            check_call(i, torch.float16)

@@ -6,17 +6,13 @@ import torch
 from slipstream.kernels.attnres import op
 from slipstream.kernels.attnres.inputs import AttnresInputs
 from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted, run
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
 
 def test_attnres_interpreted() -> None:
     run("attnres")
-
-
-def test_one_residual_with_all_the_weight() -> None:
-    run(script="tests.kernels.attnres.test_attnres_interpreted")
 
 
 def check(normed: bool) -> None:
@@ -61,7 +57,8 @@ def check_one_residual() -> None:
     assert torch.autograd.grad(y, query, torch.randn_like(y))[0].count_nonzero() == 0
 
 
-if __name__ == "__main__":
+@interpreted
+def test_one_residual_with_all_the_weight() -> None:
     check_eps_of_zero()
     check_one_residual()
     for with_norm in (False, True):

@@ -1,7 +1,5 @@
 """The Triton short convolution under Triton's interpreter: widths, packing, tiles, the update."""
 
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +7,7 @@ from torch import Tensor
 from slipstream.ops.conv import short_convolution, short_convolution_update
 from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.in_bounds import in_bounds
-from tests.support.interpreted import error, run
+from tests.support.interpreted import error, interpreted, run
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -17,15 +15,13 @@ def test_triton_convolution_matches_reference() -> None:
     run("short_convolution")
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 def test_triton_convolution_matches_reference_for_short_sequences() -> None:
-    run("short", script="tests.kernels.conv.test_triton_interpreted")
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-@pytest.mark.slow
-def test_triton_convolution_matches_reference_in_small_tiles() -> None:
-    run(script="tests.kernels.conv.test_triton_interpreted")
+    check_short_sequences()
+    for lengths in ((7, 1), (1,) * 9, (17, 1, 1, 0, 5), (8, 0, 8), (3, 4, 9, 0)):
+        for extras in (False, True):
+            check_bounds(lengths, extras)
+    check_offsets_past_the_end()
 
 
 def check(B: int, T: int, D: int, W: int, lengths: tuple[int, ...], extras: bool) -> None:
@@ -208,18 +204,11 @@ def check_bounds(lengths: tuple[int, ...], extras: bool) -> None:
     launch.FORWARD, launch.BACKWARD = forward, backward
 
 
-def main() -> None:
+@interpreted
+@pytest.mark.slow
+def test_triton_convolution_matches_reference_in_small_tiles() -> None:
     from slipstream.kernels.conv.triton import launch
 
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(0)
-    if sys.argv[1:] == ["short"]:
-        check_short_sequences()
-        for lengths in ((7, 1), (1,) * 9, (17, 1, 1, 0, 5), (8, 0, 8), (3, 4, 9, 0)):
-            for extras in (False, True):
-                check_bounds(lengths, extras)
-        check_offsets_past_the_end()
-        return
     lengths = (3, 0, 33, 1, 2, 26, 0)
     for W in (1, 3, 4, 8):
         check(1, 40, 6, W, (), True)
@@ -243,7 +232,3 @@ def main() -> None:
     for W in (1, 2, 3, 4):
         check_update(W, torch.float32)
     check_update(4, torch.float16)
-
-
-if __name__ == "__main__":
-    main()

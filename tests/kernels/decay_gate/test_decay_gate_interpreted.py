@@ -1,18 +1,10 @@
 """The decay gate's kernels under Triton's interpreter, against its formula in float64."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise import decay_gate as op
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import error, run
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_triton_decay_gate_matches_formula() -> None:
-    run(script="tests.kernels.decay_gate.test_decay_gate_interpreted")
-
+from tests.support.interpreted import error, interpreted
 
 # x [B, T, HV] or [B, T, HV, K]; whether there are A_log, dt_bias and a bound
 CASES = [
@@ -62,8 +54,8 @@ def check_small() -> None:
     torch.testing.assert_close(g.double(), want, rtol=3e-6, atol=0)
 
 
-def main() -> None:
-    torch.manual_seed(0)
+@interpreted
+def test_triton_decay_gate_matches_formula() -> None:
     for case in CASES:
         check(*case, torch.float32)
     check(*CASES[0], torch.float16)
@@ -72,7 +64,3 @@ def main() -> None:
     x, A, bias = torch.randn(2, 3, 2, 4), torch.randn(2), torch.randn(8)
     torch.library.opcheck(op._forward.overload, (x, A, bias, None, "triton"))
     torch.library.opcheck(op._forward.backward.overload, (x, x, A, None, -2.0, "triton"))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,9 @@
 """The kernels of the erased vector under Triton's interpreter, against the formula in float64."""
 
-import pytest
 import torch
 
 from slipstream.kernels.elementwise import erase as op
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import error, run
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_triton_erase_matches_formula() -> None:
-    run(script="tests.kernels.erase.test_erase_interpreted")
+from tests.support.interpreted import error, interpreted
 
 
 def check(shape: tuple[int, ...], has_b: bool, dtype: torch.dtype) -> None:
@@ -30,8 +23,8 @@ def check(shape: tuple[int, ...], has_b: bool, dtype: torch.dtype) -> None:
         assert error(got, want) < (1e-6 if dtype == torch.float32 else 4e-3), (shape, dtype)
 
 
-def main() -> None:
-    torch.manual_seed(0)
+@interpreted
+def test_triton_erase_matches_formula() -> None:
     for shape, has_b in (((2, 37, 3, 33), True), ((1, 1, 1, 5), False), ((1, 9, 2, 128), False)):
         check(shape, has_b, torch.float32)
         check(shape, has_b, torch.float16)
@@ -39,7 +32,3 @@ def main() -> None:
     assert op._forward._mismatch((x, x.half(), x.half(), "triton")) is None
     torch.library.opcheck(op._forward.overload, (x, x, x, "triton"))
     torch.library.opcheck(op._forward.backward.overload, (x, x, x, None, "triton"))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,11 @@
-"""The scan's Triton kernels under Triton's interpreter, on a CPU, against the float64 reference.
-
-The interpreter is chosen when a kernel is defined, so the checks run in a process of their own:
-this file as a script.
-"""
-
-import os
+"""The scan's Triton kernels under Triton's interpreter, on a CPU, against the float64 reference."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.ops import chunk_hgrn
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 from tests.support.operators import offsets, relative_error
 
 # rows of a tile there
@@ -88,22 +81,14 @@ def check_alone_equals_packed() -> None:
     assert torch.equal(packed[:, 3:8], short)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_scan_matches_reference_when_interpreted():
-    run(script="tests.kernels.gated_scan.test_triton_scan_interpreted")
-
-
 def test_scan_refuses_the_cpu_by_name():
     with pytest.raises(NotImplementedError, match="impl='triton'"):
         chunk_hgrn(torch.randn(1, 2, 3), torch.zeros(1, 2, 3), impl="triton")
 
 
-if __name__ == "__main__":
-    torch.manual_seed(int(os.environ.get("SEED", "0")))
-    # NaN in whatever is never written
-    torch.use_deterministic_algorithms(True)
+@interpreted
+def test_scan_matches_reference_when_interpreted() -> None:
     for case in CASES:
         check(*case)
-        print(*case, "ok", flush=True)
     check_only_final()
     check_alone_equals_packed()

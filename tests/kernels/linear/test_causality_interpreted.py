@@ -1,7 +1,6 @@
 """The past keeps its bits when the future changes: Triton's kernels, under its interpreter.
 
-As test_triton_scalar_decay_interpreted.py: the checks run in a process of their own, this file as a
-script. tests/ops/test_properties.py has the same of plain torch.
+tests/ops/test_properties.py has the same of plain torch.
 """
 
 from unittest import mock
@@ -10,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from tests.support.causality import changed_bits
-from tests.support.interpreted import PARTS, parts, run
+from tests.support.interpreted import PARTS, interpreted
 from tests.support.operators import LINEAR, Size
 
 # one of each kernel; the others, and gates that grow weaker, are further
@@ -60,14 +58,9 @@ def check_apart() -> None:
                 print(op.name, "apart ok", flush=True)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_past_keeps_its_bits_when_interpreted(part: str) -> None:
-    run(part, script="tests.kernels.linear.test_causality_interpreted")
-
-
-if __name__ == "__main__":
-    for part in parts():
-        check(part)
-        if part == "sample":
-            check_apart()
+    check(part)
+    if part == "sample":
+        check_apart()

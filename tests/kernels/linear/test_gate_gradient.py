@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator.rounding import language, rounded
 from tests.support import sm90_delta
 from tests.support import sm90_scalar_decay as scalar_decay
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 from tests.support.linear_interpreted import reference
 from tests.support.operators import offsets
 
@@ -79,10 +78,13 @@ def check_triton(family: str, gates: str, packed: bool, dtype: torch.dtype) -> N
         assert e <= limit, f"{family}, {gates}, packed={packed}, p={p is not None}: {e:.1e}"
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 @pytest.mark.parametrize("family", ["delta", "scalar_decay"])
 def test_triton_gate_gradient_of_strong_gates(family: str) -> None:
-    run(family, script="tests.kernels.linear.test_gate_gradient")
+    for gates in GATES:
+        for packed in (False, True) if gates == "all strengths" else (False,):
+            check_triton(family, gates, packed, torch.float16)
+    check_triton(family, "few of -1e4", True, torch.float32)
 
 
 @functools.cache
@@ -151,11 +153,3 @@ def test_sm90_gate_gradient_of_strong_gates(family: str, gates: str, packed: boo
         assert e <= LIMIT, f"{name}: {e:.4f}"
         if delta:  # scalar_decay's is of Triton's kernel, in whose place is plain torch here
             assert not dg[terms.g < -1e3].any(), name
-
-
-if __name__ == "__main__":
-    for gates in GATES:
-        for packed in (False, True) if gates == "all strengths" else (False,):
-            check_triton(sys.argv[1], gates, packed, torch.float16)
-            print(sys.argv[1], gates, packed, "ok", flush=True)
-    check_triton(sys.argv[1], "few of -1e4", True, torch.float32)

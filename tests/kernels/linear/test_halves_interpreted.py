@@ -2,8 +2,7 @@
 under the interpreter.
 
 The interpreter has no bfloat16, which alone takes chunks so. float32 has its exponents, and is
-given its limits here, and at last operands of products are rounded as bfloat16. As
-test_triton_scalar_decay_interpreted.py: in a process of its own.
+given its limits here, and at last operands of products are rounded as bfloat16.
 """
 
 from typing import Any
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.support.interpreted import PARTS, parts, run
+from tests.support.interpreted import PARTS, interpreted
 
 CALLS = {
     "kda": lambda q, k, v, g, unit, impl="triton": ops.chunk_kda(
@@ -145,16 +143,11 @@ def check_half_sums() -> None:
     torch.testing.assert_close(found, want)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_small_inputs_keep_their_bits(part: str) -> None:
-    run(part, script="tests.kernels.linear.test_halves_interpreted")
-
-
-if __name__ == "__main__":
     check_half_sums()
     as_in_bfloat16()
-    (part, *_) = reversed(parts())  # the further one has the sample's
     for name in CALLS:
         check(name, part)
         if name != "rwkv6":  # whose u takes chunks whole or by blocks

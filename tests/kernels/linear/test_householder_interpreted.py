@@ -1,16 +1,10 @@
-"""The copies of tokens to and from their steps, under Triton's interpreter, against torch's.
+"""The copies of tokens to and from their steps, under Triton's interpreter, against torch's."""
 
-As test_triton_scalar_decay_interpreted.py: the checks run in a process of their own, this file as a
-script.
-"""
-
-import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.householder import eager_deinterleave, eager_interleave
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 
 # B, T, H, HV, K, n, dtype
 CASES = [
@@ -39,13 +33,8 @@ def check(q: Tensor, g: Tensor, do: Tensor, n: int) -> None:
             assert all(torch.equal(x, y) for x, y in zip(got, want))
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 def test_tokens_are_copied_to_and_from_their_steps() -> None:
-    run(script="tests.kernels.linear.test_householder_interpreted")
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
     for B, T, H, HV, K, n, dtype in CASES:
         q, do = (torch.randn(B, T, *x).to(dtype) for x in ((H, K), (HV, K + 3)))
         check(q, torch.randn(B, T, HV), do, n)

@@ -1,11 +1,9 @@
 """States that Triton's kernels leave on their way, under Triton's interpreter, whole and in
-segments; the checks run in a process of their own, this file as a script."""
+segments."""
 
-import pytest
 import torch
 
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 from tests.support.prefix_states import OPERATORS, Call, expect_prefix_states
 
 LENGTHS = {"batch": None, "packed": (70, 0, 130)}
@@ -23,22 +21,16 @@ def in_segments() -> None:
         module.scalar_decay_tokens = lambda terms, programs, C, unit: 64
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 def test_states_are_left_when_interpreted() -> None:
-    run(script="tests.kernels.linear.test_prefix_states_interpreted")
-
-
-if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
     for segments in (False, True):
         if segments:
             in_segments()
         for operator in OPERATORS:
-            for kind, lengths in [*LENGTHS.items()][segments:]:  # in segments packed alone
+            for lengths in [*LENGTHS.values()][segments:]:  # in segments packed alone
                 expect_prefix_states(
                     Call.make(operator, lengths, B=1, T=136, HV=1, impl="triton"), rtol=1e-4
                 )
-                print(operator, kind, segments, "ok", flush=True)
     for operator in OPERATORS:
         call = Call.make(operator, (70, 64), HV=1, impl="triton", consistent=True)
         _, pool, _ = call.run()

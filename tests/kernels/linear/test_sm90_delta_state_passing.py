@@ -1,27 +1,16 @@
-"""The state that each segment meets (sm90/delta/state_passing.py), as its docstring says.
-
-As test_triton_scalar_decay_interpreted.py: the kernel runs in a process of its own, this file as a
-script.
-"""
+"""The state that each segment meets (sm90/delta/state_passing.py), as its docstring says."""
 
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 
 K, V, HV, SEGMENT = 16, 32, 2, 64
 # offsets of packed sequences, or rows of a batch and their tokens
 CASES = [(0, 5, 5, 330, 394), (70, 70, 320), (0, 64, 128), ("batch", 2, 200)]
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_segments_receive_states_interpreted() -> None:
-    run(script="tests.kernels.linear.test_sm90_delta_state_passing")
 
 
 def sequences(case: tuple) -> list[tuple[int, int]]:
@@ -120,13 +109,13 @@ def check_every(case: tuple, back: bool, ends: bool, starts: bool) -> None:
         torch.testing.assert_close(s_out[n], state, rtol=1e-4, atol=1e-4)
 
 
-if __name__ == "__main__":
+@interpreted
+def test_segments_receive_states_interpreted() -> None:
     from slipstream.kernels.linear.sm90.delta import state_passing
 
     product: Any = state_passing.tile_product
     # pairs of bf16 are not what the interpreter multiplies
     state_passing.tile_product = lambda a, b, inner: product(a, b, "ieee")
-    torch.manual_seed(0)
     for case in CASES:
         for back in (False, True):
             for yes in (False, True):

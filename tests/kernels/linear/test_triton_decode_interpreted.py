@@ -1,10 +1,5 @@
-"""The step kernel under Triton's interpreter: every operator, every state, against the reference.
+"""The step kernel under Triton's interpreter: every operator and state, against the reference."""
 
-As test_triton_scalar_decay_interpreted.py: the checks run in a process of their own, this file as a
-script.
-"""
-
-import os
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -17,10 +12,9 @@ from slipstream.kernels.linear import dispatch
 from slipstream.kernels.linear import op as linear_op
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.runtime.dispatch import Candidate
 from slipstream.tools.catalog import Sample, flat
-from tests.support.interpreted import PARTS, parts, run
+from tests.support.interpreted import PARTS, interpreted
 from tests.support.operators import LINEAR, Size, cast, leaves, packed, relative_error
 
 SIZES = {
@@ -126,19 +120,12 @@ def check_float16() -> None:
         assert relative_error(x, y) <= 1e-3
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_step_matches_reference_when_interpreted(part: str) -> None:
-    run(part, script="tests.kernels.linear.test_triton_decode_interpreted")
-
-
-if __name__ == "__main__":
-    torch.manual_seed(int(os.environ.get("SEED", "0")))
-    # NaN in whatever is never written
-    torch.use_deterministic_algorithms(True)
-    if "further" in parts():
+    if part == "further":
         check_operators(("one token", "seventeen"))
-    if "sample" in parts():
+    else:
         check_operators(("three", "packed"))
         check_v_first()
         check_strides()

@@ -1,16 +1,10 @@
-"""recurrent_step: states in a pool, updated in place, in plain torch and in Triton.
+"""recurrent_step: states in a pool, updated in place, in plain torch and in Triton."""
 
-As test_triton_scalar_decay_interpreted.py: Triton's checks run in a process of their own, this file
-as a script.
-"""
-
-import os
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from tests.support.decode_pool import (
     HV,
     INDICES,
@@ -24,7 +18,7 @@ from tests.support.decode_pool import (
     make,
     step,
 )
-from tests.support.interpreted import PARTS, parts, run
+from tests.support.interpreted import PARTS, interpreted
 from tests.support.operators import relative_error
 
 
@@ -156,19 +150,11 @@ def test_step_passes_opcheck_and_compiles() -> None:
     assert relative_error(pool, after) <= 2e-6
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_step_updates_the_pool_when_interpreted(part: str) -> None:
-    run(part, script="tests.kernels.linear.test_triton_decode_pool")
-
-
-if __name__ == "__main__":
-    torch.manual_seed(int(os.environ.get("SEED", "0")))
-    # NaN in whatever is never written
-    torch.use_deterministic_algorithms(True)
-    for part in parts():
-        for i, kind in enumerate(KINDS):
-            if (kind in ("retention", "gla both", "rwkv7", "all")) == (part == "sample"):
-                check_kind(kind, "triton", (i % 2 == 0,))
-        for check in CHECKS if part == "sample" else ():
-            check("triton")
+    for i, kind in enumerate(KINDS):
+        if (kind in ("retention", "gla both", "rwkv7", "all")) == (part == "sample"):
+            check_kind(kind, "triton", (i % 2 == 0,))
+    for check in CHECKS if part == "sample" else ():
+        check("triton")

@@ -1,19 +1,13 @@
-"""The delta rule's Triton kernels under Triton's interpreter, against the float64 reference.
-
-As test_triton_scalar_decay_interpreted.py: the checks run in a process of their own, this file as a
-script.
-"""
+"""The delta rule's Triton kernels under Triton's interpreter, against the float64 reference."""
 
 import dataclasses
-import os
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.support.interpreted import PARTS, parts, run
+from tests.support.interpreted import PARTS, interpreted
 from tests.support.linear_interpreted import GATES, reference
 from tests.support.operators import offsets, relative_error
 
@@ -160,23 +154,14 @@ def check_inverse() -> None:
     assert (r[0, :, 0] @ lower - torch.eye(64)).abs().max() <= 1e-5
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_delta_matches_reference_when_interpreted(part: str) -> None:
-    run(part, script="tests.kernels.linear.test_triton_delta_interpreted")
-
-
-if __name__ == "__main__":
-    torch.manual_seed(int(os.environ.get("SEED", "0")))
-    # NaN in whatever is never written
-    torch.use_deterministic_algorithms(True)
-    for part in parts():
-        for size, gate, has_p, dtype, state in CASES[part]:
-            check(size, gate, has_p, getattr(torch, dtype), state)
-            print(size, gate, has_p, dtype, "ok", flush=True)
-        check_segments(part)
-        check_fine(part)
-        if part == "sample":
-            check_inverse()
-            check_nothing_but_final()
-            check_descriptors()
+    for size, gate, has_p, dtype, state in CASES[part]:
+        check(size, gate, has_p, getattr(torch, dtype), state)
+    check_segments(part)
+    check_fine(part)
+    if part == "sample":
+        check_inverse()
+        check_nothing_but_final()
+        check_descriptors()

@@ -1,18 +1,11 @@
-"""Triton kernels of per-channel decay, and of free a and b, under Triton's interpreter.
-
-As test_triton_scalar_decay_interpreted.py: the checks run in a process of their own, this file as a
-script.
-"""
-
-import os
+"""Triton kernels of per-channel decay, and of free a and b, under Triton's interpreter."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.support.interpreted import PARTS, parts, run
+from tests.support.interpreted import PARTS, interpreted
 from tests.support.linear_interpreted import GATES, reference
 from tests.support.operators import offsets, relative_error
 
@@ -171,21 +164,12 @@ def check_segments(part: str) -> None:
     plan.delta_tokens = kept
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_dplr_matches_reference_when_interpreted(part: str) -> None:
-    run(part, script="tests.kernels.linear.test_triton_dplr_interpreted")
-
-
-if __name__ == "__main__":
-    torch.manual_seed(int(os.environ.get("SEED", "0")))
-    # NaN in whatever is never written
-    torch.use_deterministic_algorithms(True)
-    for part in parts():
-        for kind, size, gate, dtype, state in CASES[part]:
-            check(kind, size, gate, getattr(torch, dtype), state)
-            print(kind, size, gate, dtype, "ok", flush=True)
-        if part == "sample":
-            check_nothing_but_final()
-            check_shifted()
-        check_segments(part)
+    for kind, size, gate, dtype, state in CASES[part]:
+        check(kind, size, gate, getattr(torch, dtype), state)
+    if part == "sample":
+        check_nothing_but_final()
+        check_shifted()
+    check_segments(part)

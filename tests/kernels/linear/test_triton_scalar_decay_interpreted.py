@@ -1,21 +1,15 @@
 """The Triton kernels under Triton's interpreter, on a CPU, against the float64 reference.
 
-The interpreter is chosen when a kernel is defined, so the checks run in a process of their own:
-this file as a script. bfloat16 products are wrong in the interpreter: float32 and float16 only.
-
-TRITON_INTERPRET=1 python -m tests.kernels.linear.test_triton_scalar_decay_interpreted sample
-or further
+bfloat16 products are wrong in the interpreter: float32 and float16 only.
 """
 
 import dataclasses
-import os
 
 import pytest
 import torch
 
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.support.interpreted import PARTS, parts, run
+from tests.support.interpreted import PARTS, interpreted
 from tests.support.linear_interpreted import GATES, reference
 from tests.support.operators import offsets, relative_error
 
@@ -117,20 +111,11 @@ def check_nothing_but_final() -> None:
     assert "g" not in backward(terms, do, dfinal, 0.5, gate_gradient=False)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_scan_matches_reference_when_interpreted(part: str) -> None:
-    run(part, script="tests.kernels.linear.test_triton_scalar_decay_interpreted")
-
-
-if __name__ == "__main__":
-    torch.manual_seed(int(os.environ.get("SEED", "0")))
-    # NaN in whatever is never written
-    torch.use_deterministic_algorithms(True)
-    for part in parts():
-        for size, gate, dtype, state in CASES[part]:
-            check(size, gate, getattr(torch, dtype), state)
-            print(size, gate, dtype, "ok", flush=True)
-        if part == "sample":
-            check_nothing_but_final()
-            check_descriptors()
+    for size, gate, dtype, state in CASES[part]:
+        check(size, gate, getattr(torch, dtype), state)
+    if part == "sample":
+        check_nothing_but_final()
+        check_descriptors()

@@ -1,18 +1,11 @@
-"""The kernels with a decay per channel under Triton's interpreter, against the float64 reference.
-
-As test_triton_scalar_decay_interpreted.py: the checks run in a process of their own, this file as a
-script.
-"""
-
-import os
+"""Kernels with a decay per channel under Triton's interpreter, against the float64 reference."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.support.interpreted import PARTS, parts, run
+from tests.support.interpreted import PARTS, interpreted
 from tests.support.linear_interpreted import CHANNEL_GATES, FORMS, reference
 from tests.support.operators import offsets, relative_error
 
@@ -209,25 +202,16 @@ def check_operators() -> None:
         torch.testing.assert_close(results[:2], results[2:], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_channel_kernels_match_reference_when_interpreted(part: str) -> None:
-    run(part, script="tests.kernels.linear.test_triton_vector_decay_interpreted")
-
-
-if __name__ == "__main__":
-    torch.manual_seed(int(os.environ.get("SEED", "0")))
-    # NaN in whatever is never written
-    torch.use_deterministic_algorithms(True)
-    for part in parts():
-        for form, size, gate, dtype, state in CASES[part]:
-            check(form, size, gate, getattr(torch, dtype), state)
-            print(form, size, gate, dtype, "ok", flush=True)
-        for size, gate in WIDE[part]:
-            check_wide(size, gate)
-        check_split(part)
-        if part == "sample":
-            check_nothing_but_final()
-            check_shifted()
-            check_apart()
-            check_operators()
+    for form, size, gate, dtype, state in CASES[part]:
+        check(form, size, gate, getattr(torch, dtype), state)
+    for size, gate in WIDE[part]:
+        check_wide(size, gate)
+    check_split(part)
+    if part == "sample":
+        check_nothing_but_final()
+        check_shifted()
+        check_apart()
+        check_operators()

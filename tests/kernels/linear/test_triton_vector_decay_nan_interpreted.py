@@ -4,16 +4,13 @@ As test_triton_vector_decay_interpreted.py, but fresh memory is one finite numbe
 writes, or only the first of two, is finite where the float64 reference is not.
 """
 
-import os
 from typing import Any
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 from tests.support.linear_interpreted import CHANNEL_GATES, FORMS, reference
 from tests.support.operators import relative_error
 
@@ -65,13 +62,7 @@ def check(form: str, gate: str, token: int, channels: Any, value: float) -> None
     assert o[:, : token // CHUNK * CHUNK].isfinite().all(), case
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_nan_gates_reach_results_interpreted():
-    run(script="tests.kernels.linear.test_triton_vector_decay_nan_interpreted")
-
-
-if __name__ == "__main__":
-    torch.manual_seed(int(os.environ.get("SEED", "0")))
+@interpreted
+def test_nan_gates_reach_results_interpreted() -> None:
     for case in CASES:
         check(*case)
-        print(*case, "ok", flush=True)

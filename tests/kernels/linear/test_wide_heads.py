@@ -1,7 +1,4 @@
-"""Heads of more than 256 channels are split into such as kernels take, and nothing else changes.
-
-Triton's checks run in a process of their own, this file as a script, under its interpreter.
-"""
+"""Heads of more than 256 channels are split into such as kernels take, and nothing else changes."""
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.runtime.call_replay import record_decision
 from slipstream.tools.catalog import Shape, chosen, flat
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 from tests.support.operators import Size, cast, offsets, packed, relative_error, with_grads
 
 B, T, H, HV, N = 1, 23, 2, 4, 3
@@ -189,11 +186,6 @@ def test_step_of_wide_keys_is_plain_torch() -> None:
         step_jobs(1025, 64, "triton")
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_wide_heads_match_reference_when_interpreted() -> None:
-    run(script="tests.kernels.linear.test_wide_heads")
-
-
 def check(name: str, size: Size) -> None:
     op, *_ = chosen([f"chunk_{name}"])
     args = op.inputs(size)
@@ -218,9 +210,8 @@ def check_step(K: int, V: int) -> None:
     assert relative_error(state, final) <= 1e-5
 
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)  # NaN in whatever is never written
+@interpreted
+def test_wide_heads_match_reference_when_interpreted() -> None:
     small = Size(B=1, T=20, H=1, HV=2, K=16, V=300)
     check("retention", small)
     check("gated_delta_rule", packed(small, 3, 0, 17))

@@ -1,19 +1,9 @@
-"""The Triton kernel of log-probabilities and entropies under Triton's interpreter.
+"""The Triton kernel of log-probabilities and entropies under Triton's interpreter."""
 
-TRITON_INTERPRET=1 python -m tests.kernels.log_probs.test_log_probs_interpreted
-"""
-
-import pytest
 import torch
 
 from slipstream.ops import linear_log_probs
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import error, run
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_triton_log_probs_match_reference() -> None:
-    run(script="tests.kernels.log_probs.test_log_probs_interpreted")
+from tests.support.interpreted import error, interpreted
 
 
 def check(V: int, size: float, biased: bool, dtype: torch.dtype) -> None:
@@ -43,17 +33,12 @@ def check(V: int, size: float, biased: bool, dtype: torch.dtype) -> None:
         assert error(x, y) < (2e-5 if dtype == torch.float32 else 2e-2), (V, size, biased)
 
 
-def main() -> None:
+@interpreted
+def test_triton_log_probs_match_reference() -> None:
     from slipstream.kernels.primitives import logit_chunks
 
-    torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
-    torch.manual_seed(0)
     logit_chunks.TILES = ((1 << 62, 16, 4),)
     logit_chunks.CHUNK_BYTES, logit_chunks.ROW_MULTIPLE = 4 * 4 * 64, 4
     for V, size, biased in [(1, 1.0, True), (16, 1.0, False), (37, 1.0, True), (37, 50.0, False)]:
         check(V, size, biased, torch.float32)
     check(37, 1.0, True, torch.float16)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,21 +1,11 @@
-"""The Triton KL divergence under Triton's interpreter: blocks, chunks, masks, classes left out.
-
-TRITON_INTERPRET=1 python -m tests.kernels.loss.test_kl_interpreted
-"""
+"""The Triton KL divergence under Triton's interpreter: blocks, chunks, masks, classes left out."""
 
 from typing import Any
 
-import pytest
 import torch
 
 from slipstream.ops.distill import linear_kl_div
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import error, run
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_triton_kl_div_matches_reference() -> None:
-    run(script="tests.kernels.loss.test_kl_interpreted")
+from tests.support.interpreted import error, interpreted
 
 
 def check(V: int, temperature: float, masked: bool, reduction: str, dtype: torch.dtype) -> None:
@@ -36,18 +26,13 @@ def check(V: int, temperature: float, masked: bool, reduction: str, dtype: torch
         assert error(x, y) < (2e-5 if dtype == torch.float32 else 2e-2), (V, masked, reduction)
 
 
-def main() -> None:
+@interpreted
+def test_triton_kl_div_matches_reference() -> None:
     from slipstream.kernels.primitives import logit_chunks
 
-    torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
-    torch.manual_seed(0)
     logit_chunks.TILES = ((1 << 62, 16, 4),)
     logit_chunks.CHUNK_BYTES, logit_chunks.ROW_MULTIPLE = 4 * 4 * 64, 4
     cases = [(1, True, "mean"), (16, False, "none"), (37, False, "mean"), (37, True, "none")]
     for V, masked, reduction in cases:
         check(V, 2.0 if masked else 1.0, masked, reduction, torch.float32)
     check(37, 1.0, True, "sum", torch.float16)
-
-
-if __name__ == "__main__":
-    main()

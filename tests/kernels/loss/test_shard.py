@@ -1,8 +1,5 @@
 """Losses of a vocabulary in two shards, on two processes, against the whole: by plain torch and by
-the Triton kernels under Triton's interpreter.
-
-TRITON_INTERPRET=1 python -m tests.kernels.loss.test_shard
-"""
+the Triton kernels under Triton's interpreter."""
 
 import tempfile
 import warnings
@@ -21,13 +18,8 @@ from slipstream.kernels.loss import shard
 from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 from tests.support.sharded_losses import OPTIONS, RANKS, check
-
-
-@pytest.mark.skipif(not (HAVE_TRITON and dist.is_available()), reason="wants Triton and gloo")
-def test_sharded_losses_match_whole() -> None:
-    run(script="tests.kernels.loss.test_shard")
 
 
 @pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, not interpreted")
@@ -73,12 +65,9 @@ def work(rank: int, path: str) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    torch.use_deterministic_algorithms(True)
+@interpreted
+@pytest.mark.skipif(not dist.is_available(), reason="wants gloo")
+def test_sharded_losses_match_whole() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # of a process that has imported everything
         start_processes(work, (f"{folder}/store",), nprocs=RANKS, start_method="fork")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.token_ids import WrongId, raise_pending
-from tests.support.interpreted import error, run
+from tests.support.interpreted import error, interpreted, run
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -22,12 +22,6 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_triton_losses_match_reference() -> None:
     run("cross_entropy", "linear_cross_entropy")
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-@pytest.mark.slow
-def test_triton_losses_match_reference_in_small_blocks() -> None:
-    run(script="tests.kernels.loss.test_triton_interpreted")
 
 
 def grads(loss: Tensor, leaves: list[Tensor], scale: float) -> list[Tensor]:
@@ -99,12 +93,12 @@ def check_scaled() -> None:
     assert float((got / want - 1).abs().max()) < 0.02
 
 
-def main() -> None:
+@interpreted
+@pytest.mark.slow
+def test_triton_losses_match_reference_in_small_blocks() -> None:
     from slipstream.kernels.loss import op
     from slipstream.kernels.primitives import logit_chunks
 
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(0)
     for small in (False, True):
         if small:
             logit_chunks.TILES = ((1 << 62, 16, 4),)
@@ -132,7 +126,3 @@ def main() -> None:
     for given in (False, True):
         args = (hidden, weight, None, target, None, -100, 0.1, 5.0, 0.01, 1.0, given, "triton")
         torch.library.opcheck(op._call_linear.overload, args)
-
-
-if __name__ == "__main__":
-    main()

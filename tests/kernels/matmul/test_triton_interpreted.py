@@ -1,7 +1,4 @@
-"""The portable matmul under Triton's interpreter: odd sizes, strides, everything that follows it.
-
-TRITON_INTERPRET=1 python -m tests.kernels.matmul.test_triton_interpreted sample      or further
-"""
+"""The portable matmul under Triton's interpreter: odd sizes, strides, what follows it."""
 
 import itertools
 from typing import Any
@@ -12,8 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.matmul.inputs import ACTIVATIONS
 from slipstream.ops.matmul import MatmulConfig, matmul
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import PARTS, error, parts, run
+from tests.support.interpreted import PARTS, error, interpreted
 
 SMALL = MatmulConfig(16, 16, 16, 4, 2, group_m=2)
 SHARED = MatmulConfig(16, 16, 16, 4, 2, group_m=2, split_k=3)
@@ -23,12 +19,6 @@ PAIRS = {
     "sample": [pair for pair in itertools.product(LAYOUTS, LAYOUTS) if "rows" in pair],
     "further": list(itertools.product(LAYOUTS, LAYOUTS)),
 }
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-@pytest.mark.parametrize("part", PARTS)
-def test_triton_matmul_matches_reference(part: str) -> None:
-    run(part, script="tests.kernels.matmul.test_triton_interpreted")
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
@@ -109,20 +99,15 @@ def check_empty() -> None:
         assert K > 0 or torch.equal(got, bias.expand(4, 5))
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
-    for part in parts():
-        for shape in ((33, 47, 18), *((1, 1, 1), (48, 32, 16)) * (part == "further")):
-            check_layouts(part, *shape, torch.float32, 1e-5)
-        check_layouts(part, 17, 100, 20, torch.float16, 4e-3)
-        if part == "sample":
-            check_epilogue()
-            check_gradients()
-            check_old_failure()
-            check_float8()
-            check_empty()
-
-
-if __name__ == "__main__":
-    main()
+@interpreted
+@pytest.mark.parametrize("part", PARTS)
+def test_triton_matmul_matches_reference(part: str) -> None:
+    for shape in ((33, 47, 18), *((1, 1, 1), (48, 32, 16)) * (part == "further")):
+        check_layouts(part, *shape, torch.float32, 1e-5)
+    check_layouts(part, 17, 100, 20, torch.float16, 4e-3)
+    if part == "sample":
+        check_epilogue()
+        check_gradients()
+        check_old_failure()
+        check_float8()
+        check_empty()

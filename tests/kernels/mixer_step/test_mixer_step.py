@@ -1,9 +1,5 @@
-"""mixer_step: whole mixers token by token, in plain torch and in Triton, against the formula.
+"""mixer_step: whole mixers token by token, in plain torch and in Triton, against the formula."""
 
-Triton's checks run under its interpreter in a process of their own, this file as a script.
-"""
-
-import os
 from typing import Any
 
 import pytest
@@ -12,8 +8,7 @@ import torch
 from slipstream.kernels.mixer_step.counters import counters_of
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.ops import mixer_step
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import PARTS, parts, run
+from tests.support.interpreted import PARTS, interpreted
 from tests.support.mixer_steps import (
     INDICES,
     KINDS,
@@ -331,19 +326,11 @@ def test_counters_live_as_long_as_their_pool() -> None:
     assert counters_of(torch.zeros(4, 2, 3, 3), 5) is not counters
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_triton_step_matches_the_formula(part: str) -> None:
-    run(part, script="tests.kernels.mixer_step.test_mixer_step")
-
-
-if __name__ == "__main__":
-    torch.manual_seed(int(os.environ.get("SEED", "0")))
-    # NaN in whatever is never written
-    torch.use_deterministic_algorithms(True)
-    for part in parts():
-        for check_more in CHECKS if part == "sample" else ():
-            check_more("triton")
-        for i, kind in enumerate(KINDS):
-            if (i % 3 == 0) == (part == "sample"):
-                check_kind(kind, "triton")
+    for check_more in CHECKS if part == "sample" else ():
+        check_more("triton")
+    for i, kind in enumerate(KINDS):
+        if (i % 3 == 0) == (part == "sample"):
+            check_kind(kind, "triton")

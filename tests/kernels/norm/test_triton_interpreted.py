@@ -1,7 +1,6 @@
 """The Triton norms under Triton's interpreter: every row of the blocks, small tiles, options."""
 
 import itertools
-import sys
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from slipstream.kernels.norm.dispatch import run as norm
 from slipstream.kernels.norm.inputs import RECOMPUTED, NormInputs, NormOptions
 from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import error, run
+from tests.support.interpreted import error, interpreted, run
 
 NAMES = ("rms_norm", "layer_norm", "l2_norm", "group_norm", "rms_norm_gated")
 
@@ -20,15 +19,10 @@ def test_triton_norms_match_reference() -> None:
     run(*NAMES)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 def test_triton_norms_match_reference_past_their_last_column() -> None:
-    run("uneven", script="tests.kernels.norm.test_triton_interpreted")
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-@pytest.mark.slow
-def test_triton_norms_match_reference_in_small_tiles() -> None:
-    run(script="tests.kernels.norm.test_triton_interpreted")
+    small_tiles(1)
+    check_uneven()
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype, other: torch.dtype) -> dict[str, Tensor]:
@@ -96,13 +90,9 @@ def check_uneven() -> None:
     check(NormOptions(1e-6, l2=True), (), single, single, 20)
 
 
-def main() -> None:
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(0)
-    if sys.argv[1:] == ["uneven"]:
-        small_tiles(1)
-        check_uneven()
-        return
+@interpreted
+@pytest.mark.slow
+def test_triton_norms_match_reference_in_small_tiles() -> None:
     single, half = torch.float32, torch.float16
     affine = ("weight", "bias")
     for rows in (0, 1, 2):
@@ -170,7 +160,3 @@ def check_operators() -> None:
     got = torch.autograd.grad(compiled(*leaves), leaves)
     for x, y in zip(got, torch.autograd.grad(call(*leaves), leaves), strict=True):
         assert error(x, y) < 1e-5
-
-
-if __name__ == "__main__":
-    main()

@@ -20,8 +20,7 @@ from slipstream.kernels.elementwise import (
 from slipstream.kernels.elementwise import glu_linear as linear
 from slipstream.kernels.loss import cross_entropy_op as loss
 from slipstream.ops.activation import glu_linear
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import error, run
+from tests.support.interpreted import error, interpreted
 
 CU = torch.tensor([0, 2, 2, 9], dtype=torch.int32)
 LOSS = (-100, 0.1, 5.0, 0.01, 0.9)
@@ -112,11 +111,6 @@ def test_operators_pass_opcheck_in_float64_and_with_strides(case: tuple) -> None
     torch.library.opcheck(operator, (*wide, "eager"))
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_kernels_of_the_operators_interpreted() -> None:
-    run(script="tests.kernels.pointwise.test_operators")
-
-
 def check_operators() -> None:
     """What the kernels write to and the shapes they give, and what plain torch gives."""
     for name, operator, args in cases():
@@ -157,12 +151,7 @@ def check_compiled() -> None:
             assert error(*grads) < 1e-5, name
 
 
-def main() -> None:
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(0)
+@interpreted
+def test_kernels_of_the_operators_interpreted() -> None:
     check_operators()
     check_compiled()
-
-
-if __name__ == "__main__":
-    main()

@@ -7,13 +7,9 @@ from slipstream.compiler.aot import compile_kernel
 from slipstream.runtime import token_ids as guard
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.token_ids import raise_pending
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-
-
-def test_triton_embedding_reads_rows_and_finds_wrong_ids() -> None:
-    run(script="tests.kernels.pointwise.test_triton_embedding")
 
 
 @pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90", "gfx942"])
@@ -58,7 +54,8 @@ def message() -> str:
     return ""
 
 
-def main() -> None:
+@interpreted
+def test_triton_embedding_reads_rows_and_finds_wrong_ids() -> None:
     from slipstream.kernels.elementwise.triton import embedding
     from slipstream.runtime import token_ids_kernel
 
@@ -91,7 +88,3 @@ def main() -> None:
         )
     token_ids_kernel.scan("target", torch.tensor([0, -100, 8, -100]), 9, -100)
     assert message() == "" and not guard._watches[0].slots.any()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ import torch
 from slipstream.ops.activation import geglu, swiglu
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
 from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import error, run
+from tests.support.interpreted import error, interpreted, run
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -22,13 +22,8 @@ def test_triton_pointwise_matches_reference() -> None:
     )
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 def test_triton_pointwise_takes_strides() -> None:
-    run(script="tests.kernels.pointwise.test_triton_interpreted")
-
-
-def main() -> None:
-    torch.manual_seed(0)
     wide = torch.randn(2, 3, 2050, requires_grad=True)
     for call in (swiglu, geglu):
         found = []
@@ -71,7 +66,3 @@ def check_heads() -> None:
                 q, k = (rotary_embedding(x, cos, sin, impl="eager") for x in (q, k))
             found.append([q, k, v, *torch.autograd.grad((q, k, v), wide, (dq, dk, dv))])
         assert max(error(x, y) for x, y in zip(*found)) < 1e-5
-
-
-if __name__ == "__main__":
-    main()

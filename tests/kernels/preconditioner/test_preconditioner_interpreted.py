@@ -2,19 +2,12 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise import preconditioner as op
 from slipstream.kernels.elementwise.inputs import PreconditionerInputs as Inputs
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import error, run
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_triton_preconditioner_matches_torch() -> None:
-    run(script="tests.kernels.preconditioner.test_preconditioner_interpreted")
+from tests.support.interpreted import error, interpreted
 
 
 def check(B: int, T: int, K: int, cu: Tensor | None, rest: bool, dtype: torch.dtype) -> None:
@@ -38,8 +31,8 @@ def check(B: int, T: int, K: int, cu: Tensor | None, rest: bool, dtype: torch.dt
         assert error(got.detach(), want.detach()) < limit, (i, T, K, rest, dtype)
 
 
-def main() -> None:
-    torch.manual_seed(0)
+@interpreted
+def test_triton_preconditioner_matches_torch() -> None:
     packed = torch.tensor([0, 0, 9, 10, 33, 33])
     for B, T, K, cu in ((2, 21, 16, None), (1, 33, 32, packed), (1, 1, 16, None), (2, 9, 30, None)):
         check(B, T, K, cu, True, torch.float32)
@@ -51,7 +44,3 @@ def main() -> None:
     torch.library.opcheck(op._forward.overload, (k, g, -g, *options, True, True, "triton"))
     last = k * k, k, None, k, "triton"
     torch.library.opcheck(op._forward.backward.overload, (k, g, -g, *options, *last))
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionIn
 from slipstream.ops import projection_step
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.consistent import consistent
-from tests.support.interpreted import parts, run
+from tests.support.interpreted import interpreted
 from tests.support.operators import relative_error
 from tests.support.projections import SIZES, formula, inputs
 
@@ -42,11 +42,6 @@ def test_matches_the_formula(impl: str, size: tuple) -> None:
     for norm, biases, residual in itertools.product((False, True), repeat=3):
         check(impl, torch.float32, size, norm=norm, biases=biases, residual=residual)
     check_gated(impl, size[0], torch.float32)
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_triton_matches_the_formula() -> None:
-    run("all", script="tests.kernels.projection_step.test_projection_step")
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -227,8 +222,8 @@ def check_many_rows() -> None:
             assert relative_error(y, normed) <= LIMIT[torch.float16]
 
 
-def main() -> None:
-    assert parts()
+@interpreted
+def test_triton_matches_the_formula() -> None:
     for size, dtype in itertools.product(SIZES, LIMIT):
         norm = size[0] == 1
         check("triton", dtype, size)
@@ -236,10 +231,6 @@ def main() -> None:
     for M, dtype in itertools.product((1, 5), LIMIT):
         check_gated("triton", M, dtype)
     check_many_rows()
-
-
-if __name__ == "__main__":
-    main()
 
 
 def test_biases_of_another_dtype_are_added() -> None:

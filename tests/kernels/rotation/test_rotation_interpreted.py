@@ -1,17 +1,10 @@
 """The rotation's kernels under Triton's interpreter, against plain torch in float64."""
 
-import pytest
 import torch
 
 from slipstream.kernels.elementwise import rotation as op
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import error, run
+from tests.support.interpreted import error, interpreted
 from tests.support.large_angles import check_large_angles
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_triton_rotation_matches_torch() -> None:
-    run(script="tests.kernels.rotation.test_rotation_interpreted")
 
 
 def check(shape: tuple[int, ...], P: int, dtype: torch.dtype) -> None:
@@ -45,8 +38,8 @@ def check_sums() -> None:
     assert of_scores.sum(0).abs().max() < 1e-5 * of_scores.abs().sum(0).max()
 
 
-def main() -> None:
-    torch.manual_seed(0)
+@interpreted
+def test_triton_rotation_matches_torch() -> None:
     check_sums()
     check_large_angles()
     for shape, P in (((2, 19, 1, 8), 4), ((1, 3, 2, 3, 11), 2), ((1, 1, 1, 2), 1)):
@@ -57,7 +50,3 @@ def main() -> None:
     torch.library.opcheck(op._forward.overload, (q, k, theta, "triton"))
     grads = torch.randn(2, 1, 4), torch.randn(2, 1, 4), torch.randn(2, 1, 1)
     torch.library.opcheck(op._forward.backward.overload, (q, k, theta, *grads, "triton"))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,21 +2,14 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.running_mean import op
 from slipstream.kernels.running_mean.inputs import MeanInputs
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import error, run
+from tests.support.interpreted import error, interpreted
 
 NOTHING = -torch.inf
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_triton_running_mean_matches_torch() -> None:
-    run(script="tests.kernels.running_mean.test_running_mean_interpreted")
 
 
 def graded(fn: Any, given: dict[str, Tensor], douts: list[Tensor]) -> list[Tensor]:
@@ -67,8 +60,8 @@ def check(shape: tuple[int, int, int], cu: Tensor | None, size: float, dtype: to
     )
 
 
-def main() -> None:
-    torch.manual_seed(0)
+@interpreted
+def test_triton_running_mean_matches_torch() -> None:
     packed = torch.tensor([0, 0, 9, 10, 33, 33])
     for shape, cu in (((2, 21, 19), None), ((1, 33, 16), packed), ((1, 1, 3), None)):
         for size in (1.0, 30.0):
@@ -79,7 +72,3 @@ def main() -> None:
     start, w = torch.randn(1, 6), torch.randn(3)
     torch.library.opcheck(op._weights.overload, (x, start[:, :3].contiguous(), None, "triton"))
     torch.library.opcheck(op._mean.overload, (x, x, w, w, start, None, True, "triton"))
-
-
-if __name__ == "__main__":
-    main()

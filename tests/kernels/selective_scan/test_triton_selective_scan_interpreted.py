@@ -1,18 +1,11 @@
-"""The selective scan's Triton kernels under Triton's interpreter, against the float64 reference.
-
-The interpreter is chosen when a kernel is defined, so the checks run in a process of their own:
-this file as a script.
-"""
-
-import os
+"""The selective scan's Triton kernels under Triton's interpreter, against the float64 reference."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.ops import selective_scan
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 from tests.support.operators import offsets, relative_error
 
 # tokens of a tile there
@@ -114,24 +107,16 @@ def check_neighbours() -> None:
         assert got[name][0].isfinite().all(), name
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_selective_scan_matches_reference_when_interpreted():
-    run(script="tests.kernels.selective_scan.test_triton_selective_scan_interpreted")
-
-
 def test_selective_scan_refuses_the_cpu_by_name():
     args = inputs("one token", torch.float32, ())
     with pytest.raises(NotImplementedError, match="impl='triton'"):
         selective_scan(**args, impl="triton")
 
 
-if __name__ == "__main__":
-    torch.manual_seed(int(os.environ.get("SEED", "0")))
-    # NaN in whatever is never written
-    torch.use_deterministic_algorithms(True)
+@interpreted
+def test_selective_scan_matches_reference_when_interpreted() -> None:
     for case in CASES:
         check(*case)
-        print(*case, "ok", flush=True)
     check_only_final()
     check_alone_equals_packed()
     check_neighbours()

@@ -3,20 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.inputs import OutputInputs, TermsInputs
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import error, run
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_triton_rwkv7_matches_formula() -> None:
-    run(script="tests.kernels.time_mix.test_rwkv7_interpreted")
+from tests.support.interpreted import error, interpreted
 
 
 def compare(
@@ -120,8 +113,8 @@ def check_operators() -> None:
     assert rwkv7._mismatch(x, weight, 2) is None
 
 
-def main() -> None:
-    torch.manual_seed(0)
+@interpreted
+def test_triton_rwkv7_matches_formula() -> None:
     check(2, 7, 3, 20, False, torch.float32)
     check(1, 300, 2, 16, True, torch.float32)
     check(1, 5, 1, 130, False, torch.float32)
@@ -129,7 +122,3 @@ def main() -> None:
     check_parts()
     check_no_zeros()
     check_operators()
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,13 +11,7 @@ from torch import Tensor
 from slipstream.kernels.time_mix import token_mix
 from slipstream.layers.rwkv7 import RWKV7ChannelMix
 from slipstream.nn.decoding import sequence_starts
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import error, run
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_triton_token_mix_matches_operations() -> None:
-    run(script="tests.kernels.time_mix.test_token_mix_interpreted")
+from tests.support.interpreted import error, interpreted
 
 
 def one_by_one(
@@ -104,8 +97,8 @@ def check_packed_layer() -> None:
         torch.testing.assert_close(got, want)
 
 
-def main() -> None:
-    torch.manual_seed(0)
+@interpreted
+def test_triton_token_mix_matches_operations() -> None:
     check_packed_layer()
     check_one_of_two()
     check(2, 7, 20, ((12,), (3,), (12,), (12, 5), (3,), (4,)), torch.float32)
@@ -129,7 +122,3 @@ def main() -> None:
     for given in ((None, None), (None, starts)):
         torch.library.opcheck(token_mix._forward.overload, (x, *given, mu, "triton"))
         torch.library.opcheck(token_mix._backward.overload, (mixes, x, *given, mu, "triton"))
-
-
-if __name__ == "__main__":
-    main()
