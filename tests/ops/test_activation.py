@@ -4,18 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.activation import glu_linear, squared_relu, swiglu
-
-
-def test_activations_reject_faults_by_name() -> None:
-    x = torch.randn(2, 3)
-    for call, error, word in [
-        (lambda: swiglu(x, x[:, :2]), ValueError, "up: want shape"),
-        (lambda: swiglu(x, x.double()), TypeError, "up: want torch.float32"),
-        (lambda: squared_relu(x.long()), TypeError, "x: want a floating dtype"),
-    ]:
-        with pytest.raises(error, match=word):
-            call()
+from slipstream.ops.activation import glu_linear, swiglu
 
 
 def test_glu_linear_keeps_no_product_for_the_backward() -> None:
@@ -57,16 +46,12 @@ def test_glu_linear_of_no_rows_or_no_features(shape: tuple[int, ...]) -> None:
 def test_glu_linear_rejects_faults_by_name() -> None:
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     for call, error, word in [
-        (lambda: glu_linear(x, x, weight, activation="relu"), ValueError, "activation: want"),
         (lambda: glu_linear(x, None, weight), ValueError, "up: want a tensor for 'swiglu'"),
         (
             lambda: glu_linear(x, x, weight, activation="squared_relu"),
             ValueError,
             "up: want None",
         ),
-        (lambda: glu_linear(x, x, weight[:, :2]), ValueError, "weight: want shape"),
-        (lambda: glu_linear(x, x, weight, x), ValueError, "bias: want shape"),
-        (lambda: glu_linear(x, x, weight.double()), TypeError, "weight: want torch.float32"),
     ]:
         with pytest.raises(error, match=word):
             call()

@@ -54,11 +54,8 @@ def test_attention_gives_zero_where_a_query_sees_nothing() -> None:
 def test_attention_rejects_faults_by_name() -> None:
     q, k, v = qkv()
     for call, error, word in [
-        (lambda: attention(q[0], k, v), ValueError, "q: want 4 dimensions"),
-        (lambda: attention(q, k[..., :7], v), ValueError, "k: want shape"),
         (lambda: attention(q, k, v[:, :9]), ValueError, "v: want shape"),
         (lambda: attention(q[:, :, :3], k, v), ValueError, "heads of q"),
-        (lambda: attention(q, k.double(), v), TypeError, "k: want torch.float32"),
         (lambda: attention(q, k, v, window_size=-1), ValueError, "window_size"),
         (lambda: attention(q, k, v, window_size=False), ValueError, "window_size"),
         (lambda: attention(q, k, v, cu_seqlens=torch.tensor([0, 9])), ValueError, "cu_seqlens"),

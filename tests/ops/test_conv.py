@@ -107,27 +107,13 @@ def test_short_convolution_rejects_faults_by_name() -> None:
     x, weight = torch.randn(2, 9, 6), torch.randn(6, 4)
     offsets = torch.tensor([0, 9])
     for call, error, word in [
-        (lambda: short_convolution(x[0], weight), ValueError, "x: want 3 dimensions"),
-        (lambda: short_convolution(x, weight[:5]), ValueError, r"weight: want shape \(6, 4\)"),
-        (lambda: short_convolution(x, weight, activation="relu"), ValueError, "activation"),
         (lambda: short_convolution(x, weight, cu_seqlens=offsets), ValueError, "batch size 1"),
         (
             lambda: short_convolution(x[:1], weight, cu_seqlens=torch.tensor([0, 8])),
             ValueError,
             "cu_seqlens: want offsets from 0 to the 9 tokens",
         ),
-        (
-            lambda: short_convolution(x, weight, initial_state=torch.zeros(2, 6, 3)),
-            ValueError,
-            "initial_state",
-        ),
-        (lambda: short_convolution(x, weight.long()), TypeError, "weight"),
         (lambda: short_convolution_update(x, torch.zeros(2, 6, 4), weight), ValueError, "x: want"),
-        (
-            lambda: short_convolution_update(x[:, 0], torch.zeros(1, 6, 4), weight),
-            ValueError,
-            "state: want shape",
-        ),
     ]:
         with pytest.raises(error, match=word):
             call()

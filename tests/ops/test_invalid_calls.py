@@ -5,6 +5,7 @@ which is mostly optional arguments and indices, is added here. Small calls on th
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,6 +169,18 @@ OTHER_SHAPES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "one less": lambda x: x[..., 0],
     "none": lambda x: x.flatten()[0],
     "a row less": lambda x: x[:-1],
+    "a row more": lambda x: torch.cat([x, x[:1]]),
+    "a feature less": lambda x: x[..., :-1],
+}
+# of which any number of these is right
+FREE = {
+    "a row more": "embedding:input_ids embedding:weight latent_attention:latent "
+    "recurrent_step:state rwkv7_step:state short_convolution_update:state token_mix_step:state "
+    "projection_step:x projection_step:weights causal_conv1d_update:conv_state attnres:residuals",
+    "a feature less": "attention:v flash_attn_func:v flash_attn_varlen_func:block_table "
+    "flash_attn_with_kvcache:block_table latent_attention:table mixer_step:conv_state "
+    "causal_conv1d_fn:weight causal_conv1d_update:conv_state causal_conv1d_update:weight "
+    "cross_entropy:logits",
 }
 
 # arguments whose first dimension no other one has
@@ -184,10 +197,11 @@ def each(change: Callable[[Tensor], Tensor], x: Any) -> Any:
     return tuple(map(change, x)) if isinstance(x, tuple) else change(x)
 
 
-def assert_refused(case: Case, args: Args, words: str) -> None:
-    """The call raises what a user may be told, and says one of the words."""
-    with pytest.raises(ERRORS, match=rf"\b({words})\b"):
+def assert_refused(case: Case, args: Args, words: str) -> str:
+    """The call raises what a user may be told, which begins with one of the words."""
+    with pytest.raises(ERRORS, match=rf"^(?:\w+ of )?({words})\b[^:]*: ") as refusal:
         case.call(args)
+    return str(refusal.value)
 
 
 @pytest.mark.parametrize("expanded", [0, 1])
@@ -275,6 +289,14 @@ def test_operator_refuses_dtypes_by_name(case: Case) -> None:
                 continue  # any numbers
             wrong = each(lambda x, dtype=dtype: x.to(dtype), args[name])
             assert_refused(case, {**args, name: wrong}, name)
+        if getattr(args[name], "dtype", None) == torch.float32:
+            try:
+                case.call({**case.args(), name: args[name].double()})
+            except ERRORS as refusal:
+                text = str(refusal)
+            else:  # some take two
+                continue
+            assert re.match(rf"({'|'.join(args)})\b[^:]*: ", text)
 
 
 @every_case
@@ -283,12 +305,13 @@ def test_operator_refuses_tensors_of_two_devices(case: Case) -> None:
     if len(args) > 1:
         for name, x in args.items():
             wrong = each(lambda x: x.to("meta"), x)
-            assert_refused(case, {**args, name: wrong}, "device")
+            with pytest.raises(ERRORS, match=r"\bwant device\b"):
+                case.call({**args, name: wrong})
 
 
 @every_case
 def test_operator_refuses_shapes_by_name(case: Case) -> None:
-    """Either one of two arguments that do not fit each other is named."""
+    """Either one of two arguments that do not fit each other is named, and its shape."""
     args = case.args()
     any_rank = ANY_RANK.get(case.sample.op, "").split()
     for name, x in args.items():
@@ -299,7 +322,13 @@ def test_operator_refuses_shapes_by_name(case: Case) -> None:
                     continue
                 if what == "a row less" and each(torch.numel, x) == each(torch.numel, wrong):
                     continue
-                assert_refused(case, {**args, name: wrong}, "|".join(args))
+                if f"{case.sample.op}:{name}" in FREE.get(what, "").split():
+                    continue
+                text = assert_refused(case, {**args, name: wrong}, "|".join(args))
+                assert ": want " in text
+                named = re.match(rf"{name}: want shape .*, got \((.*)\)", text)
+                if named and case.sample.op != "selective_scan":  # whose B and C may lack groups
+                    assert named[1].rstrip(",") == ", ".join(map(str, wrong.shape))
 
 
 @pytest.mark.parametrize(

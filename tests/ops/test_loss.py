@@ -114,18 +114,8 @@ def test_losses_reject_faults_by_name() -> None:
         ),
         (lambda: cross_entropy(logits[:, :0], target), ValueError, "logits: want at least one"),
         (lambda: linear_cross_entropy(hidden, weight[:0], target), ValueError, "weight: want at"),
-        (lambda: cross_entropy(logits, target[:4]), ValueError, "target: want shape"),
         (lambda: cross_entropy(logits, target.int()), TypeError, "target"),
-        (lambda: cross_entropy(logits, target, reduction="max"), ValueError, "reduction"),
-        (lambda: cross_entropy(logits, target, label_smoothing=2), ValueError, "label_smoothing"),
         (lambda: cross_entropy(logits, target, softcap=0.0), ValueError, "softcap"),
-        (lambda: linear_cross_entropy(hidden, weight[:, :3], target), ValueError, "weight"),
-        (lambda: linear_cross_entropy(hidden, weight.double(), target), TypeError, "weight"),
-        (
-            lambda: linear_cross_entropy(hidden, weight, target, torch.zeros(5)),
-            ValueError,
-            "bias: want shape",
-        ),
     ]:
         with pytest.raises(error, match=word):
             call()

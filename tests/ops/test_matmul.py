@@ -90,10 +90,7 @@ def test_matmul_rejects_what_does_not_fit() -> None:
     bad: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"b": torch.randn(6, 4)}, ValueError, "b: want 7 rows"),
         ({"b": b.double()}, TypeError, "b: want torch.float32"),
-        ({"bias": torch.randn(3)}, ValueError, "bias: want shape"),
-        ({"residual": torch.randn(5, 5)}, ValueError, "residual: want shape"),
         ({"scale_a": torch.rand(4)}, ValueError, "scale_a: want shape"),
-        ({"activation": "tanh"}, ValueError, "activation: want"),
         ({"precision": "fp32"}, ValueError, "precision: want"),
         ({"out_dtype": torch.int32}, TypeError, "out_dtype: want"),
         ({"impl": "sm90"}, NotImplementedError, "sm_90"),

@@ -66,14 +66,9 @@ def test_rms_norm_takes_weights_of_another_dtype() -> None:
 def test_norms_reject_faults_by_name() -> None:
     x = torch.randn(2, 6)
     for call, error, word in [
-        (lambda: rms_norm(x, torch.ones(5)), ValueError, r"weight: want shape \(6,\), got \(5,\)"),
-        (lambda: layer_norm(x, bias=torch.ones(1)), ValueError, "bias"),
-        (lambda: rms_norm(x, residual=torch.randn(2, 5)), ValueError, "residual"),
         (lambda: rms_norm(x.long()), TypeError, "x: want a floating dtype"),
         (lambda: rms_norm(torch.tensor(1.0)), ValueError, "scalar"),
         (lambda: group_norm(x, 4), ValueError, "num_groups = 4"),
-        (lambda: rms_norm_gated(x, torch.randn(6)), ValueError, "gate"),
-        (lambda: rms_norm_gated(x, x, activation="tanh"), ValueError, "activation"),
         (lambda: rms_norm_gated(x, x, group_size=4), ValueError, "group_size"),
     ]:
         with pytest.raises(error, match=word):

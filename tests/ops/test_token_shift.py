@@ -20,9 +20,7 @@ def test_token_shift_across_calls_and_sequences() -> None:
 def test_token_shift_rejects_faults_by_name() -> None:
     x = torch.randn(2, 5, 3)
     for call, error, word in [
-        (lambda: token_shift(x[0]), ValueError, "x: want 3 dimensions"),
         (lambda: token_shift(x.long()), TypeError, "x: want a floating dtype"),
-        (lambda: token_shift(x, initial_state=torch.zeros(1, 3)), ValueError, "initial_state"),
         (lambda: token_shift(x, initial_state=torch.zeros(2, 3).half()), TypeError, "initial_st"),
         (lambda: token_shift(x, cu_seqlens=torch.tensor([0, 5])), ValueError, "batch size 1"),
     ]:
