@@ -23,7 +23,7 @@ from slipstream.compiler import compiler_state, kernel_key
 from slipstream.kernels.attention import eager
 from slipstream.runtime import backends, guarded_launch
 from tests.support import kernel_calls
-from tests.support.kernel_families import FAMILIES, KERNELS, WRITTEN, Family
+from tests.support.kernel_families import FAMILIES, KERNELS, WRITTEN, Family, forget_plans
 
 pytestmark = pytest.mark.skipif(
     not backends.HAVE_TRITON or backends.INTERPRETED, reason="wants Triton, not interpreted"
@@ -90,24 +90,11 @@ def unverified(
     def make() -> compiler_state.CompilerState:
         found = compiler_state.CompilerState("sm_90", "3.6.0", "1.2.3")
         monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: found)
-        _forget_plans()
+        forget_plans()
         return found
 
     yield make
-    _forget_plans()
-
-
-def _forget_plans() -> None:
-    for module in (
-        "attention.run",
-        "linear.dispatch",
-        "linear.decode",
-        "gated_scan.dispatch",
-        "selective_scan.dispatch",
-        "mixer_step.dispatch",
-        "time_mix.rwkv7_step",
-    ):
-        importlib.import_module(f"{KERNELS}.{module}")._PLANS.clear()
+    forget_plans()
 
 
 def results(family: Family) -> list[Tensor]:

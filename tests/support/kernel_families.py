@@ -78,6 +78,20 @@ class Family:
                 patch.setattr(f"{module}.choose", choose)
 
 
+def forget_plans() -> None:
+    """Those that calls have left behind, whatever their implementation."""
+    for module in (
+        "attention.run",
+        "linear.dispatch",
+        "linear.decode",
+        "gated_scan.dispatch",
+        "selective_scan.dispatch",
+        "mixer_step.dispatch",
+        "time_mix.rwkv7_step",
+    ):
+        importlib.import_module(f"{KERNELS}.{module}")._PLANS.clear()
+
+
 def in_torch(op: KernelOp | None) -> Callable:
     """The plain twin of an operator, as its kernel is called."""
     assert op is not None and isinstance(op.impl, KernelPair)

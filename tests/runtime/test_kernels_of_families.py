@@ -1,0 +1,71 @@
+"""Every family of kernels computes and writes what plain torch does, also one that only layers
+launch.
+
+The kernels run under Triton's interpreter, in a process of their own, this file as a script.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.runtime import backends
+from slipstream.runtime.guarded_launch import Guard
+from tests.support.interpreted import error, run
+
+# of the largest value, or of one
+LIMIT = 1e-5
+
+
+def counted(launch: Callable, calls: list[Callable]) -> Callable:
+    def call(*args: Any, **named: Any) -> Any:
+        calls.append(launch)
+        return launch(*args, **named)
+
+    return call
+
+
+def results(family: Any, impl: str) -> tuple[list[Tensor], int]:
+    """And the number of its launches."""
+    from tests.support.kernel_families import KERNELS, forget_plans
+
+    calls: list[Callable] = []
+    # imported before INTERPRETED is another, which they copy
+    launches = [place.partition(":") for place in family.launches]
+    modules = [importlib.import_module(f"{KERNELS}.{path}") for path, *_ in launches]
+    forget_plans()
+    with pytest.MonkeyPatch.context() as patch:
+        family.take_triton(patch, impl)
+        if impl == "eager":
+            patch.setattr(backends, "INTERPRETED", False)
+            patch.setattr(Guard, "__enter__", lambda guard: False)
+        for module, (_, _, name) in zip(modules, launches, strict=True):
+            patch.setattr(module, name, counted(getattr(module, name), calls))
+        torch.manual_seed(3)
+        found = [x.detach() for x in family.call()]
+    forget_plans()
+    return found, len(calls)
+
+
+def check(family: Any) -> None:
+    want, launches = results(family, "eager")
+    found, count = results(family, "triton")
+    assert count > launches == 0, (family.name, count, launches)
+    off = [error(x, y) for x, y in zip(found, want, strict=True)]
+    assert max(off) <= LIMIT, (family.name, off)
+
+
+@pytest.mark.skipif(not backends.HAVE_TRITON, reason="Triton is not installed")
+def test_families_match_plain_torch_when_interpreted() -> None:
+    run(script="tests.runtime.test_kernels_of_families")
+
+
+if __name__ == "__main__":
+    from tests.support.kernel_families import FAMILIES
+
+    torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
+    for family in FAMILIES:
+        check(family)
