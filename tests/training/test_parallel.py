@@ -22,7 +22,8 @@ from slipstream.training.interrupt import Interrupt
 from slipstream.training.parallel import expect_processes
 from slipstream.training.run import train
 from slipstream.training.sample import load
-from tests.support.processes import run_ranks
+from tests.support.processes import in_processes, run_ranks
+from tests.support.slow_ranks import save_slowly
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
 STEPS = 6
@@ -117,6 +118,12 @@ def test_muon_of_parts_is_refused() -> None:
     model: Any = None
     with pytest.raises(NotImplementedError, match="muon: wants whole matrices"):
         run._optimizer(config, model, run.arguments(config))
+
+
+def test_saved_files_are_there_for_all_ranks(tmp_path: Path) -> None:
+    """The first writes that a checkpoint is whole once each rank has written its part."""
+    found = in_processes(2, tmp_path, save_slowly, tmp_path)
+    assert sorted(found) == [["model of all"], ["random of 0", "random of 1"]]
 
 
 @pytest.mark.parametrize("kind", ["context", pytest.param("tensor", marks=pytest.mark.slow)])

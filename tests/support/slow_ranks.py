@@ -1,0 +1,38 @@
+"""A rank that takes longer than the other to write its part of a checkpoint."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import Trainer
+
+from slipstream.training import parallel
+from slipstream.training.trainer import LMTrainer
+
+
+def write(rank: int, slow: int, path: Path) -> None:
+    time.sleep(1.0 * (rank == slow))
+    path.touch()
+
+
+def save_slowly(rank: int, folder: Path, found: Any) -> None:
+    """Puts what each rank sees after it has saved: of the first, random states of both, which the
+    second is slow to write; of the second, the model, which the first is slow to write."""
+    vars_of: Any = Trainer
+    vars_of._save_rng_state = lambda self, out: write(rank, 1, Path(out) / f"random of {rank}")
+    trainer: Any = object.__new__(LMTrainer)
+    trainer._save_rng_state(str(folder))
+    if rank == 0:
+        found.put(sorted(x.name for x in folder.glob("random of *")))
+
+    module: Any = parallel
+    module.get_model_state_dict = lambda *args, **options: {}
+    module.whole_state_dict = lambda model, whole: whole
+    trainer = object.__new__(parallel.ShardedTrainer)
+    trainer.model = SimpleNamespace(named_parameters=lambda **options: [])
+    trainer.args = SimpleNamespace(should_save=rank == 0)
+    trainer._save = lambda out, state_dict: write(rank, 0, Path(out) / "model of all")
+    trainer.save_model(str(folder))
+    if rank == 1:
+        found.put([x.name for x in folder.glob("model of all")])
