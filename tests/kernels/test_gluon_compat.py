@@ -80,3 +80,11 @@ def test_gluon_has_the_same_names_under_every_release(release: str) -> None:
     ours[f"{root}.attnres.triton.streams"] = module("streams", stream=None)
     kernel = load("attnres/sm90/backward.py", triton | ours)
     assert kernel.copy_to_shared == COPIES[0]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_threads_meet_where_triton_has_no_barrier(release: str) -> None:
+    found, calls = load("primitives/gluon_compat.py", released(release)), []
+    found.gl.thread_barrier = lambda: calls.append("barrier")
+    found.threads_together()
+    assert calls == ["barrier"] * (not found.IMPLICIT_BARRIERS)

@@ -164,3 +164,18 @@ def test_pairs_at_work() -> None:
     # as few as there are, and at least one of a device with few processors
     assert found(4096, True, pairs=3) == 3
     assert found(1 << 20, False, processors=8) == 1
+
+
+def test_pairs_of_a_forward_fit() -> None:
+    """Keys and values of the heads at work take a part of the L2 cache; heads of a group share."""
+    from slipstream.kernels.attention.sm90.launch import _section
+
+    def found(T: int, H: int, HKV: int, causal: bool) -> int:
+        q, k = (torch.empty(1, T, n, 128, dtype=torch.float16, device="meta") for n in (H, HKV))
+        return _section(AttentionInputs(q, k, k), PLAIN._replace(right=0 if causal else -1))
+
+    # those of one head are 2 MB
+    assert [found(4096, 8, n, False) for n in (8, 4, 2)] == [4, 8, 16]
+    assert [found(8192, 8, n, True) for n in (8, 2)] == [2, 8]
+    # one at least, and two where they differ in work
+    assert [found(1 << 16, 8, 8, x) for x in (False, True)] == [1, 2]

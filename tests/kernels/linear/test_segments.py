@@ -1,5 +1,7 @@
 """In how many segments kda, rwkv7, dplr and iplr are computed on sm_90, by shapes alone."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -59,3 +61,20 @@ def test_no_batch_has_a_plan(form: str, monkeypatch: pytest.MonkeyPatch) -> None
         beta=by_token if form in ("kda", "gated_deltanet") else None,
     )
     assert plan.unsupported_reason(terms) == "there are no tokens"
+
+
+@pytest.mark.parametrize(("K", "asked"), [(64, [4]), (128, [4]), (256, [])])
+def test_one_scan_of_states_is_not_of_wide_keys(
+    K: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a scalar decay; V and the numbers of heads do not matter."""
+    from slipstream.kernels.linear.sm90.scalar_decay import backend
+
+    found: list[int] = []
+    monkeypatch.setattr(backend, "scanned_sm90", lambda terms, programs: found.append(programs))
+    for H, V in ((2, 64), (4, 256)):
+        q, v = torch.empty(1, 64, H, K, device="meta"), torch.empty(1, 64, 4, V, device="meta")
+        chunks: Any = object()
+        same, segments = backend.BACKEND.states_of_one_scan(chunks, LinearInputs(q, q, v))
+        assert same is chunks and segments is None
+    assert found == 2 * asked

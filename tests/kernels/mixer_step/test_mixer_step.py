@@ -187,6 +187,27 @@ def check_verification(impl: str) -> None:
         assert relative_error(pools[name], alone[name]) <= LIMIT
 
 
+def check_heads_of_one_column(impl: str) -> None:
+    """The narrowest that there are, whose norm is of one number, or of two heads'."""
+    for kind in ("gated_deltanet", "mamba2"):
+        check(kind, impl, Sizes(K=1, V=1, T=2))
+
+
+def check_heads_apart(impl: str) -> None:
+    """NaN in a head changes no bit of the others, whose columns are fewer than a tile's."""
+    n = Sizes(H=3, HV=3, T=3)
+    args, options = make(KINDS["gated_deltanet"], n)
+    at, found = torch.tensor(INDICES), []
+    for broken in (False, True):
+        given = {name: x.clone() for name, x in args.items()}
+        if broken:
+            for name in (*"qkvz", "beta", "g"):
+                given[name][:, :, 1] = torch.nan
+        y = mixer_step(**given, **options, state_indices=at, impl=impl)
+        found.append([y[:, :, ::2], given["state"][:, ::2]])
+    assert all(map(torch.equal, *found))
+
+
 def check_probe(impl: str) -> None:
     """It allows for the rounding of states and windows that are narrower than the tokens."""
     from slipstream.kernels.mixer_step import op
@@ -214,7 +235,7 @@ CHECKS = (
 )
 CHECKS += (check_groups_of_heads, check_16_bits, check_strong_gates, check_padded_pools)
 CHECKS += (check_projection, check_nobody_lives, check_out_of_another_layout)
-CHECKS += (check_step_after_step,)
+CHECKS += (check_step_after_step, check_heads_of_one_column, check_heads_apart)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -260,6 +281,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     r"norm_weight: wants norm_eps": {"norm_eps": None},
     r"norm_weight: want shape \(2, 16\)": {"norm_weight": torch.zeros(3, 16)},
     r"norm_group_size: want a multiple of V = 16": {"norm_group_size": 24},
+    r"norm_group_size: want a multiple .*, got 0": {"norm_group_size": 0},
     r"num_pending: want 0, or with num_accepted up to the 1 tokens": {"num_pending": 1},
     r"num_accepted: want shape \(3,\)": {"num_accepted": torch.zeros(2, dtype=torch.int32)},
     r"out: want shape \(3, 1, 2, 16\)": {"out": torch.zeros(3, 2, 16)},
