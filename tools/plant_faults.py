@@ -198,6 +198,8 @@ def main(command: str, number: str = str(SEED)) -> None:
     else:
         assert command == "revert", __doc__
         for saved in ROOT.glob(f"slipstream/**/*{SAVED}"):
+            # as old as the fault: Python would take the fault's bytecode, of a file as long
+            saved.touch()
             saved.replace(saved.with_suffix(".py"))
 
 
