@@ -295,6 +295,20 @@ def test_layer_refuses_states_of_other_calls(name: str, stepped: bool) -> None:
             call(state=given)
 
 
+@every_layer
+def test_step_refuses_expanded_states_by_name(name: str) -> None:
+    """Rows in one place: a step would write them all."""
+    layer, x = make(name), torch.randn(2, 3, D)
+    with torch.no_grad():
+        _, state = run(layer, name, x, use_cache=True)
+    x = x[:, :1]
+    for n in state.keys() - {"length"}:
+        given = state | {n: state[n][:1].expand_as(state[n])}
+        words = rf"^state\['{n}'\]: want memory that a step can write into"
+        with torch.no_grad(), pytest.raises(ValueError, match=words):
+            layer.step(x, given, **first_value_for(name, x))
+
+
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "autocast"])
 @every_layer
 def test_layers_own_state_is_blamed_for_no_error(
