@@ -1,4 +1,4 @@
-"""Where Triton tells of what it compiles and launches: triton.knobs, or JITFunction before 3.4."""
+"""Where Triton tells of what it compiles and launches: triton.knobs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +6,8 @@ from typing import Any
 
 def compile_hook() -> tuple[Any, str]:
     """The object, and the attribute of it that is called before the JIT compiles a kernel."""
-    try:
-        from triton import knobs
-    except ImportError:
-        from triton.runtime.jit import JITFunction
+    from triton import knobs
 
-        return JITFunction, "cache_hook"
     return knobs.runtime, "jit_cache_hook"
 
 

@@ -22,6 +22,16 @@ class Book(Protocol):
     def guard(self, text: str, late: bool) -> None: ...
 
 
+def _arithmetic(operation: Callable, form: str) -> Any:
+    """The method of an operator; form: its text, of this operand and the other."""
+    return lambda self, other: self._binary(other, operation, form)
+
+
+def _comparison(operation: Callable, true: str, false: str) -> Any:
+    """The method of a comparison, and its text where it holds and where it does not."""
+    return lambda self, other: self._compare(other, operation, true, false)
+
+
 class Size(torch.SymInt):
     """An integer of a recorded call. torch takes it for one of its own kind, whose value it does
     not ask for before a mode has seen the call.
@@ -42,49 +52,25 @@ class Size(torch.SymInt):
         late = self.late or (isinstance(other, Size) and other.late)
         return self.book.let(form.format(self.text, text_of(other)), value, late)
 
-    def __add__(self, other: Any) -> Any:
-        return self._binary(other, operator.add, "{0} + {1}")
-
-    def __sub__(self, other: Any) -> Any:
-        return self._binary(other, operator.sub, "{0} - {1}")
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._binary(other, lambda x, y: y - x, "{1} - {0}")
+    __add__ = __radd__ = _arithmetic(operator.add, "{0} + {1}")
+    __sub__ = _arithmetic(operator.sub, "{0} - {1}")
+    __rsub__ = _arithmetic(lambda x, y: y - x, "{1} - {0}")
+    __floordiv__ = _arithmetic(operator.floordiv, "{0} // {1}")
+    __rfloordiv__ = _arithmetic(lambda x, y: y // x, "{1} // {0}")
+    __mod__ = _arithmetic(operator.mod, "{0} % {1}")
+    __rmod__ = _arithmetic(lambda x, y: y % x, "{1} % {0}")
+    __lshift__ = _arithmetic(operator.lshift, "{0} << {1}")
+    __rlshift__ = _arithmetic(lambda x, y: y << x, "{1} << {0}")
+    __rshift__ = _arithmetic(operator.rshift, "{0} >> {1}")
+    __and__ = __rand__ = _arithmetic(operator.and_, "{0} & {1}")
+    __or__ = __ror__ = _arithmetic(operator.or_, "{0} | {1}")
 
     def __mul__(self, other: Any) -> Any:
         if other is True or other is False:  # of a flag: tokens * packed
             return self if other else 0
         return self._binary(other, operator.mul, "{0} * {1}")
 
-    def __floordiv__(self, other: Any) -> Any:
-        return self._binary(other, operator.floordiv, "{0} // {1}")
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return self._binary(other, lambda x, y: y // x, "{1} // {0}")
-
-    def __mod__(self, other: Any) -> Any:
-        return self._binary(other, operator.mod, "{0} % {1}")
-
-    def __rmod__(self, other: Any) -> Any:
-        return self._binary(other, lambda x, y: y % x, "{1} % {0}")
-
-    def __lshift__(self, other: Any) -> Any:
-        return self._binary(other, operator.lshift, "{0} << {1}")
-
-    def __rlshift__(self, other: Any) -> Any:
-        return self._binary(other, lambda x, y: y << x, "{1} << {0}")
-
-    def __rshift__(self, other: Any) -> Any:
-        return self._binary(other, operator.rshift, "{0} >> {1}")
-
-    def __and__(self, other: Any) -> Any:
-        return self._binary(other, operator.and_, "{0} & {1}")
-
-    def __or__(self, other: Any) -> Any:
-        return self._binary(other, operator.or_, "{0} | {1}")
-
-    __radd__, __rmul__ = __add__, __mul__
-    __rand__, __ror__ = __and__, __or__
+    __rmul__ = __mul__
 
     def __neg__(self) -> "Size":
         return self.book.let(f"-{self.text}", -self.value, self.late)
@@ -117,17 +103,10 @@ class Size(torch.SymInt):
     def __ne__(self, other: Any) -> Any:
         return self is not other and self._compare(other, operator.ne, "!=", "==")
 
-    def __lt__(self, other: Any) -> Any:
-        return self._compare(other, operator.lt, "<", ">=")
-
-    def __le__(self, other: Any) -> Any:
-        return self._compare(other, operator.le, "<=", ">")
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compare(other, operator.gt, ">", "<=")
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compare(other, operator.ge, ">=", "<")
+    __lt__ = _comparison(operator.lt, "<", ">=")
+    __le__ = _comparison(operator.le, "<=", ">")
+    __gt__ = _comparison(operator.gt, ">", "<=")
+    __ge__ = _comparison(operator.ge, ">=", "<")
 
     def __bool__(self) -> bool:
         return self != 0

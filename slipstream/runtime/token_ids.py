@@ -8,7 +8,6 @@ SLIPSTREAM_CHECK=sync waits in every call instead.
 """
 
 import ctypes
-import importlib.util
 import os
 import weakref
 from contextlib import nullcontext
@@ -21,11 +20,10 @@ from torch import Tensor
 from slipstream.common.checks import plain_int
 from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.runtime.autograd import is_tracing, untraced
-from slipstream.runtime.backends import is_fake
+from slipstream.runtime.backends import HAVE_TRITON, is_fake
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.launch_cache import of_thread
 
-HAVE_TRITON = importlib.util.find_spec("triton") is not None
 CHECK = os.environ.get("SLIPSTREAM_CHECK", "")
 if CHECK not in ("", "sync"):
     raise ValueError(f"SLIPSTREAM_CHECK: want sync or nothing, got {CHECK!r}")

@@ -22,19 +22,12 @@ from slipstream import __version__
 from slipstream.compiler import compiler_state, support_matrix, toolchain
 from slipstream.compiler.known_bugs import INTERPRETER, applying, blocking
 from slipstream.runtime import guarded_launch
+from slipstream.runtime.backends import INTERPRETED
 from slipstream.runtime.dispatch import Selection
+from slipstream.runtime.numeric_probe import BARS
 from slipstream.tools.backend_query import IMPLS, find_kernels, recording_selections
 from slipstream.tools.catalog import SAMPLES, Sample, Shape, chosen, flat
 from slipstream.tools.precompile_cache import stale
-
-# Root mean square of the error over that of the result: outputs, gradients. In 16 bits the inputs'
-# own rounding is not in it: the oracle gets the rounded ones.
-BARS = {
-    torch.float32: (1e-4, 1e-3),
-    torch.float16: (5e-3, 2e-2),
-    torch.bfloat16: (2e-2, 5e-2),
-}
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True)

@@ -314,30 +314,22 @@ def test_amd_gpu_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert family_of.__wrapped__(torch.device("cuda", 0)) == "sm_75"
 
 
-def test_guard_hook_without_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to Triton 3.3 it is an attribute of JITFunction."""
+def test_guard_watches_its_device_and_package(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAVE_TRITON:
         pytest.skip("wants Triton")
-    import triton
-    from triton.runtime.jit import JITFunction
+    from triton import knobs
 
-    from slipstream.runtime import recording
-
-    monkeypatch.delattr(triton, "knobs")
-    monkeypatch.setitem(sys.modules, "triton.knobs", None)
-    monkeypatch.setattr(JITFunction, "cache_hook", None, raising=False)
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)
     asked: list[str] = []
     here: Any = SimpleNamespace(compiles=lambda module, name, compile: asked.append(name))
     undo = compiler_state.watch(here, devices=(0,))
-    hook: Any = JITFunction.cache_hook  # pyright: ignore
+    hook: Any = knobs.runtime.jit_cache_hook
     for module, device in (("slipstream.kernels.x", 0), ("slipstream.kernels.x", 1), ("other", 0)):
         told = {"compile": {"device": device}, "key": "", "repr": "", "already_compiled": False}
         assert not hook(fn=SimpleNamespace(module=module, name=f"{module} {device}"), **told)
     assert asked == ["slipstream.kernels.x 0"]
     undo()
-    assert JITFunction.cache_hook is None  # pyright: ignore
-    with recording.LaunchCounter() as seen:
-        assert seen.count == 0
+    assert knobs.runtime.jit_cache_hook is None
 
 
 def test_guard_calls_earlier_hook(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from slipstream.compat.fla import functions, preconditioned
@@ -41,6 +41,24 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "ops.rwkv7.fused_addcmul": (functions.fused_addcmul_rwkv7,),
     "ops.rwkv7.fused_k_update": (functions.fused_k_rwkv7,),
     "ops.rwkv7.gate_output_correction": (functions.gate_output_correction,),
+}
+# classes that fla.modules has, by the module that defines them
+MODULES: dict[str, str] = {
+    "convolution": "ShortConvolution",
+    "fused_bitlinear": "BitLinear FusedBitLinear",
+    "fused_cross_entropy": "FusedCrossEntropyLoss",
+    "fused_kl_div": "FusedKLDivLoss",
+    "fused_linear_cross_entropy": "FusedLinearCrossEntropyLoss",
+    "fused_norm_gate": "FusedLayerNormGated FusedLayerNormGatedLinear FusedLayerNormSwishGate "
+    "FusedLayerNormSwishGateLinear FusedRMSNormGated FusedRMSNormGatedLinear "
+    "FusedRMSNormSwishGate FusedRMSNormSwishGateLinear",
+    "l2norm": "L2Norm",
+    "layernorm": "GroupNorm GroupNormLinear LayerNorm LayerNormLinear RMSNorm RMSNormLinear",
+    "layernorm_gated": "LayerNormGated RMSNormGated",
+    "long_conv": "ImplicitLongConvolution LongConvolution",
+    "mlp": "GatedMLP",
+    "rotary": "RotaryEmbedding",
+    "token_shift": "TokenShift",
 }
 # other names of modules: those of fla 0.6, and of older releases
 ALIASES = {
@@ -137,6 +155,14 @@ def make_modules() -> None:
     paths |= {file.name.removeprefix(f"{ROOT}.") for file in files}
     for path in sorted(paths):
         _module(path)
+    for path, names in MODULES.items():
+        for name in names.split():
+            setattr(_module("modules"), name, getattr(_module(f"modules.{path}"), name))
+    for path in (x for x in paths if x.startswith("ops.utils.")):
+        for name, value in vars(_module(path)).items():
+            own = getattr(value, "__module__", "") == f"{ROOT}.{path}"
+            if own and isinstance(value, FunctionType) and not name.startswith("_"):
+                vars(_module("ops.utils")).setdefault(name, value)
     for path, members in FUNCTIONS.items():
         for function in members:
             _export(path, function.__name__, function)
