@@ -115,6 +115,6 @@ docs: venv
 RELEASES ?= 3.7.1,3.8.0,3.9.0
 PTXAS ?=
 matrix: venv
-	$(foreach x,$(PTXAS),TRITON_PTXAS_PATH=$(x) $(RUN) tools/record_matrix.py --arch sm_90;)
-	$(RUN) tools/record_matrix.py
-	$(RUN) tools/record_matrix.py --triton $(RELEASES) --variants few
+	$(foreach x,$(PTXAS),TRITON_PTXAS_PATH=$(x) $(RUN) tools/matrix.py --arch sm_90 --record;)
+	$(RUN) tools/matrix.py --record
+	$(RUN) tools/matrix.py --triton $(RELEASES) --variants few --record

@@ -1,7 +1,7 @@
 """Calls of the kinds that this library was born from: each runs, or says why it does not.
 
 What needs a device is in gpu/test_wrong_indices.py; here kernels are compiled ahead of time, and
-the same calls run on the CPU. `slipstream matrix --triton` compiles them under other releases.
+the same calls run on the CPU. `tools/matrix.py --triton` compiles them under other releases.
 """
 
 import re

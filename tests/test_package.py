@@ -120,7 +120,7 @@ def test_missing_module_is_named_with_what_brings_it(module: str, what: str) -> 
     assert str(error) == text
 
 
-@pytest.mark.parametrize("command", ["explain kda", "matrix kda", "precompile kda --arch sm_90"])
+@pytest.mark.parametrize("command", ["explain kda", "precompile kda --arch sm_90"])
 def test_commands_about_kernels_name_the_extra_of_triton(command: str) -> None:
     code = f"import sys; sys.argv[1:] = {command.split()!r}; import slipstream.cli as c; c.main()"
     done = run_without(("triton",), code)

@@ -6,7 +6,7 @@
 
     python tools/carry_verified.py merge FOLDER ...         from other machines
 
-`tools/record_matrix.py` takes hours to verify every kernel again. A change that leaves the
+`tools/matrix.py --record` takes hours to verify every kernel again. A change that leaves the
 compiler's input as it was leaves what the matrix found true: `write` renews the digests alone.
 
 A FOLDER has the support.json and verified.json that a machine with many processors has recorded,

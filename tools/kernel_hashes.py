@@ -17,7 +17,7 @@ has a line for each as they are made; `compare` refuses one whose run did not en
               not: for kernels that are split into functions, or whose functions are taken apart.
 --level call  which kernels are compiled for which arguments, with the text of their modules: enough
               where kernels stay as they are and only what launches them changes. Seconds.
---level ptx   the PTX of a covering set of those (`--variants`), as `slipstream matrix` chooses it.
+--level ptx   the PTX of a covering set of those (`--variants`), as `tools/matrix.py` chooses it.
 
 With operators named, rows of tools/layer_samples.py are left out: their flags are not
 seen. A line of `compare` names all that had a lost or new hash, also an architecture that keeps it.
@@ -41,11 +41,11 @@ from typing import Any, TypeVar
 
 import own_checkout  # noqa: F401
 from layer_samples import LAYER_SAMPLES
+from variant_cover import cover, resolved
 
 from slipstream.compiler.aot import Job, gpu_target, options_of, source_of
 from slipstream.tools.backend_query import find_kernels
 from slipstream.tools.catalog import FURTHER, REPRESENTATIVE, chosen
-from slipstream.tools.variant_cover import cover, resolved
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -146,7 +146,7 @@ def counted(what: str, items: Sequence[T], found: Iterable[U]) -> Iterator[U]:
 def write(args: argparse.Namespace) -> None:
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     shapes = (*REPRESENTATIVE, *FURTHER)[: args.shapes]
-    # as `slipstream matrix`: parts of layers besides, which are no operators
+    # as `tools/matrix.py`: parts of layers besides, which are no operators
     samples = [*chosen(args.operators), *([] if args.operators else LAYER_SAMPLES)]
     tasks: list[tuple[Job, str]] = []
     for arch in args.arch.split(","):

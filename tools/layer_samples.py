@@ -1,4 +1,4 @@
-"""Calls that record_matrix.py alone compiles: of kernels that only layers launch, and of flags that
+"""Calls that matrix.py alone compiles: of kernels that only layers launch, and of flags that
 no row of catalog.py has, whose numbers tests hold elsewhere."""
 
 from collections.abc import Callable

@@ -54,7 +54,7 @@ VARIABLES = {
     "SLIPSTREAM_CACHE_DIR": (
         "a folder",
         "`$XDG_CACHE_HOME/slipstream`, or `~/.cache/slipstream`",
-        "Where verdicts about compilers and the rows of `slipstream matrix` are stored.",
+        "Where verdicts about compilers and the rows of `tools/matrix.py` are stored.",
     ),
     "SLIPSTREAM_CHECK": (
         "`sync`, or empty",

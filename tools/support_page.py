@@ -1,4 +1,4 @@
-"""docs/SUPPORT.md and verified.json: what runs of the matrix found, as record_matrix.py records it.
+"""docs/SUPPORT.md and verified.json: what runs of the matrix found, as matrix.py records it.
 
 Runs of different releases add up in docs/support.json, from which SUPPORT.md is written. In memory
 that is release -> architecture -> {"ptxas", "variants", "shapes", "kernels", "date", "operators"},
@@ -7,7 +7,7 @@ none, and an operator's cells of one release are one line.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.known_bugs import applying, version
 from slipstream.runtime.files import write_text
 from slipstream.tools.catalog import OPERATORS, REPRESENTATIVE
-from slipstream.tools.matrix_run import MatrixRun
 
 Data = dict[str, dict[str, dict[str, Any]]]
 DATA, PAGE = ROOT / "docs/support.json", ROOT / "docs/SUPPORT.md"
 VERIFIED = ROOT / "slipstream/compiler/verified.json"
+# before the reason of an operator that is slow with float32 inputs alone
+FLOAT32 = "float32: "
 
 
 def read(path: Path) -> Data:
@@ -70,13 +71,30 @@ def _text(value: Any, depth: int) -> str:
     return "{\n" + ",\n".join(entries) + "\n}"
 
 
-def record(rows: Sequence[support_matrix.Row], run: MatrixRun, whole: bool = True) -> None:
-    """Adds the rows to docs/support.json and writes what is made from it. Without the whole of the
-    operators only the cells of some change, and no family of kernels becomes verified."""
+def by_operator(rows: Iterable[support_matrix.Row]) -> dict[str, dict[str, tuple[str, str]]]:
+    """operator -> architecture -> the worst status of its kernels, with its reason."""
+    table: dict[str, dict[str, list[support_matrix.Row]]] = {}
+    for row in rows:
+        for operator in row.operators:
+            table.setdefault(operator, {}).setdefault(row.arch, []).append(row)
+    return {x: {arch: _worst(of) for arch, of in y.items()} for x, y in table.items()}
+
+
+def _worst(rows: Sequence[support_matrix.Row]) -> tuple[str, str]:
+    worst = max(rows, key=lambda x: support_matrix.STATUSES.index(x.status))
+    slow = {x.dtype for x in rows if x.status == "slow"}
+    single = worst.status == "slow" and slow == {"fp32"} != {x.dtype for x in rows}
+    return worst.status, FLOAT32 + worst.reason if single else worst.reason
+
+
+def record(rows: Sequence[support_matrix.Row], run: Any, whole: bool = True) -> None:
+    """Adds the rows of a MatrixRun to docs/support.json and writes what is made from it. Without
+    the whole of the operators only the cells of some change, and no family of kernels becomes
+    verified."""
     data = read(DATA)
     for (release, arch), without in run.without.items():
         found = [x for x in rows if (x.triton, x.arch) == (release, arch)]
-        cells = {k: v[arch] for k, v in support_matrix.by_operator(found).items()}
+        cells = {k: v[arch] for k, v in by_operator(found).items()}
         cells |= {k: ("torch", v) for k, v in without.items()}
         about = {
             "ptxas": found[0].ptxas if found else "",
@@ -197,8 +215,8 @@ def _cell(known: dict, arch: str, release: str, name: str, footnotes: list[str])
     avoided = [x.name for x in applies if x.avoided]
     if status in ("ok", "slow") and avoided:
         reason += f"{'; ' if reason else ''}with workarounds for {', '.join(avoided)}"
-    if reason.startswith(support_matrix.FLOAT32):
-        status, reason = f"{status} in float32", reason.removeprefix(support_matrix.FLOAT32)
+    if reason.startswith(FLOAT32):
+        status, reason = f"{status} in float32", reason.removeprefix(FLOAT32)
     if not reason:
         return status
     reason = _general(reason)
@@ -214,7 +232,7 @@ def _general(reason: str) -> str:
 
 _HEAD = """# What runs where
 
-Written by `tools/record_matrix.py` ([slipstream matrix](tools/matrix.md)): every kernel of
+Written by `tools/matrix.py --record` ([the matrix](dev/matrix.md)): every kernel of
 every operator, forward and backward, for sample shapes, compiled ahead of time without a GPU. The
 status of an operator is that of its worst kernel.
 
@@ -225,7 +243,8 @@ status of an operator is that of its worst kernel.
 - refused: the compiler refuses it or it does not fit; the operator runs in plain torch there.
 - crash, hang: the compiler dies or does not finish.
 - torch: no kernel takes it there, plain torch does.
-- empty: the operator is newer than the record. `slipstream matrix NAME --arch ARCH` compiles it.
+- empty: the operator is newer than the record. `slipstream precompile NAME --arch ARCH` compiles
+  it.
 
 Under each table are the days on which its columns were recorded. Kernels may have changed since
 then, so that a cell may be out of date; those that have changed compile in a child process first.

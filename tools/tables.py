@@ -197,7 +197,6 @@ RECORDS = ("docs/dev/", "docs/SUPPORT.md", "docs/_build/")
 STRICT = ("README.md", "docs/performance.md", "docs/index.md")
 # (page, text): what is no measurement
 ALLOWED = {
-    ("docs/tools/matrix.md", "180 s"): "a default of the command",
     ("CHANGELOG.md", "4 GiB"): "a bound that the code sets",
     ("docs/precision.md", "4 GiB"): "the same",
 }

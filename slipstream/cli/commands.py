@@ -10,12 +10,11 @@ from slipstream.cli.convert import convert
 from slipstream.cli.doctor import doctor
 from slipstream.cli.explain import explain
 from slipstream.cli.generate import generate
-from slipstream.cli.matrix import matrix
 from slipstream.cli.precompile import precompile
 from slipstream.cli.train import train
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
-for command in (train, generate, convert, doctor, explain, matrix, precompile):
+for command in (train, generate, convert, doctor, explain, precompile):
     # rich breaks lines where docstrings do
     paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
     app.command(help=paragraphs)(command)

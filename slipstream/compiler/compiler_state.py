@@ -1,7 +1,7 @@
 """The compilers for one GPU architecture here, and what was learnt of them.
 
 Verdicts outlive the process: in verdicts.json, by everything that decides what a kernel is compiled
-to (release, kernels' sources, architecture, Triton, ptxas). Where slipstream matrix has verified a
+to (release, kernels' sources, architecture, Triton, ptxas). Where tools/matrix.py has verified a
 family of kernels on such a combination (verified.json, with a digest of the family's sources),
 nothing is watched: a kernel that has changed since is as unverified as a new compiler.
 
@@ -118,7 +118,7 @@ def verdicts_file() -> Path:
 
 @cache
 def verified() -> dict[tuple[str, str, str], frozenset[str]]:
-    """The families that `tools/record_matrix.py` found sound and whose kernels are still the
+    """The families that `tools/matrix.py --record` found sound and whose kernels are still the
     same, by (arch, Triton, ptxas)."""
     rows = json.loads((Path(__file__).parent / "verified.json").read_text())
 

@@ -1,6 +1,6 @@
 """Digests of the kernels' code that comments, docstrings, formatting and moves do not change.
 
-`tools/record_matrix.py` writes a digest beside each family of kernels that it has verified, and
+`tools/matrix.py --record` writes a digest beside each family of kernels that it has verified, and
 the guard trusts the family as long as the digest is the same. So the digest is of what the code
 says: the syntax trees of a family's top-level definitions, without docstrings and imports, in an
 order that does not depend on the files that hold them. It is equal under every Python release.

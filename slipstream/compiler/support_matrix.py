@@ -18,15 +18,13 @@ from slipstream.compiler.compile_worker import TIMEOUT, Outcome, Worker
 from slipstream.compiler.known_bugs import applying
 from slipstream.compiler.toolchain import ptxas_of
 
-# Best first; an operator has the worst of its kernels.
+# Best first.
 STATUSES = ("ok", "slow", "refused", "hang", "crash")
 # Bytes of stack a thread beyond which a kernel counts as slow: scans keep a state in registers and
 # spill some of it outside of their loops.
 MAX_SPILL_BYTES = 1280
 # Rows from which on Triton makes a product of wgmma or tcgen05.
 MIN_ROWS = 64
-# Before the reason of an operator that is slow with float32 inputs alone.
-FLOAT32 = "float32: "
 
 
 @dataclass(frozen=True)
@@ -209,22 +207,6 @@ def _known_bug(row: Row) -> str:
         if fault.effect == row.status and not fault.avoided:
             return f"{fault.name}: {fault.way_out}"
     return ""
-
-
-def by_operator(rows: Iterable[Row]) -> dict[str, dict[str, tuple[str, str]]]:
-    """operator -> architecture -> the worst status of its kernels, with its reason."""
-    table: dict[str, dict[str, list[Row]]] = {}
-    for row in rows:
-        for operator in row.operators:
-            table.setdefault(operator, {}).setdefault(row.arch, []).append(row)
-    return {x: {arch: _worst(of) for arch, of in y.items()} for x, y in table.items()}
-
-
-def _worst(rows: Sequence[Row]) -> tuple[str, str]:
-    worst = max(rows, key=lambda x: STATUSES.index(x.status))
-    slow = {x.dtype for x in rows if x.status == "slow"}
-    single = worst.status == "slow" and slow == {"fp32"} != {x.dtype for x in rows}
-    return worst.status, FLOAT32 + worst.reason if single else worst.reason
 
 
 def as_json(row: Row) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """An operator's implementations on an architecture, and their kernels."""
 
-import multiprocessing
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +10,6 @@ from unittest import mock
 import torch
 
 from slipstream.compiler.aot import Job
-from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.compiler_state import KernelDisabledWarning, state_for
 from slipstream.compiler.known_bugs import blocking, version
 from slipstream.compiler.support_matrix import Task
@@ -158,31 +155,6 @@ def find_kernels(
             found.without[sample.op] = why
     found.tasks.extend((job, tuple(wanted[key])) for key, job in jobs.items())
     return found
-
-
-def find_everywhere(
-    samples: Sequence[Sample],
-    shapes: Sequence[Shape],
-    archs: Sequence[str],
-    backward: bool,
-    compilers: Mapping[str, str],
-    processes: int,
-) -> Iterator[tuple[str, KernelsFound]]:
-    """`find_kernels` for each architecture in a process of its own; what is done first comes first.
-
-    To trace one takes longer than to compile its kernels, where there are processors enough.
-    """
-    context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
-    pool = ProcessPoolExecutor(min(processes, len(archs)), context)
-    try:
-        arch_of = {
-            pool.submit(find_kernels, samples, shapes, arch, backward, compilers): arch
-            for arch in sorted(archs, key=lambda x: not ARCHS[x].wgmma)  # most kernels: longest
-        }
-        for found in as_completed(arch_of):
-            yield arch_of[found], found.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _blocking_bug(arch: str, compilers: Mapping[str, str] | None) -> str:

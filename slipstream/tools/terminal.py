@@ -1,21 +1,9 @@
 """Progress bars and tables of the commands."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-STATUSES = {
-    "ok": "compiles, fits into shared memory, hardly spills, uses the tensor cores",
-    "slow": "compiles and fits, but spills registers or misses the tensor cores",
-    "refused": "the compiler refuses it or it does not fit: such calls run in plain torch",
-    "hang": "the compiler does not finish",
-    "crash": "the compiler dies",
-    "torch": "no kernel takes it there, plain torch does",
-    "-": "not looked at",
-}
-"""What the matrix and precompile say of a kernel."""
 
 
 def bar(console: Console | None = None) -> Progress:
@@ -33,18 +21,6 @@ def bar(console: Console | None = None) -> Progress:
         transient=True,
         disable=not console.is_terminal,
     )
-
-
-def counts(statuses: Iterable[str]) -> str:
-    """As "120 ok, 3 slow"."""
-    found = Counter(statuses)
-    return ", ".join(f"{found[x]} {x}" for x in STATUSES if found[x]) or "none"
-
-
-def legend(statuses: Iterable[str]) -> str:
-    """The meaning of each status, a line each."""
-    seen = set(statuses)
-    return "\n".join(f"{x}: {what}" for x, what in STATUSES.items() if x in seen)
 
 
 def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:

@@ -23,19 +23,17 @@ from slipstream.compiler.support_matrix import Row
 from slipstream.models.convert import convert
 from slipstream.models.convert.files import Weights
 from slipstream.runtime.files import read_text
-from slipstream.tools import matrix_run
 from slipstream.tools import terminal as terminal_tools
-from slipstream.tools.matrix_run import MatrixRun
 from slipstream.tools.model_kernels import read
 from slipstream.training.config import load
 from tests.support.forked import run_code
 from tests.support.scripts import script
 
 ROOT = Path(__file__).parents[2]
-record_matrix, support_page = (script(f"tools/{x}") for x in ("record_matrix", "support_page"))
+matrix, support_page = (script(f"tools/{x}") for x in ("matrix", "support_page"))
 
 
-@pytest.mark.parametrize("name", ["matrix", "precompile", "doctor", "explain", "convert"])
+@pytest.mark.parametrize("name", ["precompile", "doctor", "explain", "convert"])
 def test_command_page_names_options(name: str) -> None:
     group: Any = typer.main.get_command(app)
     text = (ROOT / f"docs/tools/{name}.md").read_text()
@@ -75,7 +73,7 @@ EMPTY = '{"reasons": [], "releases": {}}'
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Where tools/record_matrix.py writes instead."""
+    """Where tools/matrix.py writes instead."""
     found = {}
     for name, text in {"DATA": EMPTY, "PAGE": "", "VERIFIED": "[]"}.items():
         found[name] = tmp_path / name
@@ -100,18 +98,18 @@ def test_matrix_record_and_exit_status(
     families: list[str],
     recorded: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    def compile(self: MatrixRun, release: Any, *args: Any) -> list[Row]:
+    def compile(self: Any, release: Any, *args: Any) -> list[Row]:
         self.without = {("3.6.0", x): {"squared_relu": "too plain"} for x in ("sm_80", "gfx942")}
         return [row(status)]
 
-    monkeypatch.setattr(MatrixRun, "compile", compile)
+    monkeypatch.setattr(matrix.MatrixRun, "compile", compile)
     archs = ["--arch", "sm_80,gfx942"]
-    result = CliRunner().invoke(app, ["matrix", *archs, "--kernels"])
-    assert result.exit_code == exit_status == record_matrix.main([*archs, "--check"])
-    assert f"{status:8}sm_80 some_kernel" in result.output
+    assert matrix.main([*archs, "--kernels"]) == exit_status
+    assert f"{status:8}sm_80 some_kernel" in capsys.readouterr().out
     assert recorded["DATA"].read_text() == EMPTY
-    assert record_matrix.main(archs) == exit_status
+    assert matrix.main([*archs, "--record"]) == exit_status
     data = support_page.read(recorded["DATA"])["3.6.0"]
     plain = {"squared_relu": ["torch", "too plain"]}
     assert data["sm_80"]["operators"] == {"rms_norm": [status, ""], **plain}
@@ -122,14 +120,14 @@ def test_matrix_record_and_exit_status(
 
 
 def test_table_of_the_matrix_is_in_words() -> None:
-    run = MatrixRun([], [], ["sm_80", "sm_90"], True, "flags")
+    run = matrix.MatrixRun([], [], ["sm_80", "sm_90"], True, "flags")
     console = Console(width=120, record=True, file=io.StringIO())
     run._show([row("ok"), replace(row("slow"), operators=("swiglu",))], console)
     text = console.export_text()
     assert "Triton 3.6.0, kernels: 1 ok, 1 slow" in text and "{" not in text
     assert "slow: compiles and fits, but spills registers" in text and "refused:" not in text
     found = replace(row("ok"), shared=1024, registers=64, instructions={"wgmma": 3, "mma.sync": 0})
-    line = matrix_run.line(found)
+    line = matrix.line(found)
     assert (
         "1024 bytes of shared memory, 64 registers and 0 bytes of stack a thread, 3 wgmma" in line
     )
@@ -149,13 +147,12 @@ def test_bar_shows_where_somebody_looks() -> None:
 def test_matrix_records_nothing_partial(
     recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    def compile(self: MatrixRun, *args: Any) -> list[Row]:
+    def compile(self: Any, *args: Any) -> list[Row]:
         self.failures.append("rms_norm: not traced")
         return [row("ok")]
 
-    monkeypatch.setattr(MatrixRun, "compile", compile)
-    assert CliRunner().invoke(app, ["matrix", "--arch", "sm_80"]).exit_code == 1
-    assert record_matrix.main(["--arch", "sm_80"]) == 1
+    monkeypatch.setattr(matrix.MatrixRun, "compile", compile)
+    assert matrix.main(["--arch", "sm_80", "--record"]) == 1
     assert "not recorded" in capsys.readouterr().err
     assert recorded["DATA"].read_text() == EMPTY
 
@@ -163,14 +160,14 @@ def test_matrix_records_nothing_partial(
 def test_matrix_records_some_operators_beside_the_others(
     recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compile(self: MatrixRun, *args: Any) -> list[Row]:
+    def compile(self: Any, *args: Any) -> list[Row]:
         self.without = {("3.6.0", "sm_80"): {}}
         name = self.samples[0].op
         return [replace(row("slow" if name == "swiglu" else "ok"), operators=(name,))]
 
-    monkeypatch.setattr(MatrixRun, "compile", compile)
+    monkeypatch.setattr(matrix.MatrixRun, "compile", compile)
     for name in ("rms_norm", "swiglu"):
-        assert record_matrix.main([name, "--arch", "sm_80"]) == 0
+        assert matrix.main([name, "--arch", "sm_80", "--record"]) == 0
     found = support_page.read(recorded["DATA"])["3.6.0"]["sm_80"]["operators"]
     assert found == {"rms_norm": ["ok", ""], "swiglu": ["slow", ""]}
     assert json.loads(recorded["VERIFIED"].read_text()) == []
@@ -216,8 +213,8 @@ def test_records_of_other_machines_are_merged(
     ],
 )
 def test_matrix_rejects_wrong_options(args: list[str], words: str) -> None:
-    result = CliRunner().invoke(app, ["matrix", *args])
-    assert result.exit_code == 2 and words in result.output
+    with pytest.raises(SystemExit, match=re.escape(words)):
+        matrix.main(args)
 
 
 @pytest.mark.parametrize("option", ["--tokens=0", "--temperature=-1", "--top-p=2"])
@@ -235,7 +232,7 @@ def test_command_help_and_version() -> None:
 
 def test_help_breaks_no_line_within_a_paragraph() -> None:
     helps = {x.callback.__name__: x.help for x in app.registered_commands if x.callback}
-    assert len(helps) == 7 and len(str(helps["train"]).split("\n\n")) == 2
+    assert len(helps) == 6 and len(str(helps["train"]).split("\n\n")) == 2
     assert not [name for name, x in helps.items() if "\n" in str(x).replace("\n\n", "")]
 
 

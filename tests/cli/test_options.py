@@ -14,8 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from slipstream.cli.commands import app
-from slipstream.tools.catalog import FURTHER, QUICK_OPERATORS, REPRESENTATIVE
-from slipstream.tools.matrix_run import MatrixRun
+from slipstream.tools.catalog import QUICK_OPERATORS
 
 Given = dict[str, Any]
 
@@ -62,10 +61,6 @@ def _of_explain(option: str, function: str, name: str, value: Any) -> Option:
         ] == value
 
     return Option("explain kda", option, holds)
-
-
-def _of_matrix(option: str, holds: Callable[[Ran], bool]) -> Option:
-    return Option("matrix rms_norm", option, holds)
 
 
 def _of_precompile(option: str, holds: Callable[[Ran], bool]) -> Option:
@@ -121,26 +116,6 @@ OPTIONS = {
     "explain --state": _of_explain("--state", "parse_shape", "state", True),
     "explain --grouped": _of_explain("--grouped", "parse_shape", "grouped", True),
     "explain --flags": _of_explain("--flags", "lines", "flags", True),
-    "matrix --arch": _of_matrix(
-        "--arch sm_80,sm_90", lambda ran: ran["MatrixRun"]["archs"] == ["sm_80", "sm_90"]
-    ),
-    "matrix --triton": _of_matrix(
-        "--triton 3.7.1", lambda ran: ran["compile"]["release"] == "3.7.1"
-    ),
-    "matrix --jobs": _of_matrix("--jobs 5", lambda ran: ran["compile"]["processes"] == 5),
-    "matrix --timeout": _of_matrix("--timeout 9", lambda ran: ran["compile"]["timeout"] == 9.0),
-    "matrix --shapes": _of_matrix(
-        "--shapes 9", lambda ran: ran["MatrixRun"]["shapes"] == (*REPRESENTATIVE, *FURTHER)[:9]
-    ),
-    "matrix --forward": _of_matrix("--forward", lambda ran: ran["MatrixRun"]["backward"] is False),
-    "matrix --kernels": _of_matrix("--kernels", lambda ran: "some_kernel" in ran.output),
-    "matrix --json": _of_matrix(
-        "--json {}/rows", lambda ran: json.loads((ran.folder / "rows").read_text()) == [{}]
-    ),
-    "matrix --variants": _of_matrix(
-        "--variants few", lambda ran: ran["MatrixRun"]["variants"] == "few"
-    ),
-    "matrix --all": _of_matrix("--all", lambda ran: ran["compile"]["recompile"] is True),
     "precompile --arch": _of_precompile(
         "--arch sm_80", lambda ran: ran["fill"]["arch"] == "sm_80" == ran["find_operators"]["arch"]
     ),
@@ -185,10 +160,6 @@ WORKERS: dict[str, Any] = {
     "slipstream.tools.doctor_bench.speeds": {},
     "slipstream.tools.explain_text.parse_shape": "shape",
     "slipstream.tools.explain_text.lines": ["a line"],
-    "slipstream.tools.matrix_run.MatrixRun.__init__": None,
-    "slipstream.tools.matrix_run.MatrixRun.compile": [SimpleNamespace(status="ok")],
-    "slipstream.tools.matrix_run.line": "some_kernel",
-    "slipstream.compiler.support_matrix.as_json": {},
     "slipstream.tools.precompile_cache.batch": (1, 2),
     "slipstream.tools.precompile_cache.shapes": [],
     "slipstream.tools.precompile_cache.find_operators": None,
@@ -210,7 +181,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ran:
         def recorded(*args: Any, **named: Any) -> Any:
             bound = signature.bind(*args, **named)
             bound.apply_defaults()
-            found.calls[path.removesuffix(".__init__").rpartition(".")[2]] = bound.arguments
+            found.calls[path.rpartition(".")[2]] = bound.arguments
             return does(*args, **named)
 
         monkeypatch.setattr(path, recorded)
@@ -218,7 +189,6 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ran:
     for path, gives in WORKERS.items():
         record(path, lambda *_, gives=gives, **__: gives)
     record("slipstream.tools.precompile_cache.fill", fill)
-    monkeypatch.setattr(MatrixRun, "failures", [], raising=False)
     (tmp_path / "lines").write_text("a\n\nb\n")
     (tmp_path / "run.yaml").write_text("{}")
     return found

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 slow = pytest.mark.slow
 LAYER_SAMPLES = script("tools/layer_samples").LAYER_SAMPLES
-# those that the IR shows; the others are found by compiling (slipstream matrix)
+# those that the IR shows; the others are found by compiling (tools/matrix.py)
 SHOWN = ("narrow_dot", "transposed_dot")
 KNOWN = ("dot", "fp8_dot", "chained_64_dots", "tf32x3")
 AVOIDED = {x.trigger: x for x in KNOWN_BUGS if x.avoided}

@@ -16,7 +16,6 @@ from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.compile_worker import Outcome
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.runtime import backends
-from slipstream.tools.variant_cover import cover, resolved, smallest_cover
 from tests.support.planted_fault import FAULT, plant
 from tests.support.scripts import script
 from tests.support.traced_in_a_thread import trace_in_a_thread
@@ -25,7 +24,9 @@ compiles = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
 )
 LAYER_SAMPLES = script("tools/layer_samples").LAYER_SAMPLES
-support_page = script("tools/support_page")
+matrix, support_page = script("tools/matrix"), script("tools/support_page")
+rows = script("tools/matrix_cache")
+variants = script("tools/variant_cover")
 BAD = ("refused", "crash", "hang")
 NONE = dict.fromkeys(("wgmma", "mma.sync", "tcgen05", "mfma"), 0)
 JOB = Job("module:some_kernel", {}, {"C": 64}, {}, 4, 3, {}, "sm_90")
@@ -85,7 +86,7 @@ def test_operator_is_slow_in_float32_alone(slow: list, others: list, words: str)
 
     rows = [row(x, "slow", "spills 4096 bytes a thread") for x in slow]
     rows += [row(x, "ok", "") for x in others]
-    status, reason = support_matrix.by_operator(rows)["chunk_gla"]["sm_90"]
+    status, reason = support_page.by_operator(rows)["chunk_gla"]["sm_90"]
     assert status == "slow" and reason == f"{words} 4096 bytes a thread"
     about = {"ptxas": "", "variants": "flags", "kernels": 2, "operators": {"x": [status, reason]}}
     shown = "| x | slow in float32 [1] |" if words != "spills" else "| x | slow [1] |"
@@ -124,7 +125,7 @@ def test_attempt_names_the_known_fault_behind_a_crash(monkeypatch: pytest.Monkey
     )
     assert (row.status, row.ptxas) == ("crash", "12.4.99")
     assert f"{FAULT.name}: {FAULT.way_out}" in row.reason
-    table = support_matrix.by_operator([row, replace(row, status="ok", reason="")])
+    table = support_page.by_operator([row, replace(row, status="ok", reason="")])
     assert table["chunk_retention"]["sm_70"][0] == "crash"
     compilers = ("sm_70", "3.3.1", "12.4.99")
     sound = replace(row, module="slipstream.kernels.norm.triton.norm", status="slow")
@@ -133,19 +134,17 @@ def test_attempt_names_the_known_fault_behind_a_crash(monkeypatch: pytest.Monkey
 
 
 @compiles
-def test_matrix_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the command runs it: one operator, forward, on two architectures."""
-    from typer.testing import CliRunner
-
-    from slipstream.cli.commands import app
-
+def test_matrix_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As the tool runs it: one operator, forward, on two architectures."""
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     out = tmp_path / "rows.json"
-    run = ["matrix", "chunk_retention", "--arch", "sm_80,sm_90", "--forward", "--shapes", "1"]
-    result = CliRunner().invoke(app, [*run, "--jobs", "1", "--json", str(out)])
-    assert result.exit_code == 0, result.output
-    assert "chunk_retention" in result.stdout
-    said = " ".join(result.stderr.split())
+    run = ["chunk_retention", "--arch", "sm_80,sm_90", "--forward", "--shapes", "1"]
+    assert matrix.main([*run, "--jobs", "1", "--json", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert "chunk_retention" in printed.out
+    said = " ".join(printed.err.split())
     assert " compiled, 0 kept from earlier runs; " in said and " of processor time" in said
     rows = json.loads(out.read_text())
     assert {x["arch"] for x in rows} == {"sm_80", "sm_90"}
@@ -154,18 +153,16 @@ def test_matrix_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @compiles
-def test_matrix_retries_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
-
-    from slipstream.cli.commands import app
-
+def test_matrix_retries_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     trace_in_a_thread(monkeypatch)
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
-    run = ["matrix", "squared_relu", "--arch", "sm_80", "--forward", "--shapes", "1", "--jobs", "1"]
-    hung = CliRunner().invoke(app, [*run, "--timeout", "0"])
-    assert hung.exit_code == 1 and "hang" in hung.output
-    again = CliRunner().invoke(app, run)
-    assert again.exit_code == 0 and "hang" not in again.output
+    run = ["squared_relu", "--arch", "sm_80", "--forward", "--shapes", "1", "--jobs", "1"]
+    assert matrix.main([*run, "--timeout", "0"]) == 1
+    assert "hang" in capsys.readouterr().out
+    assert matrix.main(run) == 0
+    assert "hang" not in capsys.readouterr().out
 
 
 def test_recorded_data_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -251,13 +248,9 @@ def test_matrix_raises_errors_of_done() -> None:
 def test_options_of_the_matrix_that_cannot_be(
     options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from typer.testing import CliRunner
-
-    from slipstream.cli.commands import app
-
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
-    result = CliRunner().invoke(app, ["matrix", "squared_relu", "--arch", "sm_80", *options])
-    assert result.exit_code == 2 and words in result.stderr
+    with pytest.raises(SystemExit, match=words):
+        matrix.main(["squared_relu", "--arch", "sm_80", *options])
 
 
 def test_cover_has_every_value_of_every_flag() -> None:
@@ -266,7 +259,7 @@ def test_cover_has_every_value_of_every_flag() -> None:
         for c, p, g, w in product((16, 32, 64), (False, True), (False, True), (1, 2))
     ]
     other = (replace(JOB, kernel="module:other_kernel"), ("op16",))
-    few, pairs = (cover([*tasks, other], x) for x in ("flags", "pairs"))
+    few, pairs = (variants.cover([*tasks, other], x) for x in ("flags", "pairs"))
     assert len(few) == 4 and 7 <= len(pairs) <= 10 and other in few
     for name in ("C", "PACKED", "GATE"):
         values = {x.constants.get(name) for x, _ in tasks}
@@ -274,17 +267,21 @@ def test_cover_has_every_value_of_every_flag() -> None:
     assert {op for _, ops in few for op in ops} == {"op16", "op32", "op64"}
     found = {(x.constants.get("C"), x.constants.get("GATE")) for x, _ in pairs[:-1]}
     assert len(found) == 6
-    assert cover(tasks, "all") == tasks
-    assert len(cover([*tasks, other], "few")) == 4
-    assert [resolved("auto", x) for x in ("sm_80", "sm_86", "sm_90")] == ["flags", "few", "flags"]
+    assert variants.cover(tasks, "all") == tasks
+    assert len(variants.cover([*tasks, other], "few")) == 4
+    assert [variants.resolved("auto", x) for x in ("sm_80", "sm_86", "sm_90")] == [
+        "flags",
+        "few",
+        "flags",
+    ]
     with pytest.raises(ValueError, match="--variants: want one of auto"):
-        resolved("some", "sm_80")
+        variants.resolved("some", "sm_80")
 
 
 def test_cover_takes_the_fewest() -> None:
     """Beginning with the one that has the most takes three."""
-    assert smallest_cover([{1, 2, 3, 4}, {1, 2, 5}, {3, 4, 6}]) == [1, 2]
-    assert smallest_cover([]) == [] and smallest_cover([{1}, {1, 2}]) == [1]
+    assert variants.smallest_cover([{1, 2, 3, 4}, {1, 2, 5}, {3, 4, 6}]) == [1, 2]
+    assert variants.smallest_cover([]) == [] and variants.smallest_cover([{1}, {1, 2}]) == [1]
 
 
 def test_cover_counts_other_tensor_types() -> None:
@@ -298,7 +295,7 @@ def test_cover_counts_other_tensor_types() -> None:
         (replace(JOB, tensors=x, constants={} if "b_ptr" in x else {"b_ptr": None}), ("op",))
         for x in tensors
     ]
-    found = [x.tensors for x, _ in cover(tasks, "flags")]
+    found = [x.tensors for x, _ in variants.cover(tasks, "flags")]
     assert len(found) == 3 and {x["x_ptr"] for x in found} == {"*bf16", "*fp16", "*fp32"}
     assert {"b_ptr" in x for x in found} == {False, True}
     assert {x["g_ptr"] == x["x_ptr"] for x in found} == {False, True}
@@ -308,8 +305,6 @@ def test_cover_counts_other_tensor_types() -> None:
 def test_rows_are_valid_until_sources_change(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from slipstream.tools import matrix_cache as rows
-
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     about = {"triton": "3.6.0", "ptxas": "12.8.93", "ptxas_blackwell": "12.9.86"}
     job = replace(JOB, kernel="slipstream.kernels.norm.triton.norm:norm_fwd_kernel")
@@ -341,8 +336,6 @@ def test_rows_of_a_broken_compiler_are_forgotten(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of what compiled and was refused for its size they are kept."""
-    from slipstream.tools import matrix_cache as rows
-
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     about = {"triton": "3.6.0", "ptxas": "12.8.93", "ptxas_blackwell": "12.9.86"}
     task = replace(JOB, kernel="slipstream.kernels.norm.triton.norm:norm_fwd_kernel"), ("op",)

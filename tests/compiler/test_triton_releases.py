@@ -9,9 +9,11 @@ from zipfile import ZipFile
 
 import pytest
 
-from slipstream.compiler.triton_releases import install
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from tests.support.scripts import script
 from tests.support.traced_in_a_thread import trace_in_a_thread
+
+install = script("tools/triton_releases").install
 
 
 @pytest.fixture
@@ -52,12 +54,10 @@ def test_release_is_installed_once(wheels: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler")
-def test_matrix_under_another_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrix_under_another_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """In a child that finds it before the one that is here: the same code, of another version."""
-    from typer.testing import CliRunner
-
-    from slipstream.cli.commands import app
-
     trace_in_a_thread(monkeypatch)
     here = find_spec("triton")
     assert here is not None and here.origin is not None
@@ -70,10 +70,10 @@ def test_matrix_under_another_release(tmp_path: Path, monkeypatch: pytest.Monkey
     (folder / "triton").symlink_to(Path(here.origin).parent)
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     out = tmp_path / "rows.json"
-    run = ["matrix", "squared_relu", "--arch", "sm_80", "--forward", "--shapes", "1", "--jobs", "1"]
-    result = CliRunner().invoke(app, [*run, "--triton", "3.6.99", "--json", str(out)])
-    assert result.exit_code == 0, result.output
-    assert "Triton 3.6.99" in result.stdout
+    run = ["squared_relu", "--arch", "sm_80", "--forward", "--shapes", "1", "--jobs", "1"]
+    matrix = script("tools/matrix")
+    assert matrix.main([*run, "--triton", "3.6.99", "--json", str(out)]) == 0
+    assert "Triton 3.6.99" in capsys.readouterr().out
     rows = json.loads(out.read_text())
     assert rows and {x["triton"] for x in rows} == {"3.6.99"}
     assert {x["status"] for x in rows} == {"ok"}

@@ -24,7 +24,6 @@ from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.backend_query import find_kernels
 from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES, Shape
 from slipstream.tools.samples import Sample
-from slipstream.tools.variant_cover import cover
 from tests.support.sass import arrives_early, disassemble, most_spilled, overwritten
 from tests.support.scripts import script
 from tests.support.triton_release import HAS_GLUON
@@ -35,6 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 LAYER_SAMPLES = script("tools/layer_samples").LAYER_SAMPLES
+cover = script("tools/variant_cover").cover
 ROOT = Path(slipstream.kernels.__file__).parent
 _KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
 FOLDER_OF = {

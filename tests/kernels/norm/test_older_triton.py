@@ -1,6 +1,6 @@
 """Kernels that Triton 3.3.1 refuses, found without it; with it, that all of them compile, by
 
-slipstream matrix rms_norm rms_norm_gated layer_norm group_norm l2_norm --triton 3.3.1
+tools/matrix.py rms_norm rms_norm_gated layer_norm group_norm l2_norm --triton 3.3.1
 """
 
 import ast

@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import own_checkout  # noqa: F401
+
 from slipstream.compiler.aot import Job, load
 from slipstream.compiler.compiler_state import cache_dir
 from slipstream.compiler.support_matrix import Row, Task, as_json, dtype_of

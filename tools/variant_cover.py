@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import combinations
 
+import own_checkout  # noqa: F401
+
 from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.support_matrix import Task
