@@ -1,8 +1,5 @@
 """Every family of kernels computes and writes what plain torch does, also one that only layers
-launch.
-
-The kernels run under Triton's interpreter, in a process of their own, this file as a script.
-"""
+launch."""
 
 import importlib
 from collections.abc import Callable
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from slipstream.runtime import backends
 from slipstream.runtime.guarded_launch import Guard
-from tests.support.interpreted import error, run
+from tests.support.interpreted import error, interpreted
 
 # of the largest value, or of one
 LIMIT = 1e-5
@@ -58,14 +55,9 @@ def check(family: Any) -> None:
     assert max(off) <= LIMIT, (family.name, off)
 
 
-@pytest.mark.skipif(not backends.HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 def test_families_match_plain_torch_when_interpreted() -> None:
-    run(script="tests.runtime.test_kernels_of_families")
-
-
-if __name__ == "__main__":
     from tests.support.kernel_families import FAMILIES
 
-    torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
     for family in FAMILIES:
         check(family)
