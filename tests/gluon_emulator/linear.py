@@ -49,10 +49,16 @@ class Buffer(threads.Buffer):
         if isinstance(i, np.ndarray) and i.ndim:
             return OfWarps(self.data[i])
         found = super().index(i)
-        return Buffer(found.data) if isinstance(found, threads.Buffer) else found
+        return self._part(found.data) if isinstance(found, threads.Buffer) else found
+
+    def _part(self, data: np.ndarray) -> "Buffer":
+        return Buffer(data)
 
     def permute(self, order: tuple[int, ...]) -> "Buffer":
-        return Buffer(self.data.transpose(order))
+        return self._part(self.data.transpose(order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Buffer":
+        return self._part(super().slice(start, length, dim).data)
 
     layout = None
 

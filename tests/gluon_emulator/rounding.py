@@ -66,6 +66,9 @@ class Buffer(linear.Buffer):
     def permute(self, order: tuple[int, ...]) -> Any:
         return self._of_dtype(super().permute(order), self.dtype)
 
+    def slice(self, start: int, length: int, dim: int = 0) -> Any:
+        return self._of_dtype(super().slice(start, length, dim), self.dtype)
+
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Any:
         return self._of_dtype(super()._reinterpret(dtype, shape, layout), dtype)
 

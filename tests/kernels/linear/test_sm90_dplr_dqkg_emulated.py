@@ -11,6 +11,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -34,19 +35,10 @@ CASES = {  # kind, T, H, HV, K, V, batch or lengths of packed sequences
 
 
 class Buffer(emulator.Buffer):
-    layout = None
+    def _part(self, data: np.ndarray) -> emulator.Buffer:
+        return Buffer(data)
 
-    def index(self, i: Any) -> Any:
-        found = super().index(i)
-        return Buffer(found.data) if isinstance(found, threads.Buffer) else found
-
-    def permute(self, order: tuple[int, ...]) -> "Buffer":
-        return Buffer(self.data.transpose(order))
-
-    def slice(self, start: int, length: int, dim: int = 0) -> "Buffer":
-        return Buffer(super().slice(start, length, dim).data)
-
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Buffer":
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> emulator.Buffer:
         """Memory of its own, if it has another shape."""
         if tuple(shape) == self.shape:
             return self

@@ -10,7 +10,6 @@ import itertools
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -37,37 +36,11 @@ CASES: dict[str, Any] = {  # T, H, HV, batch or lengths of packed sequences, gat
 }
 
 
-class Buffer(emulator.Buffer):
-    """Parts of it are places in it."""
-
-    layout = None
-
-    def index(self, i: Any) -> Any:
-        found = super().index(i)
-        return Buffer(found.data) if isinstance(found, threads.Buffer) else found
-
-    def permute(self, order: tuple[int, ...]) -> "Buffer":
-        return Buffer(self.data.transpose(order))
-
-    def slice(self, start: int, length: int, dim: int = 0) -> "Buffer":
-        return Buffer(super().slice(start, length, dim).data)
-
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Buffer":
-        """A prefix of it, in its own memory."""
-        flat = self.data.reshape(-1)
-        return Buffer(flat[: int(np.prod(shape))].reshape(shape))
-
-
 @functools.cache
 def kernel(name: str) -> Any:
-    language = threads._language()
-    with (
-        mock.patch.object(threads, "_language", return_value=language),
-        emulator.emulated(),
-    ):
-        language.allocate_shared_memory = lambda *a: Buffer(threads._allocate(*a).data)
+    with emulator.emulated():
         module = importlib.import_module(f"{MODULES}{name}")
-        return getattr(module, f"vector_decay_{name.replace('chunk_dqk', 'dqk')}_sm90_kernel")
+    return getattr(module, f"vector_decay_{name.replace('chunk_dqk', 'dqk')}_sm90_kernel")
 
 
 def scan(t: LinearInputs, *args: Any, **options: Any) -> Tensor:

@@ -6,7 +6,6 @@ import importlib
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from tests.gluon_emulator import linear as emulator
-from tests.gluon_emulator import rounding, threads
+from tests.gluon_emulator import rounding
 from tests.support import sm90_vector_decay
 
 GATES = {
@@ -51,41 +50,11 @@ CHANGES = [
 ]
 
 
-class Buffer(rounding.Buffer):
-    """Parts of it are places in it, of its dtype."""
-
-    layout = None
-
-    def _part(self, data: np.ndarray, dtype: Any = None) -> "Buffer":
-        made = Buffer(data)
-        made.dtype = dtype or self.dtype
-        return made
-
-    def index(self, i: Any) -> Any:
-        found = super().index(i)
-        return self._part(found.data) if isinstance(found, threads.Buffer) else found
-
-    def permute(self, order: tuple[int, ...]) -> "Buffer":
-        return self._part(self.data.transpose(order))
-
-    def slice(self, start: int, length: int, dim: int = 0) -> "Buffer":
-        return self._part(super().slice(start, length, dim).data)
-
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Buffer":
-        return self._part(self.data.reshape(-1)[: int(np.prod(shape))].reshape(shape), dtype)
-
-
-def allocate(dtype: Any, shape: list[int], layout: Any) -> Buffer:
-    made = Buffer(threads._allocate(dtype, shape, layout).data)
-    made.dtype = dtype
-    return made
-
-
 @functools.cache
 def kernel() -> Any:
     with emulator.emulated():
         language = vars(sys.modules["slipstream.kernels.primitives.gluon_compat"].gl)
-        language.update(rounding.language() | {"allocate_shared_memory": allocate})
+        language.update(rounding.language())
         module = importlib.import_module("slipstream.kernels.linear.sm90.vector_decay.chunk_fwd")
     return module.vector_decay_chunk_fwd_sm90_kernel
 
