@@ -1,10 +1,15 @@
-"""Shared by the interpreted checks of the linear family: gates, and the float64 reference."""
+"""Shared by the interpreted checks of the linear family: gates, inputs, the float64 reference, and
+a back end beside it."""
+
+import importlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
+from tests.support.operators import offsets, relative_error
 
 GATES = {
     "none": lambda x: None,
@@ -50,3 +55,62 @@ CHANNEL_GATES = {
 
 
 FORMS = ("g", "u", "gv")
+
+
+def inputs(
+    size: tuple, dtype: torch.dtype, state: bool, q: Tensor, k: Tensor, **more: Tensor | None
+) -> LinearInputs:
+    """size: B, T, H, HV, K, V, lengths of packed sequences. v, states and offsets are added."""
+    B, T, _, HV, K, V, lengths = size
+    N = B if lengths is None else len(lengths)
+    return LinearInputs(
+        q.to(dtype),
+        k.to(dtype),
+        torch.randn(B, T, HV, V).to(dtype),
+        initial_state=torch.randn(N, HV, K, V) if state else None,
+        cu_seqlens=None if lengths is None else offsets(lengths).int(),
+        **more,
+    )
+
+
+def expect(
+    family: str,
+    terms: LinearInputs,
+    do: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    case: str,
+    times: float = 1.0,
+    limits: dict[str, float] | None = None,
+    absolute: dict[str, float] | None = None,
+) -> None:
+    """Results and gradients of a family's back end. times: of the usual error; limits and absolute:
+    those of single results, the second not relative."""
+    backend: Any = importlib.import_module(f"slipstream.kernels.linear.triton.{family}.backend")
+    o, final = backend.forward(terms, scale)
+    got = {"o": o, "final": final, **backend.backward(terms, do, dfinal, scale)}
+    wide = torch.zeros(terms.v.shape) if do is None else do
+    for name, x in reference(terms, scale, wide, dfinal).items():
+        assert got[name].shape == x.shape
+        limit = 2e-6 if terms.q.dtype == torch.float32 else 2e-3
+        if got[name].dtype == torch.bfloat16:
+            limit = 4e-3
+        limit, error = (limits or {}).get(name, limit * times), relative_error(got[name], x)
+        if name in (absolute or {}):
+            off = (got[name].double() - x).square().mean().sqrt()
+            limit, error = (absolute or {})[name], float(off)
+        assert error <= limit, f"{family}, {case}: {name} is off by {error:.1e}"
+    names = {name for name in DIFFERENTIABLE if getattr(terms, name) is not None}
+    assert set(got) == names | {"o", "final"}
+
+
+def expect_all(family: str, terms: LinearInputs, case: str, **options: Any) -> None:
+    """With a gradient of o, and of the final state where there is one of the first."""
+    do = torch.randn(terms.v.shape).to(terms.v.dtype)
+    dfinal = None if terms.initial_state is None else torch.randn(terms.state_shape)
+    expect(family, terms, do, dfinal, terms.q.shape[-1] ** -0.5, case, **options)
+
+
+def expect_final_alone(family: str, terms: LinearInputs, case: str) -> None:
+    """Without a gradient of o."""
+    expect(family, terms, None, torch.randn(terms.state_shape), 0.5, f"{case} without do")

@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
+from slipstream.kernels.linear.inputs import LinearInputs
 from tests.support.interpreted import PARTS, interpreted
-from tests.support.linear_interpreted import GATES, reference
-from tests.support.operators import offsets, relative_error
+from tests.support.linear_interpreted import GATES, expect_all, expect_final_alone, inputs
 
 # B, T, H, HV, K, V, lengths of packed sequences
 SIZES = {
@@ -51,53 +50,27 @@ SPLIT_BF16 = {
 
 def make(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> LinearInputs:
     """Keys of norm 1, some of them alike, and beta from 0 to 2."""
-    B, T, H, HV, K, V, lengths = SIZES[size]
-    N = B if lengths is None else len(lengths)
+    B, T, H, HV, K, *_ = SIZES[size]
     q, k, p = (torch.randn(B, T, H, K) for _ in range(3))
     k[:, 1::3] = k[:, :1]
     k, p = (F.normalize(x, dim=-1) for x in (k, p))
     beta = 2 * torch.rand(B, T, HV)
     beta[:, ::7] = 0
     beta[:, 1::7] = 2
-    return LinearInputs(
-        q.to(dtype),
-        k.to(dtype),
-        torch.randn(B, T, HV, V).to(dtype),
+    return inputs(
+        SIZES[size],
+        dtype,
+        state,
+        q,
+        k,
         g=GATES[gate](torch.rand(B, T, HV)),
         beta=beta,
         p=(0.7 * k + 0.3 * p).to(dtype) if has_p else None,
-        initial_state=torch.randn(N, HV, K, V) if state else None,
-        cu_seqlens=None if lengths is None else offsets(lengths).int(),
     )
 
 
 def check(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> None:
-    from slipstream.kernels.linear.triton.delta.backend import backward, forward
-
-    terms = make(size, gate, has_p, dtype, state)
-    scale = terms.q.shape[-1] ** -0.5
-    do = torch.randn(terms.v.shape).to(dtype)
-    dfinal = torch.randn(terms.state_shape) if state else None
-    o, final = forward(terms, scale)
-    got = {"o": o, "final": final, **backward(terms, do, dfinal, scale)}
-    want = reference(terms, scale, do, dfinal)
-    for name, x in want.items():
-        limit = 2e-6 if dtype == torch.float32 else 2e-3
-        error = relative_error(got[name], x)
-        assert error <= limit, f"{size}, {gate}, {dtype}: {name} is off by {error:.1e}"
-    names = {name for name in DIFFERENTIABLE if getattr(terms, name) is not None}
-    assert set(got) == names | {"o", "final"}
-
-
-def check_nothing_but_final() -> None:
-    from slipstream.kernels.linear.triton.delta.backend import backward
-
-    terms = make("odd", "weak", False, torch.float32, True)
-    dfinal = torch.randn(terms.state_shape)
-    got = backward(terms, None, dfinal, 0.5)
-    want = reference(terms, 0.5, torch.zeros(terms.v.shape), dfinal)
-    for name, x in got.items():
-        assert relative_error(x, want[name]) <= 2e-6, name
+    expect_all("delta", make(size, gate, has_p, dtype, state), f"{size}, {gate}, {dtype}")
 
 
 def check_descriptors() -> None:
@@ -163,5 +136,5 @@ def test_delta_matches_reference_when_interpreted(part: str) -> None:
     check_fine(part)
     if part == "sample":
         check_inverse()
-        check_nothing_but_final()
+        expect_final_alone("delta", make("odd", "weak", False, torch.float32, True), "odd")
         check_descriptors()

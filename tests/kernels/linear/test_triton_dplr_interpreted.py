@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
+from slipstream.kernels.linear.inputs import LinearInputs
 from tests.support.interpreted import PARTS, interpreted
-from tests.support.linear_interpreted import GATES, reference
-from tests.support.operators import offsets, relative_error
+from tests.support.linear_interpreted import GATES, expect_all, expect_final_alone, inputs
 
 # B, T, H, HV, K, V, lengths of packed sequences
 SIZES = {
@@ -72,8 +71,7 @@ SEGMENTS = {
 
 def make(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:
     """Keys of norm 1, some of them alike, and beta from 0 to 2; b = -r a with r from 0 to 1."""
-    B, T, H, HV, K, V, lengths = SIZES[size]
-    N = B if lengths is None else len(lengths)
+    B, T, H, HV, K, *_ = SIZES[size]
     q, k, a = (torch.randn(B, T, H, K) for _ in range(3))
     k[:, 1::3] = k[:, :1]
     k, a = (F.normalize(x, dim=-1) for x in (k, a))
@@ -84,51 +82,25 @@ def make(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Li
     x = torch.rand(B, T, HV, *width)
     b = -torch.rand(B, T, H, 1) * (a + 0.1 * torch.randn(B, T, H, K))
     free = {} if kind == "kda" else {"a": a.to(dtype), "b": b.to(dtype)}
-    return LinearInputs(
-        q.to(dtype),
-        k.to(dtype),
-        torch.randn(B, T, HV, V).to(dtype),
+    return inputs(
+        SIZES[size],
+        dtype,
+        state,
+        q,
+        k,
         g=CHANNEL_GATES[gate](x),
         beta=beta if kind == "kda" else None,
         **free,
-        initial_state=torch.randn(N, HV, K, V) if state else None,
-        cu_seqlens=None if lengths is None else offsets(lengths).int(),
     )
 
 
 def check(
     kind: str, size: str, gate: str, dtype: torch.dtype, state: bool, times: float = 1.0
 ) -> None:
-    """times: of the usual error."""
-    from slipstream.kernels.linear.triton.dplr.backend import backward, forward
-
+    """times: of the usual error, which is twice as much of a single number, a sum that cancels."""
     terms = make(kind, size, gate, dtype, state)
-    scale = terms.q.shape[-1] ** -0.5
-    do = torch.randn(terms.v.shape).to(dtype)
-    dfinal = torch.randn(terms.state_shape) if state else None
-    o, final = forward(terms, scale)
-    got = {"o": o, "final": final, **backward(terms, do, dfinal, scale)}
-    want = reference(terms, scale, do, dfinal)
-    for name, x in want.items():
-        limit = 2e-6 if dtype == torch.float32 else 2e-3
-        limit *= times
-        limit *= 2 if size == "one token" else 1  # of a single number, a sum that may cancel
-        error = relative_error(got[name], x)
-        assert error <= limit, f"{kind}, {size}, {gate}, {dtype}: {name} is off by {error:.1e}"
-    names = {name for name in DIFFERENTIABLE if getattr(terms, name) is not None}
-    assert set(got) == names | {"o", "final"}
-
-
-def check_nothing_but_final() -> None:
-    from slipstream.kernels.linear.triton.dplr.backend import backward
-
-    for kind in ("kda", "dplr"):
-        terms = make(kind, "odd", "weak", torch.float32, True)
-        dfinal = torch.randn(terms.state_shape)
-        got = backward(terms, None, dfinal, 0.5)
-        want = reference(terms, 0.5, torch.zeros(terms.v.shape), dfinal)
-        for name, x in got.items():
-            assert relative_error(x, want[name]) <= 2e-6, (kind, name)
+    times *= 2 if size == "one token" else 1
+    expect_all("dplr", terms, f"{kind}, {size}, {gate}, {dtype}", times=times)
 
 
 def check_shifted() -> None:
@@ -170,6 +142,7 @@ def test_dplr_matches_reference_when_interpreted(part: str) -> None:
     for kind, size, gate, dtype, state in CASES[part]:
         check(kind, size, gate, getattr(torch, dtype), state)
     if part == "sample":
-        check_nothing_but_final()
+        for kind in ("kda", "dplr"):
+            expect_final_alone("dplr", make(kind, "odd", "weak", torch.float32, True), kind)
         check_shifted()
     check_segments(part)

@@ -8,10 +8,9 @@ import dataclasses
 import pytest
 import torch
 
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
+from slipstream.kernels.linear.inputs import LinearInputs
 from tests.support.interpreted import PARTS, interpreted
-from tests.support.linear_interpreted import GATES, reference
-from tests.support.operators import offsets, relative_error
+from tests.support.linear_interpreted import GATES, expect, expect_all, inputs
 
 # B, T, H, HV, K, V, lengths of packed sequences
 SIZES = {
@@ -47,42 +46,17 @@ CASES = {
 
 
 def make(size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:
-    B, T, H, HV, K, V, lengths = SIZES[size]
-    N = B if lengths is None else len(lengths)
-    q, k = (torch.randn(B, T, H, K).to(dtype) for _ in range(2))
-    return LinearInputs(
-        q,
-        k,
-        torch.randn(B, T, HV, V).to(dtype),
-        g=GATES[gate](torch.rand(B, T, HV)),
-        initial_state=torch.randn(N, HV, K, V) if state else None,
-        cu_seqlens=None if lengths is None else offsets(lengths).int(),
-    )
+    B, T, H, HV, K, *_ = SIZES[size]
+    q, k = (torch.randn(B, T, H, K) for _ in range(2))
+    return inputs(SIZES[size], dtype, state, q, k, g=GATES[gate](torch.rand(B, T, HV)))
 
 
 def check(size: str, gate: str, dtype: torch.dtype, state: bool) -> None:
-    from slipstream.kernels.linear.triton.scalar_decay.backend import backward, forward
-
-    terms = make(size, gate, dtype, state)
-    scale = terms.q.shape[-1] ** -0.5
-    do = torch.randn(terms.v.shape).to(dtype)
-    dfinal = torch.randn(terms.state_shape) if state else None
-    o, final = forward(terms, scale)
-    got = {"o": o, "final": final, **backward(terms, do, dfinal, scale)}
-    want = reference(terms, scale, do, dfinal)
-    for name, x in want.items():
-        limit = 2e-6 if dtype == torch.float32 else 2e-3
-        if name == "g" and gate == "strong":
-            # a difference of sums a million times what may be left of them
-            off = (got[name].double() - x).square().mean().sqrt()
-            assert off <= 1e-5, f"{size}, {gate}: {name} is off by {off:.1e}"
-            continue
-        if name == "g" and dtype == torch.float16:
-            limit = 4e-3  # a difference of sums too
-        error = relative_error(got[name], x)
-        assert error <= limit, f"{size}, {gate}, {dtype}: {name} is off by {error:.1e}"
-    names = {name for name in DIFFERENTIABLE if getattr(terms, name) is not None}
-    assert set(got) == names | {"o", "final"}
+    # dg is a difference of sums, strong gates' of sums a million times what may be left of them
+    absolute = {"g": 1e-5} if gate == "strong" else {}
+    limits = {"g": 4e-3} if dtype == torch.float16 else {}
+    terms, case = make(size, gate, dtype, state), f"{size}, {gate}, {dtype}"
+    expect_all("scalar_decay", terms, case, limits=limits, absolute=absolute)
 
 
 def check_descriptors() -> None:
@@ -103,11 +77,8 @@ def check_nothing_but_final() -> None:
 
     terms = make("odd", "weak", torch.float32, True)
     dfinal, do = torch.randn(terms.state_shape), torch.randn(terms.v.shape)
-    for scale, given in ((0.5, None), (0.0, do)):
-        got = backward(terms, given, dfinal, scale)
-        want = reference(terms, scale, torch.zeros_like(do) if given is None else do, dfinal)
-        for name, x in got.items():
-            assert relative_error(x, want[name]) <= 2e-6, (name, scale)
+    expect("scalar_decay", terms, None, dfinal, 0.5, "without do")
+    expect("scalar_decay", terms, do, dfinal, 0.0, "scale 0")
     assert "g" not in backward(terms, do, dfinal, 0.5, gate_gradient=False)
 
 

@@ -2,12 +2,18 @@
 
 import pytest
 import torch
-from torch import Tensor
 
-from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
+from slipstream.kernels.linear.inputs import LinearInputs
 from tests.support.interpreted import PARTS, interpreted
-from tests.support.linear_interpreted import CHANNEL_GATES, FORMS, reference
-from tests.support.operators import offsets, relative_error
+from tests.support.linear_interpreted import (
+    CHANNEL_GATES,
+    FORMS,
+    expect,
+    expect_all,
+    inputs,
+    reference,
+)
+from tests.support.operators import relative_error
 
 # B, T, H, HV, K, V, lengths of packed sequences
 SIZES = {
@@ -60,57 +66,22 @@ SPLIT = {
 
 
 def make(form: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:
-    B, T, H, HV, K, V, lengths = SIZES[size]
-    N = B if lengths is None else len(lengths)
-    q, k = (torch.randn(B, T, H, K).to(dtype) for _ in range(2))
+    B, T, H, HV, K, V, _ = SIZES[size]
+    q, k = (torch.randn(B, T, H, K) for _ in range(2))
     wide = CHANNEL_GATES[gate](torch.rand(B, T, HV, V if form == "gv" else K))
     gates = {"gv": wide} if form == "gv" else {"g": wide}
     if form != "g" and form != "gv":
         gates = {"u, no g": {}, "u, g a token": {"g": wide[..., 0]}}.get(form, gates)
         gates["u"] = torch.randn(HV, K)
-    return LinearInputs(
-        q,
-        k,
-        torch.randn(B, T, HV, V).to(dtype),
-        initial_state=torch.randn(N, HV, K, V) if state else None,
-        cu_seqlens=None if lengths is None else offsets(lengths).int(),
-        **gates,
-    )
-
-
-def compare(
-    terms: LinearInputs,
-    do: Tensor | None,
-    dfinal: Tensor | None,
-    scale: float,
-    case: str,
-    times: float = 1.0,
-) -> None:
-    """times: of the usual error."""
-    from slipstream.kernels.linear.triton.vector_decay.backend import backward, forward
-
-    o, final = forward(terms, scale)
-    got = {"o": o, "final": final, **backward(terms, do, dfinal, scale)}
-    wide = torch.zeros(terms.v.shape) if do is None else do
-    for name, x in reference(terms, scale, wide, dfinal).items():
-        limit = 2e-6 if terms.q.dtype == torch.float32 else 2e-3
-        if got[name].dtype == torch.bfloat16:
-            limit = 4e-3
-        error = relative_error(got[name], x)
-        assert error <= limit * times, f"{case}: {name} is off by {error:.1e}"
-        assert got[name].shape == x.shape
-    names = {name for name in DIFFERENTIABLE if getattr(terms, name) is not None}
-    assert set(got) == names | {"o", "final"}
+    return inputs(SIZES[size], dtype, state, q, k, **gates)
 
 
 def check(
     form: str, size: str, gate: str, dtype: torch.dtype, state: bool, times: float = 1.0
 ) -> None:
+    """times: of the usual error."""
     terms = make(form, size, gate, dtype, state)
-    do = torch.randn(terms.v.shape).to(dtype)
-    dfinal = torch.randn(terms.state_shape) if state else None
-    case = f"{form}, {size}, {gate}, {dtype}"
-    compare(terms, do, dfinal, terms.q.shape[-1] ** -0.5, case, times)
+    expect_all("vector_decay", terms, f"{form}, {size}, {gate}, {dtype}", times=times)
 
 
 def check_nothing_but_final() -> None:
@@ -118,8 +89,8 @@ def check_nothing_but_final() -> None:
     for form in FORMS:
         terms = make(form, "short", "weak", torch.float32, True)
         dfinal, do = torch.randn(terms.state_shape), torch.randn(terms.v.shape)
-        compare(terms, None, dfinal, 0.5, f"{form} without do")
-        compare(terms, do, dfinal, 0.0, f"{form} with scale 0")
+        expect("vector_decay", terms, None, dfinal, 0.5, f"{form} without do")
+        expect("vector_decay", terms, do, dfinal, 0.0, f"{form} with scale 0")
 
 
 def check_wide(size: str, gate: str) -> None:
