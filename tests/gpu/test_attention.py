@@ -14,6 +14,7 @@ from slipstream.kernels.attention.op import softmax
 from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.kernels.attention.sm90.plan import unsupported_reason
 from slipstream.ops.attention import attention
+from tests.gpu.waiting import waiting_is_an_error
 from tests.support.attention_calls import CALLS, Call, check, got, incoming, want
 
 # ---- The sm_90 attention kernels on a GPU, against the float64 reference and in a CUDA graph.
@@ -334,8 +335,5 @@ def test_seeds_are_drawn_without_a_sync() -> None:
         o.sum().backward()
 
     train()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waiting_is_an_error():
         train()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

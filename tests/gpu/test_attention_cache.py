@@ -19,6 +19,7 @@ from slipstream.ops.flash_attn import (
     flash_attn_with_kvcache,
 )
 from slipstream.ops.rotary import rotary_tables
+from tests.gpu.waiting import waiting_is_an_error
 
 # ---- Attention on a GPU: no host sync, no recompilation, graphs that follow new lengths, same
 # bits. Every feature of attention, forward and backward, and caches that grow, in rows and in
@@ -80,14 +81,9 @@ def both(call: Callable[..., Any], args: dict[str, Any], leaves: list[Tensor]) -
 
 def without_sync(run: Callable[[], Any]) -> None:
     run()  # what is loaded or compiled at first use may wait
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waiting_is_an_error():
         for _ in range(3):  # worked out, recorded, played
             run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
 
 
 def graph_of(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -388,13 +384,9 @@ def test_latent_attention_in_cuda_graph(name: str) -> None:
         return latent_attention(q, latent, lengths, width=width, scale=0.06, table=table)
 
     run()
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waiting_is_an_error():
         for _ in range(3):
             run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()

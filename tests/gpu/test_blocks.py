@@ -16,6 +16,7 @@ from slipstream.ops import chunk_kda
 from slipstream.ops.activation import glu_linear
 from slipstream.runtime.token_ids import WrongId, raise_pending
 from slipstream.tools.catalog import Sample
+from tests.gpu.waiting import waiting_is_an_error
 from tests.support.formulas import wanted
 from tests.support.large_angles import check_large_angles
 from tests.support.operators import BLOCKS, Args, block_size, cast, leaves
@@ -112,14 +113,9 @@ def test_block_on_cuda_matches_reference(block: Sample, T: int, D: int, dtype: t
 def test_block_on_cuda_never_waits_for_the_device(block: Sample) -> None:
     args, dout = on_cuda(block.inputs(block_size(70, 30)), torch.bfloat16), []
     both(block.call, args, dout)  # what is loaded or compiled at first use may wait
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waiting_is_an_error():
         for _ in range(3):
             both(block.call, args, dout)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
 
 
 def distilled(N: int, V: int, dtype: torch.dtype) -> tuple[dict[str, Any], list[Tensor]]:
@@ -143,12 +139,8 @@ def test_linear_kl_div_on_cuda(dtype: torch.dtype, N: int, V: int) -> None:
         return [loss.detach(), *torch.autograd.grad(loss, learns)]
 
     got = run()
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waiting_is_an_error():
         found = [run() for _ in range(2)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for again in found:
         assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
     wide: dict[str, Any] = {
@@ -176,12 +168,8 @@ def test_linear_cross_entropy_of_many_classes(reduction: str) -> None:
         return [loss.detach(), *torch.autograd.grad(loss.sum(), (h, w))]
 
     got = run()
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waiting_is_an_error():
         again = run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
     wide = [x.detach().float().requires_grad_() for x in (h, w)]
     given: dict[str, Any] = {"softcap": 20.0, "reduction": reduction, "impl": "eager"}

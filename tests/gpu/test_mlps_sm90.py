@@ -12,6 +12,7 @@ from slipstream.kernels.matmul import op
 from slipstream.kernels.matmul.inputs import ACTIVATIONS, MatmulInputs
 from slipstream.nn import GatedMLP
 from slipstream.ops.matmul import MatmulConfig, matmul
+from tests.gpu.waiting import waiting_is_an_error
 
 # ---- The matmul on sm_90, by both of its kernels: every dtype, precision and order in memory,
 # strides that TMA takes and those that it does not, what follows the product, odd sizes; the same
@@ -162,14 +163,9 @@ def test_matmul_never_waits_for_the_device(
         a, b = drawn(129, K, dtype, False), drawn(K, 264, dtype, False)
         bias = drawn(1, 264, BF16, False)[0]
         matmul(a, b, precision=precision, bias=bias)
-        torch.cuda.synchronize()
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with waiting_is_an_error():
             for _ in range(3):
                 matmul(a, b, precision=precision, bias=bias)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
 
 
 def test_matmul_in_a_graph_follows_new_numbers() -> None:
@@ -280,12 +276,9 @@ def test_no_host_sync() -> None:
     with torch.device("cuda"):
         mlp, x, dy = GatedMLP(512, 1408).to(BF16), torch.randn(20000, 512), torch.randn(20000, 512)
     run(mlp, x.to(BF16), dy.to(BF16))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for _ in range(3):
             run(mlp, x.to(BF16), dy.to(BF16))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_few_rows_are_refused() -> None:

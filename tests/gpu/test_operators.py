@@ -1,7 +1,6 @@
 """Operators of the linear family on a GPU: results, errors, bits of the past, graphs."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.tools.catalog import OPERATORS, Sample, flat
 from tests.gpu.operator_runs import SIZES, by_name, every_operator, fitting, on_cuda, run
+from tests.gpu.waiting import waiting_is_an_error
 from tests.support.causality import CUTS, bits, changed_bits
 from tests.support.operators import LINEAR, TESTED, Size, cast, leaves, packed, relative_error
 
@@ -107,15 +107,10 @@ def test_operator_on_cuda_never_waits_for_the_device(op: Sample, impl: str, size
     args, inputs = leaves(on_cuda(op.inputs(SIZES[size])))
     chosen = supported(op, args, impl)
     flat(op(args, impl=chosen))  # what is loaded or compiled at first use may wait
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waiting_is_an_error():
         outputs = flat(op(args, impl=chosen))
         total = torch.stack([x.float().sum() for x in outputs]).sum()
         torch.autograd.grad(total, inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()  # a kernel that went astray fails here, not in the next test
 
 
 @every_operator
@@ -151,17 +146,6 @@ CHOSEN_SIZES = {
 }
 LENGTHS = ((5, 0, 200, 95), (130, 1, 64, 105))
 GRADIENTS = [op for op in LINEAR if op.name.startswith("chunk_")]
-
-
-@contextlib.contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
 
 
 def both(op: Sample, args: dict, inputs: list[Tensor]) -> list[Tensor]:

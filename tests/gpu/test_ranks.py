@@ -11,6 +11,7 @@ from torch.multiprocessing.spawn import spawn
 
 from slipstream.parallel import ContextParallel
 from slipstream.tools.catalog import Shape
+from tests.gpu.waiting import waiting_is_an_error
 from tests.support.sharded_losses import OPTIONS, RANKS, check, found
 
 pytestmark = pytest.mark.skipif(
@@ -72,9 +73,8 @@ def without_waiting(name: str) -> None:
             dout = torch.randn_like(script.first(op, mine, **options))
         for _ in range(3):  # compiled, recorded, played
             script.backward(op, mine, dout, **options)
-        torch.cuda.set_sync_debug_mode("error")
-        script.backward(op, mine, dout, **options)
-        torch.cuda.set_sync_debug_mode("default")
+        with waiting_is_an_error():
+            script.backward(op, mine, dout, **options)
         torch.cuda.synchronize()
 
 
@@ -108,9 +108,8 @@ def _large(rank: int) -> None:
     mine = slice(rank * VOCABULARY // RANKS, (rank + 1) * VOCABULARY // RANKS)
     given = [hidden, weight[mine], bias[mine]]
     found(given, target, group=dist.group.WORLD)
-    torch.cuda.set_sync_debug_mode("error")
-    got = found(given, target, group=dist.group.WORLD)
-    torch.cuda.set_sync_debug_mode("default")
+    with waiting_is_an_error():
+        got = found(given, target, group=dist.group.WORLD)
     # no kernel computes in float64
     want = found([x.double() for x in (hidden, weight, bias)], target, impl="eager")
     wanted = [want[0], want[1], want[2][mine], want[3][mine]]

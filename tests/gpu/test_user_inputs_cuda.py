@@ -5,10 +5,15 @@ import re
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.derivatives import ON_CUDA, Case, Problem, assert_near
-from tests.support.user_inputs import LAYOUTS, NAMED, READS_OUTPUTS, says_changed
+from tests.support.user_inputs import (
+    LAYOUTS,
+    NAMED,
+    expect_any_layout,
+    expect_change_is_seen,
+    expect_changes_of_outputs,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::slipstream.runtime.dispatch.FallbackWarning")
 # whose gradients are plain torch's
@@ -29,58 +34,18 @@ def _plain_torch_where_there_is_no_kernel(
 @every_case
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_inputs_of_any_layout_on_cuda(case: Case, layout: str) -> None:
-    problem, view = Problem(case), LAYOUTS[layout]
-
-    def found(dense: bool) -> tuple[list[Tensor], list[Tensor]]:
-        given = problem.leaves()
-        views = [view(x) for x in given]
-        if dense:
-            views = [x.clone(memory_format=torch.contiguous_format) for x in views]
-        outputs = problem.run(*views)
-        grads = torch.autograd.grad(problem.of_outputs(outputs), given)
-        return [x.detach() for x in outputs], list(grads)
-
-    for got, want in zip(found(False), found(True)):
-        assert_near(got, want, NEAR)
+    expect_any_layout(case, layout, NEAR)
 
 
 @every_case
 def test_outputs_change_in_place_on_cuda(case: Case) -> None:
-    problem = Problem(case)
-    want = problem.gradient()
-    for k in range(len(problem.weights)):
-        given = problem.leaves()
-        outputs = list(problem.run(*given))
-        if not outputs[k].requires_grad:
-            continue
-        outputs[k].add_(1.0)
-        outputs[k] = outputs[k] - 1.0
-        loss = problem.of_outputs(tuple(outputs))
-        try:
-            assert_near(list(torch.autograd.grad(loss, given)), want, NEAR)
-        except RuntimeError as error:
-            if case.name not in READS_OUTPUTS or not says_changed(error):
-                raise
+    expect_changes_of_outputs(case, NEAR)
 
 
 @every_case
 @pytest.mark.parametrize("of", ["input", "output"])
 def test_change_before_backward_is_seen_on_cuda(case: Case, of: str) -> None:
-    problem = Problem(case)
-    want = problem.gradient()
-    for i in range(len(want if of == "input" else problem.weights)):
-        leaves = problem.leaves()
-        given = [x * 1 for x in leaves]
-        outputs = problem.run(*given)
-        weights = [w * (1 + 2 * y.detach().double()) for w, y in zip(problem.weights, outputs)]
-        grads = [w.to(y.dtype) for w, y in zip(weights, outputs)]
-        with torch.no_grad():
-            (given if of == "input" else outputs)[i].mul_(-3.0)
-        try:
-            assert_near(list(torch.autograd.grad(outputs, leaves, grads)), want, NEAR)
-        except RuntimeError as error:
-            if not says_changed(error):
-                raise
+    expect_change_is_seen(case, of, NEAR)
 
 
 @every_case

@@ -19,6 +19,7 @@ from slipstream.models.cache import CACHE
 from slipstream.runtime import token_ids
 from slipstream.runtime import token_ids as guard
 from slipstream.runtime.token_ids import raise_pending, synchronize
+from tests.gpu.waiting import waiting_is_an_error
 from tests.support.old_failures import WIDTHS, rwkv7_inputs
 from tests.support.operators import relative_error
 
@@ -293,12 +294,9 @@ def test_token_ids_are_looked_at_without_a_sync() -> None:
         return y
 
     look()  # a kernel's first call in a process may compare it with plain torch, and waits for that
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waiting_is_an_error():
         y = look()
         raise_pending()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(y, weight[ids])
 
 

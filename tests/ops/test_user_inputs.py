@@ -17,9 +17,11 @@ from tests.support.user_inputs import (
     LAYOUTS,
     NAMED,
     READS_OUTPUTS,
+    expect_any_layout,
+    expect_change_is_seen,
+    expect_changes_of_outputs,
     negated,
     one_value,
-    says_changed,
     stepped,
     transposed,
 )
@@ -53,23 +55,11 @@ def in_dtype(case: Case, dtype: torch.dtype) -> Case:
 # ---- where their numbers lie
 
 
-def _results(
-    problem: Problem, layout: Callable[[Tensor], Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    given = problem.leaves()
-    outputs = problem.run(*map(layout, given))
-    grads = torch.autograd.grad(problem.of_outputs(outputs), given)
-    return [x.detach() for x in outputs], list(grads)
-
-
 @every_case
 @pytest.mark.parametrize("layout", LAYOUTS)
 @sample
 def test_inputs_of_any_layout(case: Case, layout: str) -> None:
-    problem, view = Problem(case), LAYOUTS[layout]
-    want = _results(problem, lambda x: view(x).clone(memory_format=torch.contiguous_format))
-    for got, expected in zip(_results(problem, view), want):
-        assert_near(got, expected, 1e-9)
+    expect_any_layout(case, layout, 1e-9)
 
 
 @every_case
@@ -128,42 +118,14 @@ def test_outputs_share_no_memory(case: Case) -> None:
 @every_case
 @sample
 def test_outputs_may_be_changed_in_place(case: Case) -> None:
-    problem = Problem(case)
-    want = problem.gradient()
-    for k in range(len(want) and len(problem.weights)):
-        given = problem.leaves()
-        outputs = list(problem.run(*given))
-        if not outputs[k].requires_grad:
-            continue
-        outputs[k].add_(1.0)
-        outputs[k] = outputs[k] - 1.0
-        loss = problem.of_outputs(tuple(outputs))
-        try:
-            assert_near(list(torch.autograd.grad(loss, given)), want, 1e-8)
-        except RuntimeError as error:
-            if case.name not in READS_OUTPUTS or not says_changed(error):
-                raise
+    expect_changes_of_outputs(case, 1e-8)
 
 
 @every_case
 @pytest.mark.parametrize("of", ["input", "output"])
 @sample
 def test_change_before_backward_is_seen(case: Case, of: str) -> None:
-    """Under no_grad, where torch itself does not look: its error, or the right gradient."""
-    problem = Problem(case)
-    want = problem.gradient()
-    for i in range(len(want if of == "input" else problem.weights)):
-        leaves = problem.leaves()
-        given = [x * 1 for x in leaves]
-        outputs = problem.run(*given)
-        grads = [w * (1 + 2 * y.detach()) for w, y in zip(problem.weights, outputs)]
-        with torch.no_grad():
-            (given if of == "input" else outputs)[i].mul_(-3.0)
-        try:
-            assert_near(list(torch.autograd.grad(outputs, leaves, grads)), want, 1e-8)
-        except RuntimeError as error:
-            if not says_changed(error):
-                raise
+    expect_change_is_seen(case, of, 1e-8)
 
 
 # ---- tensors of other kinds

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tests.support.derivatives import CASES
+from tests.support.derivatives import CASES, Case, Problem, assert_near
 
 # torch's words, of a saved tensor and of one of several views
 CHANGED = ("modified by an inplace operation", "has been modified inplace")
@@ -57,3 +57,58 @@ READS_OUTPUTS = {"chunk_hgrn", "fused_recurrent_hgrn", "rms_norm-residual", "chu
 READS_OUTPUTS |= {"fused_recurrent_mamba3", "chunk_mamba3-mimo", "attention"}
 READS_OUTPUTS |= {"attnres", "flash_attn_func", "flash_attn_varlen_func"}
 READS_OUTPUTS |= {c.name for c in CASES if c.name.startswith("attention-")}
+
+
+def expect_any_layout(case: Case, layout: str, near: float) -> None:
+    """Results and gradients are those of dense copies."""
+    problem, view = Problem(case), LAYOUTS[layout]
+
+    def found(dense: bool) -> tuple[list[Tensor], list[Tensor]]:
+        given = problem.leaves()
+        views = [view(x) for x in given]
+        if dense:
+            views = [x.clone(memory_format=torch.contiguous_format) for x in views]
+        outputs = problem.run(*views)
+        grads = torch.autograd.grad(problem.of_outputs(outputs), given)
+        return [x.detach() for x in outputs], list(grads)
+
+    for got, want in zip(found(False), found(True)):
+        assert_near(got, want, near)
+
+
+def expect_changes_of_outputs(case: Case, near: float) -> None:
+    """In place, which gradients follow."""
+    problem = Problem(case)
+    want = problem.gradient()
+    for k in range(len(want) and len(problem.weights)):
+        given = problem.leaves()
+        outputs = list(problem.run(*given))
+        if not outputs[k].requires_grad:
+            continue
+        outputs[k].add_(1.0)
+        outputs[k] = outputs[k] - 1.0
+        loss = problem.of_outputs(tuple(outputs))
+        try:
+            assert_near(list(torch.autograd.grad(loss, given)), want, near)
+        except RuntimeError as error:
+            if case.name not in READS_OUTPUTS or not says_changed(error):
+                raise
+
+
+def expect_change_is_seen(case: Case, of: str, near: float) -> None:
+    """Under no_grad, where torch itself does not look: its error, or the right gradient."""
+    problem = Problem(case)
+    want = problem.gradient()
+    for i in range(len(want if of == "input" else problem.weights)):
+        leaves = problem.leaves()
+        given = [x * 1 for x in leaves]
+        outputs = problem.run(*given)
+        weights = [w * (1 + 2 * y.detach().double()) for w, y in zip(problem.weights, outputs)]
+        grads = [w.to(y.dtype) for w, y in zip(weights, outputs)]
+        with torch.no_grad():
+            (given if of == "input" else outputs)[i].mul_(-3.0)
+        try:
+            assert_near(list(torch.autograd.grad(outputs, leaves, grads)), want, near)
+        except RuntimeError as error:
+            if not says_changed(error):
+                raise
