@@ -152,32 +152,6 @@ class Run:
         self.call(kernels().back, tensors, s_in, s_out)
         return dv, states
 
-    def ends(self, do: Tensor | None = None, end: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """E and M of each slot, or, of do, dE; and which M count as zero."""
-        t, K, V = self.terms, self.K, self.V
-        blocks = {"q": (C, K), "v": (C, BV), "r": (C, C)}
-        widths = {"q": self.H * K, "v": self.HV * V, "r": self.HV * C}
-        given = [(t.k, "q"), (t.v, "v"), (self.r, "r")]
-        if do is not None:
-            given = [(t.q, "q"), (t.k, "q"), (do, "v"), (self.r, "r")]
-        made = self.empty(self.slots, self.HV, K, V if do is not None else V + K)
-        far = torch.full((self.slots, self.HV), -1.0, dtype=torch.float64)
-        start = t.initial_state if do is None else end
-        cu, scale, *rest = self.sizes
-        args = [Descriptor(x, widths[n], *blocks[n]) for x, n in given]
-        rows, growth = Pointer(self.rows), Pointer(self.growth)
-        args += [*([] if do is None else [None, None, None]), rows, growth]
-        args += [None if start is None else Pointer(start), Pointer(made)]
-        args += [Pointer(far), cu] if do is None else [cu, scale]
-        flags = self.flags | {"BLOCKS": C // 16, "HAS_S_IN": start is not None}
-        programs = (V + K if do is None else V) // BV * self.HV * self.slots
-        if do is None:
-            del flags["SPLIT"]
-            threads.launch(kernels().ends, programs, (*args, *rest), **flags)
-        else:
-            threads.launch(kernels().back, programs, (*args, *rest), **flags, HAS_S_OUT=True)
-        return made, far
-
     def starts(self, s_out: Tensor | None) -> Tensor:
         """The states before segments, of one scan."""
         t = self.terms
@@ -258,6 +232,7 @@ def fused(
 
 
 def wanted(terms: LinearInputs, do: Tensor, dfinal: Tensor, end: int) -> dict[str, Tensor]:
+    """The reference's o and final states, and its gradients; end: of the last sequence."""
     live: dict[str, Any] = {
         name: x[:, :end].clone().requires_grad_() if name in ("q", "k", "v", "g", "beta") else x
         for name, x in terms._asdict().items()
@@ -268,4 +243,5 @@ def wanted(terms: LinearInputs, do: Tensor, dfinal: Tensor, end: int) -> dict[st
     o, final = linear_reference(LinearInputs(**live), 0.3)
     loss = (o * do[:, :end]).sum() + (final * dfinal).sum()
     names = [n for n in ("v", "initial_state", "q", "k", "beta", "g") if n in live]
-    return dict(zip(names, torch.autograd.grad(loss, [live[n] for n in names]), strict=True))
+    grads = torch.autograd.grad(loss, [live[n] for n in names])
+    return dict(zip(names, grads, strict=True)) | {"o": o.detach(), "final": final.detach()}

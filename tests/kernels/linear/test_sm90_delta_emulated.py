@@ -1,23 +1,20 @@
 """The delta rule's Gluon kernels as numpy, a thread for each part, against the oracle.
 
 Sums, masks, rings, phases and segments are those of the kernels; layouts and rounding are not there
-(tests/gluon_emulator/threads.py says what is).
+(tests/gluon_emulator/threads.py says what is). Segments, parts and the wide scan are launched in
+test_sm90_delta_launches_emulated.py.
 """
 
-from itertools import pairwise
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.reference import linear_reference
 from tests.gluon_emulator import race_detector, threads
 from tests.gluon_emulator.prefix_states import expecting_prefix_states
 from tests.support.causality import with_other_future
-from tests.support.sm90_delta import CASES, C, Run, inputs, kernels, near
+from tests.support.sm90_delta import CASES, C, Run, fused, inputs, kernels, near, wanted
 
 
 @pytest.mark.parametrize("views", [True, False], ids=["views", "tiles"])
@@ -51,29 +48,42 @@ def test_delta_kernels_match_reference(case: tuple) -> None:
     w, states = run.scan(terms.initial_state, None, keep=True)
     assert not w[:, :end].isnan().any()
     _, dstates = run.back(do, dfinal, None)
-    live: dict[str, Any] = {
-        name: x[:, :end].clone().requires_grad_() if name in ("q", "k", "v", "g", "beta") else x
-        for name, x in terms._asdict().items()
-        if x is not None
-    }
-    start = torch.zeros_like(dfinal) if terms.initial_state is None else terms.initial_state
-    live["initial_state"] = start.clone().requires_grad_()
-    want_o, want_final = linear_reference(LinearInputs(**live), 0.3)
-    loss = (want_o * do[:, :end]).sum() + (want_final * dfinal).sum()
-    names = [n for n in ("v", "initial_state", "q", "k", "beta", "g") if n in live]
-    want = dict(zip(names, torch.autograd.grad(loss, [live[n] for n in names]), strict=True))
-    want_dv, want_dinitial = want["v"], want["initial_state"]
+    want = wanted(terms, do, dfinal, end)
     states, dstates = states.nan_to_num(), dstates.nan_to_num()
     for G in {run.HV // run.H, 1}:  # with 1 dq is where w was
         found = run.grads(do, w.clone(), dv, states, dstates, G)
-        for name in names[2:]:
+        for name in {"q", "k", "beta", "g"} & want.keys():
             near(found[name][:, :end], want[name])
-    near(o[:, :end], want_o)
-    near(final, want_final)
-    near(dv[:, :end], want_dv)
-    near(dinitial, want_dinitial)
+    near(o[:, :end], want["o"])
+    near(final, want["final"])
+    near(dv[:, :end], want["v"])
+    near(dinitial, want["initial_state"])
     assert o[:, end:].isnan().all() and dv[:, end:].isnan().all()
+    start = torch.zeros_like(dfinal) if terms.initial_state is None else terms.initial_state
     near(states[0].mT, start[0])  # the first sequence's first chunk
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.sample(which=lambda case, every: every == 2 or case == CASES["packed"])
+def test_delta_backward_in_one_scan_matches_reference(case: tuple, every: int) -> None:
+    """Through memory that is NaN where nobody has written."""
+    terms = inputs((*case[:3], C, *case[4:]))  # with K of C at least, as the kernel has it
+    end = int(terms.cu_seqlens[-1]) if terms.cu_seqlens is not None else case[0]
+    do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
+    if terms.cu_seqlens is not None:
+        do[:, end:] = torch.nan
+    run = Run(terms)
+    want = wanted(terms, do, dfinal, end)
+    _, marks = run.scan(terms.initial_state, None, False, every)
+    programs = run.HV * run.slots
+    for G, slots in {(run.HV // run.H, 1), (1, min(3, programs)), (1, programs)}:
+        dinitial = torch.full_like(dfinal, torch.nan)
+        found = fused(run, do, marks, (dfinal, dinitial), G, every, slots)
+        near(dinitial, want["initial_state"])
+        for name in want.keys() - {"initial_state", "o", "final"}:
+            near(found[name][:, :end], want[name])
+        assert found["v"][:, end:].isnan().all()
 
 
 def test_past_keeps_its_bits() -> None:
@@ -84,86 +94,6 @@ def test_past_keeps_its_bits() -> None:
             want, got = (getattr(x, way)(terms.initial_state, None, False)[0] for x in runs)
             assert torch.equal(got[:, :cut], want[:, :cut]), (way, cut, strength)
             assert not torch.equal(got[:, cut:], want[:, cut:])
-
-
-@pytest.mark.parametrize("case", [CASES["odd"], CASES["wide"]], ids=["odd", "wide"])
-def test_wide_scan_equals_the_scan(case: tuple) -> None:
-    terms = inputs(case)
-    run, start = Run(terms), terms.initial_state
-    final = torch.empty(*terms.state_shape, dtype=torch.float64)
-    want = torch.empty_like(final)
-    o, _ = run.scan(start, want, keep=False)
-    torch.testing.assert_close(run.wide(start, final, keep=False)[0], o, equal_nan=True)
-    near(final, want)
-    for given in ((True,), (False, 1), (False, 2)):
-        found = zip(run.wide(start, None, *given), run.scan(start, None, *given), strict=True)
-        for got, seen in found:
-            torch.testing.assert_close(got, seen, equal_nan=True)
-
-
-@pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
-@pytest.mark.parametrize("segment", [None, C, 3 * C], ids=["whole", "of one", "of three"])
-def test_scan_leaves_states_before_every_so_many_chunks(case: tuple, segment: int | None) -> None:
-    terms = inputs(case)
-    whole, run = Run(terms), Run(terms, segment=segment)
-    _, states = whole.scan(terms.initial_state, None, keep=True)
-    met = terms.initial_state
-    bounds = [(n * terms.v.shape[1], terms.v.shape[1]) for n in range(terms.v.shape[0])]
-    if terms.cu_seqlens is not None:
-        bounds = [(a, b - a) for a, b in pairwise(terms.cu_seqlens.tolist())]
-    place = (lambda n, begin, tokens: begin // tokens + n) if whole.packed else None
-    place = place or (lambda n, begin, tokens: n * -(-run.T // tokens))
-    if segment:
-        met = run.empty(run.slots, *terms.state_shape[1:])
-        for n, (begin, length) in enumerate(bounds):
-            for i in range(-(-length // segment)):
-                at = place(n, begin, C) + i * (segment // C)
-                met[place(n, begin, segment) + i] = states[at].mT
-    for every in (1, 2):
-        _, marks = run.scan(met, None, False, every)
-        for n, (begin, length) in enumerate(bounds):
-            for i in range(-(-length // (every * C))):
-                got = marks[place(n, begin, every * C) + i]
-                near(got, states[place(n, begin, C) + i * every])
-
-
-@pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
-def test_segments_equal_whole(case: tuple) -> None:
-    terms = inputs(case)
-    whole, run = Run(terms), Run(terms, segment=C)
-    o, _ = whole.scan(terms.initial_state, None, keep=False)
-    _, states = whole.scan(terms.initial_state, None, keep=True)
-    met = states.mT.nan_to_num().contiguous()  # a segment is a chunk here, so are its slots
-    split, _ = run.scan(met, None, keep=False)
-    torch.testing.assert_close(split, o, equal_nan=True)
-
-
-@pytest.mark.parametrize("case", [CASES["odd"], CASES["packed"]], ids=["odd", "packed"])
-def test_ends_lead_to_the_states_that_segments_meet(case: tuple) -> None:
-    terms = inputs(case)
-    do = torch.randn_like(terms.v)
-    dfinal = torch.randn(*terms.state_shape, dtype=torch.float64)
-    whole, run = Run(terms), Run(terms, segment=C)
-    _, states = whole.scan(terms.initial_state, None, keep=True)
-    _, dstates = whole.back(do, dfinal, None)
-    made, far = run.ends()
-    back, _ = run.ends(do, dfinal)
-    (B, T), V = terms.v.shape[:2], run.V
-    bounds = [(n * -(-T // C), T) for n in range(B)]
-    if terms.cu_seqlens is not None:
-        cu = terms.cu_seqlens.tolist()
-        bounds = [(b // C + n, e - b) for n, (b, e) in enumerate(pairwise(cu))]
-    for first, length in bounds:
-        slots = range(first, first + -(-length // C))  # a segment is a chunk here
-        for slot in slots[1:]:
-            M, E = made[slot - 1, :, :, V:], made[slot - 1, :, :, :V]
-            S = states[slot - 1].mT
-            cut = (far[slot - 1] > 0)[:, None, None] & (slot - 1 >= first)
-            near(torch.where(cut, E, M @ S + E), states[slot].mT)
-        for slot in slots[:-1]:
-            M, E = made[slot + 1, :, :, V:], back[slot + 1]
-            cut = (far[slot + 1] > 0)[:, None, None]
-            near(torch.where(cut, E, M.mT @ dstates[slot + 1].mT + E), dstates[slot].mT)
 
 
 @pytest.mark.parametrize("case", [CASES["odd"], CASES["wide"]], ids=["odd", "packed"])

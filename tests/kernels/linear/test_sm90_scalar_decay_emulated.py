@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.reference import linear_reference
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
 from tests.gluon_emulator.prefix_states import expecting_prefix_states
 from tests.support.causality import with_other_future
+from tests.support.sm90_delta import wanted
 from tests.support.sm90_scalar_decay import (
-    SCALE,
     SPAN,
     WIDTHS,
     C,
@@ -72,18 +71,9 @@ def test_additive_scans_match_reference(case: tuple, width: int) -> None:
     final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
     o = run.scan(terms[:3], terms.initial_state, final)
     got = run.gradients(do, dfinal, dinitial)
-    start = torch.zeros_like(dfinal) if terms.initial_state is None else terms.initial_state
-    live: dict[str, Any] = {
-        name: x[:, :end].clone().requires_grad_()
-        for name, x in terms._asdict().items()
-        if x is not None and name in ("q", "k", "v", "g")
-    }
-    live["initial_state"] = start.clone().requires_grad_()
-    want_o, want_final = linear_reference(LinearInputs(**live, cu_seqlens=terms.cu_seqlens), SCALE)
-    loss = (want_o * do[:, :end]).sum() + (want_final * dfinal).sum()
-    want = dict(zip(live, torch.autograd.grad(loss, list(live.values()))))
-    near(o[:, :end], want_o)
-    near(final, want_final)
+    want = wanted(terms, do, dfinal, end)
+    near(o[:, :end], want.pop("o"))
+    near(final, want.pop("final"))
     near(got.pop("initial_state"), want.pop("initial_state"))
     for name, x in want.items():
         near(got[name][:, :end], x)
