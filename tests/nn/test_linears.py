@@ -35,8 +35,7 @@ def test_linears_are_the_layers(shape: tuple[int, ...], dtype: torch.dtype) -> N
     want = [layer(x) for layer in made]
     for a, b in zip(found, want, strict=True):
         assert torch.equal(a, b)
-    for a, b in zip(gradients(found, *leaves), gradients(want, *leaves), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(gradients(found, *leaves), gradients(want, *leaves))
 
 
 @pytest.mark.parametrize("widths", [(100, 7, 16, 3), (16, 16), (100, 5), (7, 1)])
@@ -66,11 +65,9 @@ def test_narrow_layers_are_one_product(
     for ys in (found, want):
         if unused is not None:
             ys[unused] = ys[0]
-    for a, b in zip(found, want, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(found, want)
     used = [p for p in leaves if unused is None or p is not made[unused].weight]
-    for a, b in zip(gradients(found, *used), gradients(want, *used), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(gradients(found, *used), gradients(want, *used))
 
 
 def test_frozen_parts_and_unused_results_have_no_gradient() -> None:
@@ -126,8 +123,7 @@ def test_backward_alone_under_autocast() -> None:
     ]
     with torch.autocast("cpu", torch.bfloat16):
         found, want = (torch.autograd.grad(loss, leaves) for loss in losses)
-    for a, b in zip(found, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.02, atol=0.1)
+    torch.testing.assert_close(found, want, rtol=0.02, atol=0.1)
 
 
 def test_unsaved_operands_may_change() -> None:

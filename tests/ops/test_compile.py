@@ -49,10 +49,8 @@ def test_operator_compiles_fullgraph_without_recompiling(
         want = flat(op(args))
         with torch._dynamo.config.patch(error_on_recompile=n > 0):
             got = compiled(args)
-        for x, y in zip(got, want, strict=True):
-            torch.testing.assert_close(x, y)
-        for x, y in zip(_grads(got, inputs), _grads(want, inputs), strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(_grads(got, inputs), _grads(want, inputs), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["chunk_mamba3-mimo", "chunk_gated_oja_rule", "chunk_precond_kda"])
@@ -76,8 +74,7 @@ def test_one_argument_alone_may_have_a_dynamic_size() -> None:
         given = {**args, one: args[one].clone()}
         torch._dynamo.maybe_mark_dynamic(given[one], 1)
         compiled = torch.compile(lambda args: flat(op(args)), fullgraph=True, backend="eager")
-        for x, y in zip(compiled(given), want, strict=True):
-            torch.testing.assert_close(x, y)
+        torch.testing.assert_close(compiled(given), want)
 
 
 def test_compiled_operators_take_one_tensor_twice() -> None:
@@ -94,8 +91,9 @@ def test_compiled_operators_take_one_tensor_twice() -> None:
     got = torch.compile(call, fullgraph=True, backend="aot_eager")(x, h)
     want = call(x, h)
     torch.testing.assert_close(got, want)
-    for a, b in zip(torch.autograd.grad(got, (x, h)), torch.autograd.grad(want, (x, h))):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, (x, h)), torch.autograd.grad(want, (x, h)), rtol=1e-4, atol=1e-5
+    )
 
 
 @sampled
@@ -109,10 +107,8 @@ def test_operator_exports_with_gradients(op: Sample) -> None:
 
     program = torch.export.export(Module(), (args,))
     got, want = program.module()(args), flat(op(args))
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y)
-    for x, y in zip(_grads(got, inputs), _grads(want, inputs), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(_grads(got, inputs), _grads(want, inputs), rtol=1e-4, atol=1e-4)
 
 
 def _terms(**extra: Tensor) -> LinearInputs:

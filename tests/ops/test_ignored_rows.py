@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from slipstream.runtime.backends import HAVE_TRITON
 from tests.support.ignored_rows import faults, of_modules, of_operators
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 
 
 @pytest.mark.parametrize("impl", ["eager", "reference"])
@@ -24,6 +23,6 @@ def test_compiled_rows_without_a_loss_have_no_gradient() -> None:
         assert faults([loss._replace(call=call)]) == []
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 def test_triton_rows_without_a_loss_have_no_gradient() -> None:
-    run(script="tests.support.ignored_rows")
+    assert faults(of_operators("triton")) == []

@@ -34,8 +34,7 @@ def test_linear_cross_entropy_chunk_independence(monkeypatch: Any) -> None:
 
     whole = run()
     monkeypatch.setitem(linear_rows.CHUNK_ELEMENTS, "cpu", 7 * 30)
-    for x, y in zip(run(), whole, strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(run(), whole)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

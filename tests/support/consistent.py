@@ -1,13 +1,6 @@
-"""consistent=True: random batches and cuts of sequences, beside each sequence alone and whole.
-
-The interpreter is chosen when a kernel is defined, so kernels are checked in a process of their
-own:
-
-TRITON_INTERPRET=1 python -m tests.support.consistent 5 chunk_kda ...     trials, operators
-"""
+"""consistent=True: random batches and cuts of sequences, beside each sequence alone and whole."""
 
 import random
-import sys
 from typing import Any
 
 import torch
@@ -155,23 +148,3 @@ def attention_differing(
         o = attention(queries, keys, values, cu_seqlens=of_q, cu_seqlens_k=of_k, **options)
         wrong += int((o != torch.cat(want, 1)).sum())
     return wrong
-
-
-def main() -> None:
-    trials, *names = sys.argv[1:]
-    for op in OPERATORS:
-        if op.name in names:
-            wrong = differing(op, int(trials), "triton")
-            print(f"{op.name}: {wrong} values differ", flush=True)
-            assert not wrong, op.name
-    if "attention" in names:
-        wrong = attention_differing(int(trials), "triton")
-        print(f"attention: {wrong} values differ", flush=True)
-        assert not wrong, "attention"
-        none = torch.zeros(0, 3, 2, 16)
-        o, lse = attention(none, none, none, impl="triton", consistent=True, return_lse=True)
-        assert o.shape == none.shape and lse.shape == (0, 2, 3)
-
-
-if __name__ == "__main__":
-    main()

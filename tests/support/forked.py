@@ -63,7 +63,7 @@ def run_script(script: str, *arguments: str) -> tuple[int, str]:
     return status, out + error
 
 
-def run_test(module: str, name: str, given: Mapping[str, str]) -> tuple[int, str]:
+def run_test(module: str, name: str, given: Mapping[str, Any]) -> tuple[int, str]:
     """Status of a decorated test's own function under the interpreter, and what it printed."""
     status, out, error = _reply("interpreter", None, module=module, test=name, given=given)
     return status, out + error

@@ -2,8 +2,6 @@
 
 A loss of N rows is called with tensors, of which those of N rows have a gradient of its rows, and
 with `live` [N]: which of the rows count.
-
-TRITON_INTERPRET=1 python -m tests.support.ignored_rows        the operators, by impl="triton"
 """
 
 import itertools
@@ -170,13 +168,3 @@ def faults(losses: list[Loss]) -> list[str]:
         for loss, live, incoming in cases
         if (text := fault(loss, live, incoming)) is not None
     ]
-
-
-def main() -> None:
-    torch.use_deterministic_algorithms(True)  # torch.empty holds NaN
-    found = faults(of_operators("triton"))
-    raise SystemExit("\n".join(found) if found else 0)
-
-
-if __name__ == "__main__":
-    main()

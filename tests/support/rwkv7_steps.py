@@ -1,8 +1,5 @@
 """RWKV-7's decoding step on a pool, its mixes and low-rank products, against float64, and the layer
-by them beside its own parts.
-
-TRITON_INTERPRET=1 python -m tests.support.rwkv7_steps
-"""
+by them beside its own parts."""
 
 import math
 from dataclasses import dataclass
@@ -223,15 +220,3 @@ def check_tiles_of_columns(impl: str | None) -> None:
     assert kernel.tile_of(40)[:2] == (64, 16)
     check(Sizes(H=1, K=40), impl)
     kernel.ELEMENTS = most
-
-
-def main() -> None:
-    torch.manual_seed(0)
-    check_all("triton")
-    check_tiles_of_columns("triton")
-    check_probe()
-    assert check_layer("triton") == ["token_mix_step", "low_rank", "rwkv7_step"] * 4
-
-
-if __name__ == "__main__":
-    main()

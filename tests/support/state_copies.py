@@ -1,7 +1,4 @@
-"""Copies of states by their indices, against a loop. Under Triton's interpreter:
-
-TRITON_INTERPRET=1 python -m tests.support.state_copies
-"""
+"""Copies of states by their indices, against a loop."""
 
 from collections.abc import Callable
 from itertools import product
@@ -9,7 +6,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from slipstream.kernels.elementwise.copy_states import _mismatch, copy_states
+from slipstream.kernels.elementwise.copy_states import copy_states
 from tests.support.user_inputs import stepped, transposed
 
 # an odd number of heads, and sizes of several tiles, of which the last ones are not full
@@ -55,9 +52,3 @@ def check_copies(impl: str, device: str = "cpu", size: tuple[int, int, int] = SI
         if name in ("V first", "K first"):  # from pool to pool, both of this layout
             other = [*slots[1:], *slots[:1]]
             check(layout(pools[0]), slots, layout(pools[1]), other, impl)
-
-
-if __name__ == "__main__":
-    check_copies("triton")
-    for dtypes in product(DTYPES, DTYPES):
-        assert _mismatch(*(torch.empty(0, dtype=x) for x in dtypes)) is None, dtypes

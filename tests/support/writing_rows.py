@@ -1,9 +1,4 @@
-"""Rows of the catalog that write into their arguments: what autograd and torch.jit.trace see of it.
-
-By kernels under Triton's interpreter:
-
-TRITON_INTERPRET=1 python -m tests.support.writing_rows
-"""
+"""Rows of the catalog that write into their arguments: what autograd and torch.jit.trace see."""
 
 from typing import Any
 
@@ -73,14 +68,3 @@ def check_traced(row: Sample, impl: str, device: torch.device = CPU) -> None:
     graph: Any = torch.jit.trace(run, inputs(1.0), check_trace=False)
     for got, want in zip(graph(*inputs(0.9)), run(*inputs(0.9)), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-CHECKS = (check_versions, check_refused, check_traced)
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    for row in ROWS:
-        # the interpreter is slow; mamba2 has counters
-        for check in CHECKS if row.variant in ("", "mamba2") else CHECKS[:1]:
-            check(row, "triton")

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from slipstream.kernels.attention import dropout
 from slipstream.ops.attention import attention
-from tests.support.interpreted import interpreted, with_grads
+from tests.support.interpreted import interpreted
+from tests.support.operators import with_grads
 
 # of q, k and v: batch, tokens, keys, heads, heads of keys, widths; and what is given beside them
 CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {

@@ -215,8 +215,7 @@ def test_views_of_heads_equal_those_heads_alone(case: str) -> None:
     want = Scan(alone, prepared(alone, keep=False)).forward(state)
     rows = torch.full((*part.v.shape[:2], 4, part.v.shape[3]), torch.nan, dtype=torch.float64)
     got = Scan(part, prepared(part, keep=False)).forward(state, rows[:, :, 2:])
-    for x, y in zip(got, want):
-        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
     assert rows[:, :, :2].isnan().all()
 
 

@@ -1,16 +1,20 @@
 """Copies of states by their indices: plain torch, and the kernel under the interpreter."""
 
-import pytest
+from itertools import product
 
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.interpreted import run
-from tests.support.state_copies import check_copies
+import torch
+
+from slipstream.kernels.elementwise.copy_states import _mismatch
+from tests.support.interpreted import interpreted
+from tests.support.state_copies import DTYPES, check_copies
 
 
 def test_states_are_copied_by_index() -> None:
     check_copies("eager")
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 def test_states_are_copied_by_the_kernel() -> None:
-    run(script="tests.support.state_copies")
+    check_copies("triton")
+    for dtypes in product(DTYPES, DTYPES):
+        assert _mismatch(*(torch.empty(0, dtype=x) for x in dtypes)) is None, dtypes

@@ -8,14 +8,16 @@ import torch
 
 from slipstream.kernels.time_mix import low_rank
 from slipstream.ops import rwkv7_step, token_mix_step
-from slipstream.runtime.backends import HAVE_TRITON
 from tests.support import rwkv7_steps as steps
-from tests.support.interpreted import run
+from tests.support.interpreted import interpreted
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
 def test_triton_rwkv7_step_matches_formula() -> None:
-    run(script="tests.support.rwkv7_steps")
+    steps.check_all("triton")
+    steps.check_tiles_of_columns("triton")
+    steps.check_probe()
+    assert steps.check_layer("triton") == ["token_mix_step", "low_rank", "rwkv7_step"] * 4
 
 
 @pytest.mark.parametrize("impl", ["eager", "reference"])
