@@ -204,7 +204,7 @@ def _angles(
         scan_impl(options.impl),
         options.context,
     )
-    last = None if last is None else last.view(-1, *angles.shape[2:])
+    last = None if last is None else last.unflatten(1, angles.shape[2:])
     return theta.view_as(angles), last
 
 

@@ -80,6 +80,25 @@ def test_mamba3_starts_from_nothing_and_goes_on(fn: Any) -> None:
         near(x, y)
 
 
+@pytest.mark.parametrize("fn", both("mamba3"))
+def test_mamba3_without_angles_is_that_of_zeros(fn: Any) -> None:
+    """Keys of one column have no pair that an angle could turn."""
+    given, (S, key, value, theta) = arguments(1), states(1)
+    given["angles"].zero_()
+    for name in "qk":
+        given[name][..., 1:] = 0
+    start = S, torch.cat([key[..., :1], 0 * key[..., 1:]], -1), value, 0 * theta
+    S[:, :, 1:] = 0
+    want, ends = fn(**given, initial_state=start, scale=1.0, output_final_state=True)
+    for columns in (K, 1):
+        given |= {n: given[n][..., :columns] for n in "qk"} | {"angles": randn(B, T, HV, 0)}
+        narrow = S[:, :, :columns], start[1][..., :columns], value, theta[..., :0]
+        o, after = fn(**given, initial_state=narrow, scale=1.0, output_final_state=True)
+        near(o, want)
+        near(after[0], ends[0][:, :, :columns])
+        assert after[3].shape == (B, HV, 0)
+
+
 def test_mamba3_rejects_what_does_not_fit() -> None:
     fn, given = both("mamba3")[0], arguments(2)
     with pytest.raises(ValueError, match="angles: want at most K / 2"):
