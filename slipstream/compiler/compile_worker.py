@@ -19,9 +19,9 @@ from typing import Any
 from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.smem_hazards import find_hazard
 
-TIMEOUT = 180.0
-# Bringing in torch and Triton, on a slow disk.
-_START = 300.0
+# Seconds for one kernel, after which its compiler counts as one that hangs, and for a child to
+# bring in torch and Triton from a slow disk.
+TIMEOUT = 300.0
 # What assert() of C prints: the file without the folders of who built it, and the function.
 _ASSERTION = re.compile(r".*?([^/\s:]+):\d+: .*?([\w:]+)\(.*: Assertion .*")
 _SERVE = "from slipstream.compiler.compile_worker import serve; serve()"
@@ -112,9 +112,9 @@ class Worker:
         )
         reader.start()
         try:
-            about = self._answers.get(timeout=_START)
+            about = self._answers.get(timeout=TIMEOUT)
         except queue.Empty:
-            raise ChildProcessError(f"it had not started after {_START:g} s") from None
+            raise ChildProcessError(f"it had not started after {TIMEOUT:g} s") from None
         if about is None:
             raise ChildProcessError(self._epitaph())
         self.about = about

@@ -27,7 +27,7 @@ import torch
 from slipstream.compiler import arch as arches
 from slipstream.compiler import toolchain
 from slipstream.compiler.aot import cached, job_of
-from slipstream.compiler.compile_worker import Worker
+from slipstream.compiler.compile_worker import TIMEOUT, Worker
 from slipstream.compiler.kernel_key import CORE, FEATURE_RULES, describe, family, features_of
 from slipstream.compiler.kernel_key import KernelKey as KernelKey
 from slipstream.compiler.known_bugs import INTERPRETER, KnownBug, blocking, suspected, version
@@ -35,7 +35,6 @@ from slipstream.compiler.source_digest import digests
 from slipstream.compiler.triton_hooks import before_compiling
 from slipstream.runtime.files import write_text
 
-TIMEOUT = 300.0
 # Seconds that a process waits for another that writes down what it has learnt.
 LOCKED = 10.0
 # The folder of kernels/ with what several families share.

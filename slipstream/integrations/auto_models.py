@@ -8,6 +8,7 @@ checkpoint of the model is loaded; importing it registers the classes as usual.
 
 import importlib
 import sys
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -31,16 +32,21 @@ def _add_entry(module: ModuleType) -> None:
         mapping._modules[_MODEL_TYPE] = _Models()
 
 
-class _ThenAddEntry(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
+class ThenCall(Loader):
+    """Loads a module as another loader does, then calls a function with it."""
+
+    def __init__(self, loader: Loader, function: Callable[[ModuleType], object]) -> None:
+        self.loader, self.function = loader, function
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        _add_entry(module)
+        self.function(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)  # inspect asks it for the source
 
 
 class _Finder(MetaPathFinder):
@@ -50,7 +56,7 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenAddEntry(spec.loader)
+            spec.loader = ThenCall(spec.loader, _add_entry)
         return spec
 
 

@@ -19,7 +19,8 @@ TYPES = (
     "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
     "qwen3_next", "smollm3", "starcoder2", "zamba2",
 )  # fmt: skip
-IGNORED, CHOICE = -100, "_attn_implementation"
+IGNORED = -100
+CHOICE = "_attn_implementation"
 
 
 def call_in_context(

@@ -19,8 +19,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.utils import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from slipstream.integrations.auto_models import ThenCall
 from slipstream.integrations.linear_mixers import (
     FUNCTIONS,
     captured,
@@ -430,21 +431,6 @@ def _same_numbers(cls: type[Any], ours: Callable) -> bool:
 # modules that are imported later
 
 
-class _ThenPatch(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        _patch_module(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)  # inspect asks it for the source
-
-
 class _Finder(MetaPathFinder):
     """Patches transformers' modeling modules as they are imported."""
 
@@ -453,7 +439,7 @@ class _Finder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenPatch(spec.loader)
+            spec.loader = ThenCall(spec.loader, _patch_module)
         return spec
 
     @classmethod

@@ -39,9 +39,6 @@ from slipstream.compiler import triton_cache_key, triton_driver
 from slipstream.runtime.launch_cache import of_thread
 from slipstream.runtime.token_ids import WrongId
 
-# About as many as a model's step has kernels. A thread may only wait (for its turn,
-# for another process, for the assembler): there are twice as many as processors.
-MAX_THREADS = 40
 # Kernels that take more than half a second of a processor's time, the longest first.
 LONGEST = (
     "softmax_bwd_sm90_kernel",
@@ -94,7 +91,8 @@ def compile_kernels(call: Callable[..., Any], args: Sequence[Any]) -> None:
     captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if captures or not is_possible():
         return
-    threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
+    # a thread may only wait: for its turn, for another process, for the assembler
+    threads = 2 * (os.cpu_count() or 1)
     idle.clear()
     try:
         with _no_collections(), ThreadPoolExecutor(threads) as pool:
