@@ -19,11 +19,17 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, StateCach
 from slipstream.models.cache import CACHE
 from slipstream.nn import decoding
 from slipstream.ops import rotary_tables
-from tests.support.language_models import MODELS, assert_same, model, tokens
+from tests.support.language_models import (
+    MODELS,
+    assert_same,
+    generate,
+    model,
+    tokens,
+    without_graphs,
+)
 
 pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
 
-GREEDY = {"do_sample": False, "pad_token_id": 0}
 # one of each kind of state: recurrent, with a convolution, a shift, a value of an earlier layer's,
 # positions, two states, none that is fixed, latents
 KINDS = ("gla", "gated_deltanet", "rwkv7", "retention", "gsa", "attention", "mla", "hybrid")
@@ -43,20 +49,7 @@ def addresses(cache: StateCache) -> list[int]:
 every_kind = pytest.mark.parametrize("name", KINDS)
 
 
-def generate(m: Any, ids: Tensor, **options) -> Any:
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, **GREEDY, **options}
-    return m.generate(input_ids=ids, **given)
-
-
 # steps as graphs
-
-
-def without_graphs(m: Any, ids: Tensor, **options) -> Any:
-    m.decoding.enabled = False
-    try:
-        return generate(m, ids, **options)
-    finally:
-        m.decoding.enabled = True
 
 
 @every_kind

@@ -5,26 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.models import graphs
 from slipstream.runtime import token_ids
-from tests.support.language_models import model, tokens
+from tests.support.language_models import generate, model, tokens, without_graphs
 
 pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
-
-
-def generate(m: Any, ids: Tensor, **options: Any) -> Tensor:
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, "do_sample": False}
-    return m.generate(input_ids=ids, pad_token_id=0, **{**given, **options})
-
-
-def without_graphs(m: Any, ids: Tensor, **options: Any) -> Tensor:
-    m.decoding.enabled = False
-    try:
-        return generate(m, ids, **options)
-    finally:
-        m.decoding.enabled = True
 
 
 def test_prompts_in_turns_are_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.models import StateCache
 from slipstream.models.cache import CACHE
-from tests.support.language_models import MODELS, assert_same, model, tokens
+from tests.support.language_models import MODELS, assert_same, generate, model, tokens
 
 pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
-
-GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 
 # one of each kind of state: recurrent, with a convolution, a shift, a value of an earlier layer's,
@@ -27,11 +24,6 @@ def addresses(cache: StateCache) -> list[int]:
 
 
 every_kind = pytest.mark.parametrize("name", KINDS)
-
-
-def generate(m: Any, ids: Tensor, **options) -> Any:
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, **GREEDY, **options}
-    return m.generate(input_ids=ids, **given)
 
 
 @every_kind

@@ -4,8 +4,7 @@ runs in: hooks, modes, subclasses of Tensor, default dtypes, threads, torch.func
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.support.small_modules import (
     results,
     sample,
 )
+from tests.support.user_inputs import default_dtype
 
 pytestmark = EXPECTED_WARNINGS
 
@@ -80,15 +80,6 @@ def used_for_inference(plain: Module, changed: Module) -> Call:
     with torch.inference_mode():
         changed(*leaves(plain.given))  # pyright: ignore
     return changed
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 WAYS: dict[str, Way] = {

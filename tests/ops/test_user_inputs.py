@@ -3,8 +3,7 @@ in settings of torch that it has not made: the same numbers, or an error that na
 
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from tests.support.user_inputs import (
     LAYOUTS,
     NAMED,
     READS_OUTPUTS,
+    default_dtype,
     expect_any_layout,
     expect_change_is_seen,
     expect_changes_of_outputs,
@@ -224,15 +224,6 @@ def test_one_input_of_another_dtype(case: Case, dtype: torch.dtype) -> None:
 
 
 # ---- settings of torch
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 SETTINGS: dict[str, Callable[[], Any]] = {

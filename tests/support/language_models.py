@@ -66,3 +66,17 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 
 def assert_same(x: Tensor, y: Tensor) -> None:
     torch.testing.assert_close(x, y, rtol=1e-4, atol=5e-5)
+
+
+def generate(m: SlipstreamForCausalLM, ids: Tensor, **options: Any) -> Any:
+    """Greedily, nine tokens if nothing else is said."""
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 9, "do_sample": False}
+    return m.generate(input_ids=ids, **{**given, "pad_token_id": 0, **options})
+
+
+def without_graphs(m: SlipstreamForCausalLM, ids: Tensor, **options: Any) -> Any:
+    m.decoding.enabled = False
+    try:
+        return generate(m, ids, **options)
+    finally:
+        m.decoding.enabled = True

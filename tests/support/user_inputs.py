@@ -1,5 +1,8 @@
 """Views in whose layouts users have their tensors, and what errors say."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -57,6 +60,15 @@ READS_OUTPUTS = {"chunk_hgrn", "fused_recurrent_hgrn", "rms_norm-residual", "chu
 READS_OUTPUTS |= {"fused_recurrent_mamba3", "chunk_mamba3-mimo", "attention"}
 READS_OUTPUTS |= {"attnres", "flash_attn_func", "flash_attn_varlen_func"}
 READS_OUTPUTS |= {c.name for c in CASES if c.name.startswith("attention-")}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def expect_any_layout(case: Case, layout: str, near: float) -> None:
