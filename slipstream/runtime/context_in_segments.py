@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.runtime.autograd import Function, Saved, as_base, once_differentiable
-from slipstream.runtime.context_exchange import tie
+from slipstream.runtime.context_exchange import entry_states, tie
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.context_share import Share
 
@@ -89,7 +89,48 @@ def of_segments(
     return tuple(torch.cat(x, 1) for x in found)
 
 
-def scan_in_segments(
+def scan_of_rank(
+    change: Callable[..., Change],
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    tensors: Sequence[Tensor],
+    states: Tensor | None,
+    like: Tensor,
+    share: Share,
+    offsets: Tensor | None,
+    others: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
+    """Outputs [B, T, ...] and the states after this rank's pieces, in the plan's segments if it has
+    some, else all pieces at once.
+
+    Args:
+        change: called with some tokens of each of `tensors` and the state before them, or None:
+            what they make of a state, [rows, ...].
+        scan: called with the same and the offsets of its sequences, or None: outputs, and the state
+            after.
+        tensors: this rank's tokens [B, T, ...]. others: all further tensors with a gradient.
+        states: those before all sequences, `rows` each; None is zeros.
+        like: has the shape and dtype of one sequence's state, [rows, ...].
+        offsets: of this rank's pieces.
+
+    Raises:
+        ValueError: a rank begins within a segment.
+    """
+    if share.segment_tokens is not None:
+        return _scan_in_segments(change, scan, tensors, states, like, share)
+    rows = like.shape[0]
+    before, changes = share.local_states(states, None, rows), None
+    if share.crossings.any:
+        of_tail = like.new_zeros(2, *like.shape)
+        if share.later:
+            begins = share.begins_here(len(share.pieces) - 1)
+            start = before[-rows:] if begins and before is not None else None
+            of_tail = torch.stack(change(*(x[:, share.tail_begin :] for x in tensors), start))
+        before, changes = entry_states(tie(of_tail, *tensors, *others), states, rows, share)
+    y, after = scan(*tensors, before, offsets)
+    return y if changes is None else tie(y, changes), after
+
+
+def _scan_in_segments(
     change: Callable[..., Change],
     scan: Callable[..., tuple[Tensor, Tensor]],
     tensors: Sequence[Tensor],
@@ -97,25 +138,13 @@ def scan_in_segments(
     like: Tensor,
     share: Share,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, ...] and the states after this rank's pieces.
-
-    Args:
-        change: called with a segment of each of `tensors`: what it makes of a state, [rows, ...].
-        scan: called with the same and the state before, or None: outputs, and the state after.
-        tensors: this rank's tokens [B, T, ...].
-        states: those before all sequences, `rows` each; None is zeros.
-        like: has the shape and dtype of one sequence's state, [rows, ...].
-
-    Raises:
-        ValueError: a rank begins within a segment.
-    """
     share.expect_begin_of_segment()
     lengths = lengths_of_segments(share)
     parts = iter(zip(*(x.split([*chain(*lengths)], 1) for x in tensors)))
     pieces = [[next(parts) for _ in piece] for piece in lengths]
     # what a sequence's last segment makes of a state is not read
     changes = [
-        [change(*x) for x in (piece[:-1] if share.ends_here(i) else piece)]
+        [change(*x, None) for x in (piece[:-1] if share.ends_here(i) else piece)]
         for i, piece in enumerate(pieces)
     ]
     nothing = tie(like.new_empty(0), *tensors)
@@ -123,11 +152,11 @@ def scan_in_segments(
     outputs, after = [], []
     for segments, before in zip(pieces, starts):
         for segment, state in zip(segments, before, strict=True):
-            y, end = scan(*segment, state)
+            y, end = scan(*segment, state, None)
             outputs.append(y)
         after.append(end)
     if not outputs:  # no tokens
-        y, end = scan(*tensors, None)
+        y, end = scan(*tensors, None, None)
         outputs, after = [y], [end[:0]]
     # backward is an exchange, too, on every rank, after that of final states; and there is a
     # gradient of `states` also where none of them begins

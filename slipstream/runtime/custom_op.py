@@ -62,11 +62,12 @@ _SCHEMA_TYPES = {
 }
 
 
-def schema_of(inputs: type, count: int | None = None) -> str:
+def schema_of(inputs: type, count: int | None = None, **types: str) -> str:
     """The fields of a NamedTuple, or so many of them, as arguments of a schema, "Tensor q, int n":
-    a new field is written down once."""
+    a new field is written down once. types: those of fields that an operator has otherwise, such as
+    state="Tensor(a!)", which it writes into."""
     hints = list(get_type_hints(inputs).items())[:count]
-    return ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in hints)
+    return ", ".join(f"{types.get(name) or _SCHEMA_TYPES[kind]} {name}" for name, kind in hints)
 
 
 class DirectCall:
@@ -296,7 +297,7 @@ class KernelOp(DirectCall):
             a KernelPair of the further arguments.
         fake: the same arguments, shapes only; its strides must be those of `impl`. Where there is a
             plain twin, None has that make them.
-        kernel, plain, kind, packed: as KernelPair has them.
+        kernel, plain, kind, packed, in_torch_if: as KernelPair has them.
         probe: a Probe or a Mismatch (runtime/kernel_pair.py). A Probe is run by the operator and
             its gradient, whichever of their kernels is probed.
         forward: of a gradient, the operator it belongs to.
@@ -315,6 +316,7 @@ class KernelOp(DirectCall):
         kind: Callable[..., KernelKey] | None = None,
         probe: Probe | Mismatch | None = None,
         packed: Mapping[str, type] = MappingProxyType({}),
+        in_torch_if: Callable[..., bool] | None = None,
         forward: "KernelOp | None" = None,
         replay: bool = False,
         compile_also: Callable[[tuple, Any], object] | None = None,
@@ -327,7 +329,9 @@ class KernelOp(DirectCall):
         if impl is None:
             assert plain is not None and kind is not None and probe is not None
             is_list = len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
-            impl = KernelPair(names, kernel, plain, kind, self._mismatch, packed, is_list)
+            impl = KernelPair(
+                names, kernel, plain, kind, self._mismatch, packed, is_list, in_torch_if
+            )
             fake = fake or impl.in_torch
         assert fake is not None
         super().__init__(impl, replay=replay, compile_also=compile_also, at_sizes=at_sizes)

@@ -12,6 +12,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
@@ -27,6 +28,34 @@ Probe = Mapping[str, Any]
 Mismatch = Callable[..., str | None]
 
 
+def launch_of(kernel: str) -> Callable:
+    """The launch of that name, "module:function"."""
+    module, _, function = kernel.partition(":")
+    return getattr(sys.modules.get(module) or import_module(module), function)
+
+
+def guarded(
+    impl: str,
+    device: torch.device,
+    kernel: str,
+    plain: Callable,
+    args: tuple,
+    kind: Callable[[], KernelKey],
+    mismatch: Callable[[], str | None],
+    **named: Any,
+) -> Any:
+    """A launch inside of a Guard, else its plain twin, where that is no operator of its own.
+
+    Args:
+        kernel, plain: as this module has them, both called with args and named.
+        impl, device, kind, mismatch: the Guard's.
+    """
+    with Guard(impl, device, kind, mismatch) as usable:
+        if usable:
+            return launch_of(kernel)(*args, **named)
+    return plain(*args, **named)
+
+
 class KernelPair:
     """A function of an operator's arguments: by the kernels inside of a Guard, else in plain torch.
 
@@ -37,6 +66,8 @@ class KernelPair:
         mismatch: given the operator's arguments, compares kernels and plain torch.
         packed: name of a NamedTuple of arguments -> its type.
         is_list: whether results that are None are left out; else they are of no elements.
+        in_torch_if: of the arguments that its parameters name, whether kernels have nothing to do,
+            as where there are no tokens. None is never.
     """
 
     def __init__(
@@ -48,31 +79,33 @@ class KernelPair:
         mismatch: Callable[[tuple], str | None],
         packed: Mapping[str, type],
         is_list: bool,
+        in_torch_if: Callable[..., bool] | None = None,
     ) -> None:
-        self._module, _, self._function = kernel.partition(":")
+        self._kernel = kernel
         self.plain, self._mismatch, self._is_list = plain, mismatch, is_list
         self._impl = names.index("impl")
         self.arguments, places = _arguments(names, packed)
         self._packed = [place for place in places if place[0] is not None]
-        self._names = *names, *packed
+        self._names, self._packed_names = (*names, *packed), {*packed}
         self._kind = self.named(kind)
+        self._in_torch_if = None if in_torch_if is None else self.named(in_torch_if)
 
     def __call__(self, *args: Any) -> Any:
         call = self.arguments(args)
+        if self._in_torch_if is not None and self._in_torch_if(args):
+            return _contiguous(self._results(self.plain(*call)))
         kind, mismatch = partial(self._kind, args), partial(self._mismatch, args)
         with Guard(args[self._impl], args[0].device, kind, mismatch) as usable:
             if usable:
-                return self._results(self.launch()(*call))
+                return self._results(launch_of(self._kernel)(*call))
         return _contiguous(self._results(self.plain(*call)))
 
     def named(self, function: Callable) -> Callable[[tuple], Any]:
         """The function of the operator's arguments and NamedTuples that its parameters name."""
         of = by_name(function, self._names)
+        if self._packed_names.isdisjoint(inspect.signature(function).parameters):
+            return of
         return lambda args: of((*args, *[kind(*args[at:end]) for kind, at, end in self._packed]))
-
-    def launch(self) -> Callable:
-        module = sys.modules.get(self._module) or import_module(self._module)
-        return getattr(module, self._function)
 
     def in_torch(self, *args: Any) -> Any:
         """The plain twin's, of the operator's arguments."""

@@ -184,8 +184,7 @@ def test_attention_of_inputs_that_lie_otherwise() -> None:
 
 def hgrn(tensors: list[Tensor], states: Tensor, share: Share) -> tuple[Tensor, Tensor]:
     x, g = tensors
-    rows = 1 if share.packed else x.shape[0]
-    return gated_scan._scan_in_segments(x, -g.abs(), states, rows, share, "eager")
+    return gated_scan._scan_of_rank(x, -g.abs(), None, states, share, "eager")
 
 
 def selective_scan(tensors: list[Tensor], states: Tensor, share: Share) -> tuple[Tensor, Tensor]:
@@ -193,8 +192,7 @@ def selective_scan(tensors: list[Tensor], states: Tensor, share: Share) -> tuple
     A = -torch.linspace(0.1, 1.0, 8).view(1, 8).expand(6, 8)
     B, C = (torch.cat([x[:, :, :4]] * 2, 2).unsqueeze(2) for x in tensors)
     inputs = ScanInputs(u, delta, A, B, C, None, delta, None, None, None)
-    rows = 1 if share.packed else u.shape[0]
-    return selective._scan_in_segments(inputs, states, rows, share, True, "eager")
+    return selective._scan_of_rank(inputs, states, share, True, "eager")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])

@@ -35,7 +35,7 @@ from slipstream.kernels.norm import op as norm
 from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.running_mean import op as running_mean
 from slipstream.kernels.selective_scan import op as selective_scan
-from slipstream.kernels.time_mix import rwkv7
+from slipstream.kernels.time_mix import rwkv7, token_mix
 from slipstream.runtime import gradient
 
 assert slipstream.ops  # every operator is defined by now
@@ -166,6 +166,10 @@ ROWS: dict[str, tuple[Any, Row]] = {
     "rwkv7_output": (
         rwkv7._output.overload,
         Row(lambda: (*_heads(4), rand(1, 4, 6), rand(6), rand(6), rand(2, 3), 1e-5, "eager"), 1),
+    ),
+    "token_mix": (
+        token_mix._forward.overload,
+        Row(lambda: (*rand(2, 1, 4, 3), None, rand(2, 3), "eager"), 1),
     ),
     "erase": (erase._forward.overload, Row(lambda: (*rand(3, 1, 4, 2), "eager"), 1)),
     "precondition": (

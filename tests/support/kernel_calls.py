@@ -30,6 +30,7 @@ from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step.inputs import NormedInputs
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.running_mean.inputs import MeanInputs
+from slipstream.kernels.selective_scan import eager as selective_eager
 from slipstream.kernels.time_mix import low_rank, rwkv7, token_mix
 from slipstream.tools.catalog import OPERATORS, Shape
 from tests.support import rwkv7_steps as rwkv7_args
@@ -76,6 +77,10 @@ def selective() -> list[Tensor]:
     u, delta = leaf(1, 20, 8), leaf(1, 20, 8)
     A, B, C = -torch.rand(8, 4), torch.randn(1, 20, 4), torch.randn(1, 20, 4)
     return gradients(ops.selective_scan(u, delta, A, B, C, delta_softplus=True)[0], u, delta)
+
+
+def selective_forward(inputs: Any, delta_softplus: bool, for_backward: bool) -> tuple[Tensor, ...]:
+    return selective_eager.selective_scan_forward(inputs, delta_softplus)
 
 
 def mixer_steps() -> list[Tensor]:

@@ -234,7 +234,7 @@ FAMILIES = [
         calls.token_mixes,
         {
             "time_mix.triton.token_mix:forward": token_mix.plain,
-            "time_mix.triton.token_mix:backward": token_mix._plain_backward,
+            "time_mix.triton.token_mix:backward": in_torch(token_mix._backward),
         },
         ("slipstream.kernels.time_mix.token_mix",),
     ),
@@ -242,8 +242,8 @@ FAMILIES = [
         "rwkv7.triton",
         calls.rwkv7_parts,
         {
-            "time_mix.triton.rwkv7:terms": lambda *x: rwkv7.plain_terms(*x[:2]),
-            "time_mix.triton.rwkv7:terms_backward": lambda *x: rwkv7.terms_grads(*x[:3]),
+            "time_mix.triton.rwkv7:terms": rwkv7.plain_terms,
+            "time_mix.triton.rwkv7:terms_backward": rwkv7.terms_grads,
             "time_mix.triton.rwkv7:output": rwkv7.plain_output,
             "time_mix.triton.rwkv7:output_backward": in_torch(rwkv7._output.backward),
         },
@@ -309,7 +309,7 @@ FAMILIES = [
         "selective_scan.triton",
         calls.selective,
         {
-            "selective_scan.triton.launch:forward": selective_eager.selective_scan_forward,
+            "selective_scan.triton.launch:forward": calls.selective_forward,
             "selective_scan.triton.launch:backward": selective_eager.selective_scan_backward,
         },
     ),

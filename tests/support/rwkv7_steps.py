@@ -119,7 +119,8 @@ def check_probe() -> None:
     """It allows for the rounding of states that are narrower than the tokens."""
     args = make(Sizes(pool_dtype=torch.bfloat16))
     state = args.pop("state")
-    assert op._mismatch(op.StepInputs(**args), state, False) is None
+    out, rest = torch.empty_like(args["r"]), (EPS, False, "triton")
+    assert op._call._mismatch((out, state, None, *op.StepInputs(**args), *rest)) is None
 
 
 def check_mixes(

@@ -1,5 +1,7 @@
 """From an operator's arguments to the scan: checks, reversed time, choice, call."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -8,8 +10,8 @@ from slipstream.kernels.gated_scan.op import kind, scan
 from slipstream.kernels.gated_scan.reference import compute_dtype, scan_reference
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import triton_unsupported
-from slipstream.runtime.context_exchange import entry_states, tie
-from slipstream.runtime.context_in_segments import scan_in_segments
+from slipstream.runtime.context_exchange import tie
+from slipstream.runtime.context_in_segments import scan_of_rank
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.context_share import Share
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
@@ -50,11 +52,8 @@ def run(
     plan = _PLANS.get(signature(tensors, impl), lambda: _checked(*tensors, impl), tensors)
     if cu_seqlens is not None and cu_seqlens.is_cuda:  # plain torch looks on the CPU
         expect_offsets("cu_seqlens", cu_seqlens, x.shape[1])
-    if reverse:  # packed sequences also change their order
-        x, g = x.flip(1), g.flip(1)
-        if cu_seqlens is not None:
-            cu_seqlens = x.shape[1] - cu_seqlens.flip(0)
-            initial_state = None if initial_state is None else initial_state.flip(0)
+    if reverse:
+        x, g, initial_state, cu_seqlens = _from_the_end(x, g, initial_state, cu_seqlens)
     if plan.impl == "reference":
         h, final = scan_reference(x, g, initial_state, cu_seqlens)
     else:
@@ -83,14 +82,9 @@ def _run_across_ranks(
         checks.expect_shape("initial_state", initial_state, (share.sequences * rows, x.shape[2]))
         checks.expect_floating({"initial_state": initial_state})
     if reverse:
-        x, g, share = x.flip(1), g.flip(1), share.reversed()
-        if cu_seqlens is not None:
-            cu_seqlens = x.shape[1] - cu_seqlens.flip(0)
-            initial_state = None if initial_state is None else initial_state.flip(0)
-    if share.segment_tokens is not None:
-        h, after = _scan_in_segments(x, g, initial_state, rows, share, plan.impls)
-    else:
-        h, after = _scan_of_pieces(x, g, cu_seqlens, initial_state, rows, share, plan.impls)
+        share = share.reversed()
+        x, g, initial_state, cu_seqlens = _from_the_end(x, g, initial_state, cu_seqlens)
+    h, after = _scan_of_rank(x, g, cu_seqlens, initial_state, share, plan.impls)
     final = None
     if output_final_state:
         final = share.whole_states(tie(after, x, g), initial_state, rows)
@@ -100,48 +94,35 @@ def _run_across_ranks(
     return h, final
 
 
-def _scan_of_pieces(
+def _from_the_end(
+    x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The arguments in reversed time; packed sequences change their order, too."""
+    if cu_seqlens is not None:
+        cu_seqlens = x.shape[1] - cu_seqlens.flip(0)
+        initial_state = None if initial_state is None else initial_state.flip(0)
+    return x.flip(1), g.flip(1), initial_state, cu_seqlens
+
+
+def _scan_of_rank(
     x: Tensor,
     g: Tensor,
     cu_seqlens: Tensor | None,
     initial_state: Tensor | None,
-    rows: int,
     share: Share,
     impls: str,
 ) -> tuple[Tensor, Tensor]:
     """h, and the states after this rank's pieces."""
-    states, changes = share.local_states(initial_state, None, rows), None
-    if share.crossings.any:
-        wide = compute_dtype(x)
-        # what the tail's tokens do to h: h -> decay * h + added
-        change = x.new_zeros(2, rows, x.shape[2], dtype=wide)
-        if share.later:
-            tail, gates = x[:, share.tail_begin :], g[:, share.tail_begin :]
-            begins = share.begins_here(len(share.pieces) - 1)
-            start = states[-rows:] if begins and states is not None else None
-            change = torch.stack(
-                [scan(tail, gates, start, None, impls)[1], gates.to(wide).sum(1).exp()]
-            )
-        states, changes = entry_states(tie(change, x, g), initial_state, rows, share)
-    h, after = scan(x, g, states, cu_seqlens, impls)
-    return h if changes is None else tie(h, changes), after
-
-
-def _scan_in_segments(
-    x: Tensor, g: Tensor, initial_state: Tensor | None, rows: int, share: Share, impls: str
-) -> tuple[Tensor, Tensor]:
-    """The same with equal bits for any number of ranks."""
     wide = compute_dtype(x)
 
-    def change(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    def change(x: Tensor, g: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         gates = g.to(wide, memory_format=torch.contiguous_format)
-        return scan(x, g, None, None, impls)[1], gates.sum(1).exp()
+        return scan(x, g, state, None, impls)[1], gates.sum(1).exp()
 
-    def run(x: Tensor, g: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return scan(x, g, state, None, impls)
-
-    like = x.new_empty(rows, x.shape[2], dtype=wide)
-    return scan_in_segments(change, run, (x, g), initial_state, like, share)
+    like = x.new_empty(1 if share.packed else x.shape[0], x.shape[2], dtype=wide)
+    return scan_of_rank(
+        change, partial(scan, impl=impls), (x, g), initial_state, like, share, cu_seqlens
+    )
 
 
 def _checked(

@@ -76,6 +76,10 @@ def scan_forward(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """h [B, T, D] in x's dtype and the final state [N, D]."""
+    if x.numel() == 0:
+        rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        final = x.new_zeros(rows, x.shape[2], dtype=compute_dtype(x))
+        return x.new_empty(x.shape), final if initial_state is None else final.copy_(initial_state)
     sequences, h = Sequences(cu_seqlens, x.shape[1]), _copy_as(x, compute_dtype(x))
     if initial_state is not None:
         sequences.add(h, sequences.take(g).to(h.dtype).exp() * initial_state)
@@ -99,6 +103,11 @@ def scan_backward(
     dfinal: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, g and initial_state from h, the scan's result, and dh, dfinal."""
+    if h.numel() == 0:
+        dinitial = None if initial_state is None else initial_state.new_zeros(initial_state.shape)
+        if dinitial is not None and dfinal is not None:
+            dinitial.copy_(dfinal)
+        return h.new_empty(h.shape), g.new_empty(g.shape), dinitial
     sequences, dtype = Sequences(cu_seqlens, h.shape[1]), compute_dtype(h)
     if dh is None:
         total = torch.zeros(h.shape, dtype=dtype, device=h.device)

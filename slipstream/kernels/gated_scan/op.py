@@ -5,7 +5,6 @@ it was given, initial_state. `impl` names the implementation, or several to try 
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,32 +17,7 @@ from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.gradient import autograd_function
-from slipstream.runtime.guarded_launch import Guard
 from slipstream.runtime.size_ladder import AtSizes
-
-
-def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-
-def _forward(
-    x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, impl: str
-) -> tuple[Tensor, Tensor]:
-    if x.numel() == 0:
-        final = x.new_zeros(_sequences(x, cu_seqlens), x.shape[2], dtype=compute_dtype(x))
-        return x.new_empty(x.shape), final if initial_state is None else final.copy_(initial_state)
-    with Guard(impl, x.device, lambda: kind(x, g), lambda: _mismatch(x, g)) as usable:
-        if usable:
-            return _triton().forward(x, g, initial_state, cu_seqlens)
-    return scan_forward(x, g, initial_state, cu_seqlens)
-
-
-@cache
-def _triton() -> Any:
-    """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.gated_scan.triton import launch
-
-    return launch
 
 
 def kind(x: Tensor, g: Tensor) -> KernelKey:
@@ -69,49 +43,24 @@ def _mismatch(x: Tensor, g: Tensor) -> str | None:
 def _fake_forward(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, impl: str
 ) -> tuple[Tensor, Tensor]:
-    final = x.new_empty(_sequences(x, cu_seqlens), x.shape[2], dtype=compute_dtype(x))
-    return x.new_empty(x.shape), final
+    rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.new_empty(x.shape), x.new_empty(rows, x.shape[2], dtype=compute_dtype(x))
 
 
-def _backward(
-    g: Tensor,
-    h: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dh: Tensor | None,
-    dfinal: Tensor | None,
-    impl: str,
-) -> list[Tensor]:
-    if h.numel() == 0:
-        grads = [h.new_empty(h.shape), g.new_empty(g.shape)]
-        if initial_state is not None:
-            state = initial_state.new_zeros(initial_state.shape)
-            grads.append(state if dfinal is None else state.copy_(dfinal))
-        return grads
-    tensors = (g, h, initial_state, cu_seqlens, dh, dfinal)
-    with Guard(impl, h.device, lambda: kind(h, g), lambda: _mismatch(h, g)) as usable:
-        if usable:
-            return [x for x in _triton().backward(*tensors) if x is not None]
-    return [x for x in scan_backward(*tensors) if x is not None]
-
-
-def _fake_backward(
-    g: Tensor,
-    h: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dh: Tensor | None,
-    dfinal: Tensor | None,
-    impl: str,
-) -> list[Tensor]:
+def _fake_backward(g: Tensor, h: Tensor, initial_state: Tensor | None, *_: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in (h, g, initial_state) if x is not None]
 
 
+_LAUNCH = "slipstream.kernels.gated_scan.triton.launch"
 _call_forward = KernelOp(
     "scan_forward",
     "(Tensor x, Tensor g, Tensor? initial_state, Tensor? cu_seqlens, str impl) -> (Tensor, Tensor)",
-    _forward,
-    _fake_forward,
+    fake=_fake_forward,
+    kernel=f"{_LAUNCH}:forward",
+    plain=scan_forward,
+    kind=kind,
+    probe=_mismatch,
+    in_torch_if=lambda x: x.numel() == 0,
     replay=True,
     at_sizes=AtSizes(tokens=(0, 1), states=(2,), offsets=(3,)),
 )
@@ -119,13 +68,15 @@ _call_backward = KernelOp(
     "scan_backward",
     "(Tensor g, Tensor h, Tensor? initial_state, Tensor? cu_seqlens, Tensor? dh, Tensor? dfinal, "
     "str impl) -> Tensor[]",
-    _backward,
-    _fake_backward,
+    fake=_fake_backward,
+    kernel=f"{_LAUNCH}:backward",
+    plain=scan_backward,
+    kind=lambda h, g: kind(h, g),
+    probe=lambda h, g: _mismatch(h, g),
+    in_torch_if=lambda h: h.numel() == 0,
     replay=True,
     at_sizes=AtSizes(tokens=(0, 1, 4), states=(2, 5), offsets=(3,)),
 )
-
-
 _Scan = autograd_function(_call_forward, _call_backward, results="h final", wrt="x g initial_state")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.kernels.loss import launch
 from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import DirectCall, KernelOp
+from slipstream.runtime.custom_op import DirectCall, KernelOp, schema_of
 from slipstream.runtime.gradient import autograd_function
 from slipstream.runtime.token_ids import expect_ids, launched
 
@@ -133,10 +133,7 @@ def _backward_fake(logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-_TERMS = (
-    "int ignore_index, float label_smoothing, float softcap, float z_loss, float logit_scale, "
-    "str impl"
-)
+_TERMS = f"{schema_of(LossInputs)}, str impl"
 _call = KernelOp(
     "cross_entropy",
     f"(Tensor logits, Tensor target, {_TERMS}) -> (Tensor, Tensor)",

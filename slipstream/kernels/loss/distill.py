@@ -7,6 +7,7 @@ One opaque operator, whose rows go through in chunks, so that no logits are held
 the gradient is made in the forward, if it is wanted.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import is_triton
-from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.kernel_pair import guarded, launch_of
 
 Linear = tuple[Tensor, Tensor, Tensor | None]
 
@@ -138,26 +139,20 @@ def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     student, teacher = (x, w, b), (y, u, c)
     if not is_triton(impl):
         return kl_rows(student, teacher, *options)
-    with Guard(
-        impl,
-        x.device,
-        lambda: ("linear_kl_div.triton", x.dtype, w.shape[0]),
-        lambda: _mismatch(x, w.shape[0], _kernels),
-    ) as usable:
-        if usable:
-            return _kernels(student, teacher, *options)
-    loss, dhidden, dweight, dbias = kl_rows(student, teacher, *options)
-    return loss, dhidden, cast(dweight, w.dtype), cast(dbias, w.dtype)
+    kernel = "slipstream.kernels.loss.triton.kl_launch:linear_rows"
+    kind = ("linear_kl_div.triton", x.dtype, w.shape[0])
+    mismatch = partial(_mismatch, x, w.shape[0], kernel)
+    call = student, teacher, *options
+    return guarded(impl, x.device, kernel, _plain, call, lambda: kind, mismatch)
 
 
-def _kernels(*tensors: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.loss.triton import kl_launch
+def _plain(student: Linear, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As the kernels have the dtypes."""
+    (loss, dhidden, dweight, dbias), dtype = kl_rows(student, *call), student[1].dtype
+    return loss, dhidden, cast(dweight, dtype), cast(dbias, dtype)
 
-    return kl_launch.linear_rows(*tensors)
 
-
-def _mismatch(like: Tensor, classes: int, kernels: Any) -> str | None:
+def _mismatch(like: Tensor, classes: int, kernel: str) -> str | None:
     """The probe: a few rows of as many classes, one of them left out."""
 
     def fresh() -> Linear:
@@ -174,7 +169,7 @@ def _mismatch(like: Tensor, classes: int, kernels: Any) -> str | None:
     student, teacher = fresh(), fresh()
     live, dloss = torch.arange(9, device=like.device) != 4, torch.rand(9, device=like.device)
     options = live, dloss, 1.5, True
-    got = kernels(student, teacher, *options)
+    got = launch_of(kernel)(student, teacher, *options)
     want = kl_rows(in_float32(student), in_float32(teacher), *options)
     names, bar = ("loss", "dhidden", "dweight", "dbias"), numeric_probe.BARS[like.dtype][1]
     for name, x, y in zip(names, got, want):

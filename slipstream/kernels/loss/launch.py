@@ -3,7 +3,8 @@
 `impl` is triton, triton|eager or eager. The other arguments are those of triton/launch.py.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from slipstream.kernels.loss import eager
 from slipstream.kernels.loss.reference import LossInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.kernel_pair import guarded, launch_of
 from slipstream.runtime.token_ids import expect_ids
+
+_LAUNCH = "slipstream.kernels.loss.triton.launch"
 
 
 def kind(logits_dtype: torch.dtype, classes: int) -> KernelKey:
@@ -25,7 +28,12 @@ def kind(logits_dtype: torch.dtype, classes: int) -> KernelKey:
 
 
 def cross_entropy(
-    impl: str,
+    impl: str, logits: Tensor, target: Tensor, options: LossInputs, **outputs: Any
+) -> None:
+    _guarded(impl, "cross_entropy", _cross_entropy, (logits, target, options), logits, **outputs)
+
+
+def _cross_entropy(
     logits: Tensor,
     target: Tensor,
     options: LossInputs,
@@ -36,13 +44,6 @@ def cross_entropy(
     weight: Tensor | None = None,
     has_lse: bool = False,
 ) -> None:
-    outputs = {"loss": loss, "lse": lse, "grad": grad}
-    with _guard(impl, logits.dtype, logits) as usable:
-        if usable:
-            _launch().cross_entropy(
-                logits, target, options, **outputs, weight=weight, has_lse=has_lse
-            )
-            return
     compute_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     r = eager.rows(logits.to(compute_dtype, copy=True), target, options)
     if not has_lse:
@@ -53,76 +54,36 @@ def cross_entropy(
         grad.copy_(eager.dlogits(r, weight, options))
 
 
-def inverse_count(impl: str, target: Tensor, ignore_index: int, classes: int) -> Tensor:
-    """1 / the number of targets that are not ignored. Wrong ids raise, as token_ids.expect_ids has
-    it: on a GPU the kernel that counts finds them too, which it does if it is given `classes`."""
-    args = target, ignore_index
-    if target.is_cuda:
-        args = target, ignore_index, classes
-    else:
-        expect_ids("target", target, classes, ignore_index)
-
-    def probe_args() -> tuple[Any, ...]:
-        return torch.randint(0, 3, (5000,), device=target.device), 1, *[3 for _ in args[2:]]
-
-    return _guarded(impl, "inverse_count", args, _inverse_count, probe_args)
-
-
-def _inverse_count(target: Tensor, ignore_index: int, classes: int | None = None) -> Tensor:
-    if classes is not None:
-        expect_ids("target", target, classes, ignore_index)
-    return 1 / (target != ignore_index).sum().clamp(min=1).float()
-
-
-def scale_(impl: str, x: Tensor, s: Tensor) -> Tensor:
-    """x times s, in place; what is 0 stays 0."""
-
-    def probe_args() -> tuple[Tensor, Tensor]:
-        return numeric_probe.random_like(x, 5000), torch.full((), 1.5, device=x.device)
-
-    return _guarded(impl, "scale_", (x, s), _scale_, probe_args)
-
-
-def _scale_(x: Tensor, s: Tensor) -> Tensor:
-    return x.copy_(scaled(x, s))
-
-
-def _guarded(impl: str, name: str, args: tuple, plain: Any, probe_args: Any) -> Any:
-    """The launch of that name of args, or plain torch; both are compared on probe_args() once."""
-    x = args[0]
-
-    def mismatch() -> str | None:
-        x, *others = probe_args()
-        got, want = (f(x.clone(), *others) for f in (getattr(_launch(), name), plain))
-        error = numeric_probe.relative_error(got, want)
-        return None if error < 1e-2 else f"off by {error:.1e} of its size"
-
-    with Guard(impl, x.device, lambda: (f"cross_entropy.{name}", x.dtype), mismatch) as usable:
-        if usable:
-            return getattr(_launch(), name)(*args)
-    return plain(*args)
-
-
 def linear_rows(
     impl: str, inputs: ClassifierInputs, dloss: Tensor | None, options: LossInputs, grads: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype = inputs.weight.dtype
-    with _guard(impl, inputs.hidden.dtype, inputs.weight.t()) as usable:
-        if usable:
-            return _launch().linear_rows(inputs, dloss, options, grads)
+    args, like = (inputs, dloss, options, grads), inputs.weight.t()
+    return _guarded(impl, "linear_rows", _linear_rows, args, like, inputs.hidden.dtype)
+
+
+def _linear_rows(
+    inputs: ClassifierInputs, dloss: Tensor | None, options: LossInputs, grads: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row_weight = None if dloss is None else dloss.expand(inputs.target.shape)
     loss, dhidden, dweight, dbias = eager.linear_rows(inputs, row_weight, options, grads)
+    dtype = inputs.weight.dtype
     return loss, dhidden, dweight.to(dtype), dbias.to(dtype)
 
 
-def _guard(impl: str, dtype: torch.dtype, like: Tensor) -> Guard:
-    """like: [..., V]."""
-    return Guard(
-        impl,
-        like.device,
-        lambda: kind(dtype, like.shape[-1]),
-        lambda: _mismatch(dtype, like.shape[-1], like.device),
-    )
+def _guarded(
+    impl: str,
+    name: str,
+    plain: Callable,
+    args: tuple,
+    like: Tensor,
+    dtype: torch.dtype | None = None,
+    **named: Any,
+) -> Any:
+    """like: [..., V], of logits' dtype unless that is given."""
+    call = dtype or like.dtype, like.shape[-1]
+    mismatch = partial(_mismatch, *call, like.device)
+    kernel, kind_of = f"{_LAUNCH}:{name}", partial(kind, *call)
+    return guarded(impl, like.device, kernel, plain, args, kind_of, mismatch, **named)
 
 
 def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | None:
@@ -149,9 +110,49 @@ def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | N
     )
 
 
-@cache
-def _launch() -> Any:
-    """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.loss.triton import launch
+def inverse_count(impl: str, target: Tensor, ignore_index: int, classes: int) -> Tensor:
+    """1 / the number of targets that are not ignored. Wrong ids raise, as token_ids.expect_ids has
+    it: on a GPU the kernel that counts finds them too, which it does if it is given `classes`."""
+    args = target, ignore_index
+    if target.is_cuda:
+        args = target, ignore_index, classes
+    else:
+        expect_ids("target", target, classes, ignore_index)
 
-    return launch
+    def probe_args() -> tuple[Any, ...]:
+        return torch.randint(0, 3, (5000,), device=target.device), 1, *[3 for _ in args[2:]]
+
+    return _pass(impl, "inverse_count", args, _inverse_count, probe_args)
+
+
+def _inverse_count(target: Tensor, ignore_index: int, classes: int | None = None) -> Tensor:
+    if classes is not None:
+        expect_ids("target", target, classes, ignore_index)
+    return 1 / (target != ignore_index).sum().clamp(min=1).float()
+
+
+def scale_(impl: str, x: Tensor, s: Tensor) -> Tensor:
+    """x times s, in place; what is 0 stays 0."""
+
+    def probe_args() -> tuple[Tensor, Tensor]:
+        return numeric_probe.random_like(x, 5000), torch.full((), 1.5, device=x.device)
+
+    return _pass(impl, "scale_", (x, s), _scale_, probe_args)
+
+
+def _scale_(x: Tensor, s: Tensor) -> Tensor:
+    return x.copy_(scaled(x, s))
+
+
+def _pass(impl: str, name: str, args: tuple, plain: Any, probe_args: Any) -> Any:
+    """The launch of that name of args, or plain torch; both are compared on probe_args() once."""
+    x, kernel = args[0], f"{_LAUNCH}:{name}"
+
+    def mismatch() -> str | None:
+        x, *others = probe_args()
+        got, want = (f(x.clone(), *others) for f in (launch_of(kernel), plain))
+        error = numeric_probe.relative_error(got, want)
+        return None if error < 1e-2 else f"off by {error:.1e} of its size"
+
+    kind_of = (f"cross_entropy.{name}", x.dtype)
+    return guarded(impl, x.device, kernel, plain, args, lambda: kind_of, mismatch)

@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.common.checks import cast
 from slipstream.common.linear_rows import ClassifierInputs, empty_gradients, scaled
 from slipstream.kernels.loss import cross_entropy_op, eager, launch
-from slipstream.kernels.loss.reference import LossInputs, rows_reference
+from slipstream.kernels.loss.reference import LossInputs, reduced, rows_reference
 from slipstream.runtime.autograd import (
     Function,
     Saved,
@@ -34,11 +34,10 @@ def cross_entropy(
     if not is_triton(impl):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         rows = cross_entropy_rows(logits, target, options, impl)
-        return rows if reduction == "none" else _reduced(rows.sum(), target, options, reduction)
+        return reduced(rows, target, options, reduction)
     if reduction != "none" and not by_operation():
         return cross_entropy_op.reduced(logits, target, options, reduction == "mean", impl)
-    rows = cross_entropy_op.rows(logits, target, options, impl)
-    return rows if reduction == "none" else _reduced(rows.sum(), target, options, reduction)
+    return reduced(cross_entropy_op.rows(logits, target, options, impl), target, options, reduction)
 
 
 def cross_entropy_rows(logits: Tensor, target: Tensor, options: LossInputs, impl: str) -> Tensor:
@@ -69,18 +68,11 @@ def linear_cross_entropy(
         loss = _TritonLinear.apply(*inputs, options, reduction == "mean", grads, impl)
         launched()
         return loss
-    if not grads:
+    if grads:
+        rows = _LinearRows.apply(*inputs, options, reduction != "none", impl)
+    else:
         rows = _call_linear(*inputs, None, *options, grads=False, impl=impl)[0]
-        return rows if reduction == "none" else _reduced(rows.sum(), target, options, reduction)
-    if reduction == "none":
-        return _LinearRows.apply(*inputs, options, impl)
-    return _reduced(_LinearSum.apply(*inputs, options, impl), target, options, reduction)
-
-
-def _reduced(total: Tensor, target: Tensor, options: LossInputs, reduction: str) -> Tensor:
-    if reduction == "sum":
-        return total
-    return total / (target != options.ignore_index).sum().clamp(min=1)
+    return reduced(rows, target, options, reduction)
 
 
 class _CrossEntropy(Function):
@@ -101,47 +93,30 @@ class _CrossEntropy(Function):
         return eager.dlogits(r, dloss, ctx.options), None, None
 
 
-class _LinearSum(Function):
-    operator = "slipstream::linear_cross_entropy"
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        (*inputs, options, impl), (_, weight, bias) = args, args[:3]
-        loss, *gradients = _call_linear(*inputs, None, *options, grads=True, impl=impl)
-        save(ctx, *gradients, *anchors(*inputs[:3]))
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        return loss.sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        dhidden, dweight, dbias, *_ = saved
-        weight_dtype, bias_dtype = ctx.dtypes
-        dhidden = cast(scaled(dhidden, dloss), dhidden.dtype)
-        dweight = cast(scaled(dweight, dloss), weight_dtype)
-        dbias = None if bias_dtype is None else cast(scaled(dbias, dloss), bias_dtype)
-        return dhidden, dweight, dbias, None, None, None
-
-
 class _LinearRows(Function):
+    """Where the gradient of the rows' sum was made in the forward, what comes in is one number,
+    expanded; a reduction is all that may follow."""
+
     operator = "slipstream::linear_cross_entropy"
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *inputs, options, impl = args
-        save(ctx, *inputs)
-        ctx.options, ctx.impl = options, impl
-        return _call_linear(*inputs, None, *options, grads=False, impl=impl)[0]
+        *inputs, options, grads, impl = args
+        loss, *forward_grads = _call_linear(*inputs, None, *options, grads=grads, impl=impl)
+        save(ctx, *([*forward_grads, *anchors(*inputs[:3])] if grads else inputs))
+        ctx.options, ctx.grads, ctx.impl = options, grads, impl
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        _, weight, bias, _ = saved
-        _, dhidden, dweight, dbias = _call_linear(
-            *saved, dloss, *ctx.options, grads=True, impl=ctx.impl
-        )
-        dbias = None if bias is None else cast(dbias, bias.dtype)
-        return dhidden, cast(dweight, weight.dtype), dbias, None, None, None
+        if not ctx.grads:
+            _, *grads = _call_linear(*saved, dloss, *ctx.options, grads=True, impl=ctx.impl)
+        else:
+            grads = [scaled(x, dloss[0]) if dloss.numel() else x for x in saved[:3]]
+        pairs = zip(grads, ctx.dtypes)
+        return *(None if dtype is None else cast(x, dtype) for x, dtype in pairs), *[None] * 4
 
 
 class _TritonLinear(Function):
@@ -219,7 +194,7 @@ def _of_operator(*args: Any) -> Any:
     """As slipstream::_linear_cross_entropy is called."""
     *inputs, dloss = args[:5]
     options, impl = LossInputs(*args[5:-2]), args[-1]
-    return () if dloss is not None else _LinearRows.apply(*inputs, options, impl)
+    return () if dloss is not None else _LinearRows.apply(*inputs, options, False, impl)
 
 
 _call_linear.set_gradient(_of_operator)

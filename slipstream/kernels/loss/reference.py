@@ -39,3 +39,12 @@ def rows_reference(logits: Tensor, target: Tensor, options: LossInputs) -> Tenso
     if options.z_loss:
         loss = loss + options.z_loss * lse.square()
     return torch.where(live, loss, 0)
+
+
+def reduced(rows: Tensor, target: Tensor, options: LossInputs, reduction: str) -> Tensor:
+    """The loss [N] or [], of those of rows."""
+    if reduction == "none":
+        return rows
+    if reduction == "sum":
+        return rows.sum()
+    return rows.sum() / (target != options.ignore_index).sum().clamp(min=1)

@@ -10,13 +10,14 @@ they are summed over ranks; weight's is its own. Collectives are not traced by t
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.kernels.loss.reference import LossInputs
+from slipstream.kernels.loss.reference import LossInputs, reduced
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
@@ -25,7 +26,7 @@ from slipstream.runtime.autograd import (
     refuse_transforms,
     save,
 )
-from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.kernel_pair import guarded
 from slipstream.runtime.token_ids import expect_ids
 
 
@@ -64,7 +65,7 @@ def cross_entropy(
     expect_ids("target", target, shard.size, options.ignore_index)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     refuse_transforms(_Rows.operator, (logits,))
-    return _reduced(_Rows.apply(logits, target, options, shard, impl), target, options, reduction)
+    return reduced(_Rows.apply(logits, target, options, shard, impl), target, options, reduction)
 
 
 def linear_cross_entropy(
@@ -81,15 +82,7 @@ def linear_cross_entropy(
     expect_ids("target", target, shard.size, options.ignore_index)
     refuse_transforms(_LinearRows.operator, (hidden, weight, bias))
     rows = _LinearRows.apply(hidden, weight, bias, target, options, shard, impl)
-    return _reduced(rows, target, options, reduction)
-
-
-def _reduced(rows: Tensor, target: Tensor, options: LossInputs, reduction: str) -> Tensor:
-    if reduction == "none":
-        return rows
-    if reduction == "sum":
-        return rows.sum()
-    return rows.sum() / (target != options.ignore_index).sum().clamp(min=1)
+    return reduced(rows, target, options, reduction)
 
 
 def _to_compute_dtype(x: Tensor) -> Tensor:
@@ -111,10 +104,7 @@ def _local(target: Tensor, options: LossInputs, shard: Shard) -> tuple[Tensor, T
 def columns(
     logits: Tensor, target: Tensor, options: LossInputs, shard: Shard, impl: str
 ) -> Columns:
-    with _guard(impl, logits) as usable:
-        if usable:
-            return _columns(logits, target, options, shard)
-    return eager_columns(logits, target, options, shard)
+    return _guarded("_columns", eager_columns, impl, logits, target, options, shard)
 
 
 def _columns(logits: Tensor, target: Tensor, options: LossInputs, shard: Shard) -> Columns:
@@ -163,10 +153,7 @@ def dlogits(
 ) -> Tensor:
     """The gradient of a rank's logits, in `out`, which may be the logits."""
     args = logits, target, lse, options, shard, dloss, out
-    with _guard(impl, logits) as usable:
-        if usable:
-            return _dlogits(*args)
-    return eager_dlogits(*args)
+    return _guarded("_dlogits", eager_dlogits, impl, *args)
 
 
 def _dlogits(
@@ -214,15 +201,13 @@ def eager_dlogits(
     return out.copy_(d.masked_fill_((target == options.ignore_index)[:, None], 0))
 
 
-def _guard(impl: str, logits: Tensor) -> Guard:
+def _guarded(name: str, plain: Callable, impl: str, logits: Tensor, *args: Any) -> Any:
     """A rank whose compilers fail goes on alone in plain torch: the collectives are the same."""
     dtype, classes, device = logits.dtype, logits.shape[1], logits.device
-    return Guard(
-        impl,
-        device,
-        lambda: ("cross_entropy.shard", dtype, classes),
-        lambda: _mismatch(dtype, classes, device),
-    )
+    kind = ("cross_entropy.shard", dtype, classes)
+    mismatch = partial(_mismatch, dtype, classes, device)
+    kernel = f"{__name__}:{name}"
+    return guarded(impl, device, kernel, plain, (logits, *args), lambda: kind, mismatch)
 
 
 def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | None:

@@ -4,6 +4,7 @@ They are computed from the token's projections and written into the row's block.
 triton/block_inputs.py has the formulas. No gradients.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from slipstream.runtime import numeric_probe
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.guarded_launch import Guard, known_failure
+from slipstream.runtime.guarded_launch import known_failure
+from slipstream.runtime.kernel_pair import guarded
 
 # of heads whose rows the norm's kernel loads with 8 numbers a thread
 WIDTHS = (64, 128, 256)
@@ -50,12 +52,9 @@ def _kind(t: TokenInputs, K: int) -> KernelKey:
 def _impl(*args: Any) -> None:
     blocks, t, impl = Blocks(*args[:6]), TokenInputs(*args[6:-1]), args[-1]
     kind = _kind(t, blocks.q.shape[-1])
-    with Guard(impl, t.x.device, lambda: kind, lambda: _mismatch(t, blocks)) as usable:
-        if usable:
-            from slipstream.kernels.mixer_step.triton.block_inputs import block_inputs
-
-            return block_inputs(t, blocks)
-    return _eager(t, blocks)
+    kernel = "slipstream.kernels.mixer_step.triton.block_inputs:block_inputs"
+    mismatch = partial(_mismatch, t, blocks)
+    guarded(impl, t.x.device, kernel, _eager, (t, blocks), lambda: kind, mismatch)
 
 
 def _eager(t: TokenInputs, blocks: Blocks) -> None:
@@ -81,9 +80,7 @@ def _eager(t: TokenInputs, blocks: Blocks) -> None:
 def _mismatch(t: TokenInputs, like: Blocks) -> str | None:
     """The probe: three rows, at other places of blocks of five tokens."""
 
-    def values(x: Tensor, *shape: int) -> Tensor:
-        return numeric_probe.random_like(x, *shape)
-
+    values = numeric_probe.random_like
     blocks = {name: values(x, 3, 5, *x.shape[2:]) for name, x in like._asdict().items()}
     blocks["window"] = values(like.window, 3, *like.window.shape[1:])
     tokens = {name: values(x, 3, *x.shape[1:]) for name, x in t._asdict().items() if name in _ROWS}

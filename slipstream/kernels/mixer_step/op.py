@@ -1,23 +1,21 @@
 """slipstream::_mixer_step, which writes into y and into the pools. It has no gradient."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.mixer_step.counters import counters_of
 from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.runtime import numeric_probe
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime.kernel_pair import launch_of
 from slipstream.runtime.size_ladder import AtSizes, Size
 from slipstream.runtime.token_ids import expect_unique
 
-_COUNT = len(StepInputs._fields)
+_LAUNCH = "slipstream.kernels.mixer_step.triton.launch"
 # what a probe makes in other ways
 _NOT_FLOATING = ("state_indices", "num_accepted")
 
@@ -31,8 +29,7 @@ def mixer_step(
 
 def counters(inputs: StepInputs, options: StepOptions) -> Tensor | None:
     """The counters of the kernel's programs, where it has some."""
-    each = _triton().counters_per_slot(inputs, options)
-    return None if each is None else counters_of(inputs.state, each)
+    return launch_of(f"{_LAUNCH}:counters")(inputs, options)
 
 
 def kind(inputs: StepInputs) -> KernelKey:
@@ -45,36 +42,22 @@ def kind(inputs: StepInputs) -> KernelKey:
     return ("mixer_step.triton", q.dtype, state.dtype, *widths, decay, *terms, drafts)
 
 
-def _step(out: Tensor, *args: Any) -> None:
-    inputs, counter = StepInputs(*args[:_COUNT]), args[_COUNT]
-    options, impl = StepOptions(*args[_COUNT + 1 : -1]), args[-1]
-    if inputs.v.numel() == 0 or inputs.q.numel() == 0:
+def _plain(out: Tensor, inputs: StepInputs, _: Tensor | None, options: StepOptions) -> None:
+    if _is_empty(inputs.q, inputs.v):
         out.zero_()
         return
     if inputs.state_indices is not None:
         expect_unique("state_indices", inputs.state_indices, "slot")
-    with Guard(
-        impl, out.device, lambda: kind(inputs), lambda: _mismatch(inputs, options)
-    ) as usable:
-        if usable:
-            if counter is None:
-                counter = counters(inputs, options)
-            _triton().step(out, inputs, counter, options)
-            return
     step_eager(out, inputs, options)
 
 
-@cache
-def _triton() -> Any:
-    """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.mixer_step.triton import launch
-
-    return launch
+def _is_empty(q: Tensor, v: Tensor) -> bool:
+    return 0 in (q.numel(), v.numel())
 
 
-def _mismatch(like: StepInputs, options: StepOptions) -> str | None:
+def _mismatch(inputs: StepInputs, options: StepOptions) -> str | None:
     """The probe: two sequences of a pool of three, with what the call has and the same heads."""
-    device = like.q.device
+    like, device = inputs, inputs.q.device
     sizes = dict.fromkeys(("q", "k", "v", "g", "beta", "write", "z"), 2)
     sizes |= {"state": 3, "conv_state": 3}
     probe_inputs: dict[str, Tensor] = {}
@@ -116,16 +99,16 @@ _BY_SEQUENCE = tuple(
 )
 _call = KernelOp(
     "mixer_step",
-    "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor(b!) state, Tensor? state_indices, "
-    "Tensor? num_accepted, Tensor(c!)? conv_state, Tensor? conv_weight, Tensor? conv_bias, "
-    "Tensor? g, Tensor? A_log, Tensor? dt_bias, Tensor? beta, Tensor? write, Tensor? D, Tensor? z, "
-    "Tensor? norm_weight, Tensor(d!)? counters, float scale, SymInt pending, bool state_v_first, "
-    "str channel_order, bool conv_silu, float? lower_bound, float? gate_logit_normalizer, "
-    "float dt_min, float dt_max, bool use_beta_sigmoid, bool allow_neg_eigval, bool qk_l2norm, "
-    "bool dt_scales_v, float? norm_eps, SymInt norm_group_size, bool norm_before_gate, "
-    "bool z_silu, str impl) -> ()",
-    _step,
-    lambda *args: None,
+    f"(Tensor(a!) out, {schema_of(StepInputs, state='Tensor(b!)', conv_state='Tensor(c!)?')}, "
+    f"Tensor(d!)? counters, {schema_of(StepOptions, pending='SymInt', norm_group_size='SymInt')}, "
+    "str impl) -> ()",
+    fake=lambda *args: None,
+    kernel=f"{_LAUNCH}:step",
+    plain=_plain,
+    kind=kind,
+    probe=_mismatch,
+    packed={"inputs": StepInputs, "options": StepOptions},
+    in_torch_if=_is_empty,
     replay=True,
     at_sizes=AtSizes(tokens=(0, *_BY_TOKEN), states=_BY_SEQUENCE, steps=(Size(1, 0), Size(2, 0))),
 )

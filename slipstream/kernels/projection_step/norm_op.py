@@ -3,8 +3,6 @@
 Of few rows and of many they are other launches: takes() says of how many this is one.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,13 +10,13 @@ from torch import Tensor
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.projection_step import eager
 from slipstream.kernels.projection_step.inputs import MMA_ROWS, NormedInputs
-from slipstream.kernels.projection_step.op import MAX_ROWS, kernel_launches, unsupported_reason
-from slipstream.runtime import numeric_probe
+from slipstream.kernels.projection_step.op import LAUNCH, MAX_ROWS, unsupported_reason
 from slipstream.runtime.backends import supports_pdl
 from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.dispatch import PLAIN, Candidate, choose
-from slipstream.runtime.guarded_launch import Guard, known_failure
+from slipstream.runtime.dispatch import Candidate, choose
+from slipstream.runtime.guarded_launch import known_failure
+from slipstream.runtime.numeric_probe import random_like
 
 
 def takes(rows: int, device: torch.device) -> bool:
@@ -62,47 +60,15 @@ def _kind(t: NormedInputs) -> KernelKey:
     return ("projection_norm_step.triton", *dtypes, *t.weight.shape, t.bias is not None)
 
 
-def _impl(*args: Any) -> tuple[Tensor, Tensor]:
-    t, impl = NormedInputs(*args[:-1]), args[-1]
-    if t.x.numel() == 0 or t.residual.numel() == 0:
-        return _eager(t)
-    with Guard(impl, t.x.device, lambda: _kind(t), lambda: _mismatch(t)) as usable:
-        if usable:
-            return kernel_launches().projection_norm(t)
-    return _eager(t)
-
-
-def _mismatch(like: NormedInputs) -> str | None:
-    (M, K), N, device = like.x.shape, like.weight.shape[0], like.x.device
-    tensors = {
-        "x": torch.randn(M, K, device=device).to(like.x.dtype),
-        "weight": numeric_probe.random_like(like.weight, N, K) * K**-0.5,
-        "residual": numeric_probe.random_like(like.residual, M, N),
-        "norm_weight": numeric_probe.random_like(like.norm_weight, N),
-    }
-    if like.bias is not None:
-        tensors["bias"] = numeric_probe.random_like(like.bias, N)
-
-    def call(impl: str, t: numeric_probe.Given) -> tuple[Tensor, Tensor]:
-        names = ("x", "weight", "bias", "residual", "norm_weight")
-        options = {"norm_eps": like.norm_eps, "zero_centered": like.zero_centered}
-        return _call(*(t.get(name) for name in names), **options, impl=impl)
-
-    return numeric_probe.mismatch(
-        lambda t: call("triton|eager", t), lambda t: call(PLAIN[0], t), tensors, gradients=False
-    )
-
-
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    x, weight, residual = args[0], args[1], args[3]
-    size = x.shape[0], weight.shape[0]
-    return x.new_empty(size, dtype=residual.dtype), x.new_empty(size, dtype=weight.dtype)
-
-
 _call = KernelOp(
     "projection_norm_step",
     f"({schema_of(NormedInputs)}, str impl) -> (Tensor, Tensor)",
-    _impl,
-    _fake,
+    kernel=f"{LAUNCH}:projection_norm",
+    plain=_eager,
+    kind=_kind,
+    packed={"t": NormedInputs},
+    in_torch_if=lambda x, residual: 0 in (x.numel(), residual.numel()),
+    # of as many rows: they decide about the launches
+    probe={"weight": lambda w: random_like(w, *w.shape) * w.shape[1] ** -0.5},
     replay=True,
 )

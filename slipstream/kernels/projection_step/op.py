@@ -1,7 +1,7 @@
 """slipstream::_projection_step: checks, choice, call. It has no gradient."""
 
 from collections.abc import Iterator
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from slipstream.runtime import numeric_probe
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, Candidate, choose
-from slipstream.runtime.guarded_launch import Guard, known_failure
+from slipstream.runtime.guarded_launch import known_failure
+from slipstream.runtime.kernel_pair import guarded
 from slipstream.runtime.size_ladder import resized
 
+LAUNCH = "slipstream.kernels.projection_step.triton.launch"
 # rows at which another tile begins (triton/launch.py: tile_of), or wgmma
 _ROWS = (1, 2, 17, MMA_ROWS + 1)
 # a row more, and each weight would be read twice
@@ -125,18 +127,9 @@ def _impl(*args: Any) -> Tensor:
         return eager.projection_step(t)
     if impl == "reference":
         return eager.reference(t)
-    with Guard(impl, t.x.device, lambda: _kind(t), lambda: _mismatch(t)) as usable:
-        if usable:
-            return kernel_launches().projection_step(t)
-    return eager.projection_step(t)
-
-
-@cache
-def kernel_launches() -> Any:
-    """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.projection_step.triton import launch
-
-    return launch
+    kernel, plain = f"{LAUNCH}:projection_step", eager.projection_step
+    kind, mismatch = partial(_kind, t), partial(_mismatch, t)
+    return guarded(impl, t.x.device, kernel, plain, (t,), kind, mismatch)
 
 
 def _mismatch(like: ProjectionInputs) -> str | None:

@@ -10,34 +10,43 @@ from slipstream.common import checks
 from slipstream.kernels.selective_scan.inputs import ScanInputs, compute_dtype
 from slipstream.kernels.selective_scan.op import kind, selective_scan
 from slipstream.kernels.selective_scan.reference import selective_scan_reference
-from slipstream.kernels.selective_scan.sm90 import plan as sm90
 from slipstream.runtime import guarded_launch
-from slipstream.runtime.backends import DTYPES, triton_unsupported
-from slipstream.runtime.context_exchange import entry_states, tie
-from slipstream.runtime.context_in_segments import scan_in_segments
+from slipstream.runtime.backends import DTYPES, sm90_unsupported, triton_unsupported
+from slipstream.runtime.context_exchange import tie
+from slipstream.runtime.context_in_segments import scan_of_rank
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.context_share import Share
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.token_ids import expect_offsets
+
+# numbers of a channel's state that registers have room for, on sm_90
+MAX_N = 64
 
 
 def unsupported_reason(inputs: ScanInputs) -> str | None:
     """Why the Triton kernels can't take this call, or None if they can."""
     if torch.version.hip:
         return "its kernels have not been compiled for AMD's GPUs"
-    for name, x in zip(ScanInputs._fields[:-1], inputs):
-        if x is not None and x.dtype not in DTYPES:
-            return f"it computes in float32, and {name} is {x.dtype}"
-    u = inputs.u
-    return triton_unsupported(u, "u") or guarded_launch.known_failure(
-        lambda: kind(inputs), u.device
-    )
+    return _wider(inputs) or triton_unsupported(inputs.u, "u") or _failure(inputs, "triton")
 
 
 def _sm90_unsupported(inputs: ScanInputs) -> str | None:
-    return sm90.unsupported_reason(inputs) or guarded_launch.known_failure(
-        lambda: kind(inputs, "sm90"), inputs.u.device
-    )
+    if reason := sm90_unsupported(inputs.u) or _wider(inputs):
+        return reason
+    if inputs.A.shape[1] > MAX_N:
+        return f"a state of more than {MAX_N} numbers a channel has no room in registers"
+    return _failure(inputs, "sm90")
+
+
+def _wider(inputs: ScanInputs) -> str | None:
+    for name, x in zip(ScanInputs._fields[:-1], inputs):
+        if x is not None and x.dtype not in DTYPES:
+            return f"it computes in float32, and {name} is {x.dtype}"
+    return None
+
+
+def _failure(inputs: ScanInputs, name: str) -> str | None:
+    return guarded_launch.known_failure(lambda: kind(inputs, name), inputs.u.device)
 
 
 CANDIDATES = (
@@ -88,70 +97,41 @@ def _run_across_ranks(
         checks.expect_shape("initial_state", initial_state, (share.sequences * rows, *A.shape))
         checks.expect_floating({"initial_state": initial_state})
         checks.expect_one_device({"u": u, "initial_state": initial_state})
-    in_segments = share.segment_tokens is not None
-    run = _scan_in_segments if in_segments else _scan_of_pieces
-    y, after = run(inputs, initial_state, rows, share, delta_softplus, plan.impls)
+    y, after = _scan_of_rank(inputs, initial_state, share, delta_softplus, plan.impls)
     if not output_final_state:
         return y, None
     tensors = [x for x in inputs[:8] if x is not None]
     return y, share.whole_states(tie(after, *tensors), initial_state, rows)
 
 
-def _scan_of_pieces(
-    inputs: ScanInputs,
-    initial_state: Tensor | None,
-    rows: int,
-    share: Share,
-    delta_softplus: bool,
-    impls: str,
+def _scan_of_rank(
+    inputs: ScanInputs, initial_state: Tensor | None, share: Share, delta_softplus: bool, impls: str
 ) -> tuple[Tensor, Tensor]:
     """y, and the states after this rank's pieces."""
-    states, changes = share.local_states(initial_state, None, rows), None
-    if share.crossings.any:
-        u, tensors = inputs.u, [x for x in inputs[:8] if x is not None]
-        change = u.new_zeros(2, rows, *inputs.A.shape, dtype=compute_dtype(u))
-        if share.later:
-            begins = share.begins_here(len(share.pieces) - 1)
-            start = states[-rows:] if begins and states is not None else None
-            names = ("u", "delta", "B", "C")
-            cut = {name: getattr(inputs, name)[:, share.tail_begin :] for name in names}
-            tail = inputs._replace(**cut, initial_state=start)
-            change = torch.stack(_change_of(tail, delta_softplus, impls))
-        states, changes = entry_states(tie(change, *tensors), initial_state, rows, share)
-    y, after = selective_scan(inputs._replace(initial_state=states), delta_softplus, impls)
-    return y if changes is None else tie(y, changes), after
-
-
-def _scan_in_segments(
-    inputs: ScanInputs,
-    initial_state: Tensor | None,
-    rows: int,
-    share: Share,
-    delta_softplus: bool,
-    impls: str,
-) -> tuple[Tensor, Tensor]:
-    """The same with equal bits for any number of ranks."""
     names = [name for name in ("u", "delta", "B", "C", "z") if getattr(inputs, name) is not None]
 
-    def of(*tensors: Tensor) -> ScanInputs:
-        return inputs._replace(**dict(zip(names, tensors, strict=True)), cu_seqlens=None)
+    def of(*args: Any) -> ScanInputs:
+        *tensors, state, offsets = args
+        tokens = dict(zip(names, tensors, strict=True))
+        return inputs._replace(**tokens, initial_state=state, cu_seqlens=offsets)
 
-    def change(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return _change_of(of(*tensors), delta_softplus, impls)
+    def change(*args: Any) -> tuple[Tensor, Tensor]:
+        return _change_of(of(*args, None), delta_softplus, impls)
 
-    def run(*tensors: Any) -> tuple[Tensor, Tensor]:
-        *local, state = tensors
-        return selective_scan(of(*local)._replace(initial_state=state), delta_softplus, impls)
+    def run(*args: Any) -> tuple[Tensor, Tensor]:
+        return selective_scan(of(*args), delta_softplus, impls)
 
     u, tensors = inputs.u, [getattr(inputs, name) for name in names]
+    rows = 1 if share.packed else u.shape[0]
     like = u.new_empty(rows, *inputs.A.shape, dtype=compute_dtype(u))
-    return scan_in_segments(change, run, tensors, initial_state, like, share)
+    others = [x for x in (inputs.A, inputs.D, inputs.delta_bias) if x is not None]
+    return scan_of_rank(change, run, tensors, initial_state, like, share, inputs.cu_seqlens, others)
 
 
 def _change_of(inputs: ScanInputs, delta_softplus: bool, impls: str) -> tuple[Tensor, Tensor]:
     """The state after a sequence's tokens, from zeros or the given one, and the product of their
     decays, [rows, D, N] each."""
-    alone = inputs._replace(D=None, z=None, cu_seqlens=None)
+    alone = inputs._replace(D=None, z=None)
     _, added = selective_scan(alone, delta_softplus, impls)
     steps = inputs.delta.to(added.dtype, memory_format=torch.contiguous_format)
     if inputs.delta_bias is not None:

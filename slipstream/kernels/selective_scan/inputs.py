@@ -9,6 +9,8 @@ from slipstream.runtime.backends import INTERPRETED
 
 # Tokens from one saved state to the next; backward recomputes those in between.
 CHUNK = 8 if INTERPRETED else 64
+# The same of the kernels for sm_90.
+SM90_CHUNK = 16
 
 
 class ScanInputs(NamedTuple):
@@ -39,14 +41,15 @@ def compute_dtype(u: Tensor) -> torch.dtype:
     return torch.float64 if u.dtype == torch.float64 else torch.float32
 
 
-def empty_states(inputs: ScanInputs) -> Tensor:
-    """Room for the states before each chunk but a sequence's first, [chunks, N, D].
+def empty_states(inputs: ScanInputs, chunk: int = CHUNK, for_backward: bool = True) -> Tensor:
+    """Room for the states before each chunk but a sequence's first, [chunks, N, D]; none unless a
+    backward follows.
 
-    Chunk i > 0 of the sequence whose first token is the t-th of all B T has place t // CHUNK + i -
-    1: a sequence of T tokens needs (T - 1) // CHUNK places, so that none is shared, and the number
+    Chunk i > 0 of the sequence whose first token is the t-th of all B T has place t // chunk + i -
+    1: a sequence of T tokens needs (T - 1) // chunk places, so that none is shared, and the number
     of sequences does not count.
     """
     u = inputs.u
     # two more: a trace of unknown T would have to know whether there is one
-    chunks = u.shape[0] * u.shape[1] // CHUNK + 2
+    chunks = u.shape[0] * u.shape[1] // chunk + 2 if for_backward else 0
     return u.new_empty(chunks, inputs.A.shape[1], u.shape[2], dtype=compute_dtype(u))

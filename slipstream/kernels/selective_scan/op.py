@@ -6,7 +6,7 @@ implementation, or several to try in order.
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +14,17 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.selective_scan.eager import selective_scan_backward, selective_scan_forward
-from slipstream.kernels.selective_scan.inputs import ScanInputs, compute_dtype, empty_states
-from slipstream.kernels.selective_scan.sm90 import plan as sm90
+from slipstream.kernels.selective_scan.inputs import (
+    SM90_CHUNK,
+    ScanInputs,
+    compute_dtype,
+    empty_states,
+)
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import needs_autograd
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.gradient import autograd_function
-from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.kernel_pair import guarded
 from slipstream.runtime.size_ladder import AtSizes
 
 
@@ -28,29 +32,24 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, (delta_softplus, for_backward, impl) = ScanInputs(*args[:10]), args[10:]
     if _has_no_states(inputs):
         return _without_states(inputs, delta_softplus, for_backward, impl)
-    first = impl.partition("|")[0]
-    with _guard(impl, inputs) as usable:
-        if usable and first == "sm90":
-            return _sm90().forward(inputs, delta_softplus, for_backward)
-        if usable:
-            y, final, states = _triton().forward(inputs, delta_softplus)
-            return y, final, states if for_backward else _no_states(states)
+    call = inputs, delta_softplus, for_backward
+    return _guarded("forward", impl, inputs, partial(_plain_forward, impl), call)
+
+
+def _plain_forward(
+    impl: str, inputs: ScanInputs, delta_softplus: bool, for_backward: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     y, final, states = selective_scan_forward(inputs, delta_softplus)
-    if first == "sm90" or not for_backward:  # whose backward makes them again
+    if impl.startswith("sm90") or not for_backward:  # whose backward makes them again
         states = _states_of(impl, inputs, for_backward)
     return y, final, states
-
-
-def _no_states(states: Tensor) -> Tensor:
-    return states.new_empty(0, *states.shape[1:])
 
 
 def _states_of(impl: str, inputs: ScanInputs, for_backward: bool) -> Tensor:
     """Room for the states that backward reads, as implementations leave them."""
     if impl.startswith("sm90"):
-        return sm90.empty_states(inputs, for_backward)
-    states = empty_states(inputs)
-    return states if for_backward else _no_states(states)
+        return empty_states(inputs, SM90_CHUNK, for_backward)
+    return empty_states(inputs, for_backward=for_backward)
 
 
 def _has_no_states(inputs: ScanInputs) -> bool:
@@ -67,31 +66,18 @@ def _without_states(
     return y, final.zero_() if state is None else final.copy_(state), states
 
 
-@cache
-def _triton() -> Any:
-    """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.selective_scan.triton import launch
-
-    return launch
-
-
-@cache
-def _sm90() -> Any:
-    from slipstream.kernels.selective_scan.sm90 import launch
-
-    return launch
-
-
 def kind(inputs: ScanInputs, name: str = "triton") -> KernelKey:
     """The calls that share a verdict on the kernels."""
     dtypes = (None if x is None else x.dtype for x in inputs[:9])
     return (f"selective_scan.{name}", inputs.A.shape[1], *dtypes)
 
 
-def _guard(impl: str, inputs: ScanInputs) -> Guard:
+def _guarded(what: str, impl: str, inputs: ScanInputs, plain: Callable, call: tuple) -> Any:
+    """The launch of that name of the first of the implementations, or plain torch."""
     name = impl.partition("|")[0]
-    kind_of = partial(kind, inputs, name)
-    return Guard(impl, inputs.u.device, kind_of, lambda: _mismatch(inputs, name))
+    kernel = f"slipstream.kernels.selective_scan.{name}.launch:{what}"
+    probe = partial(_mismatch, inputs, name)
+    return guarded(impl, inputs.u.device, kernel, plain, call, partial(kind, inputs, name), probe)
 
 
 def _mismatch(like: ScanInputs, kernels: str) -> str | None:
@@ -135,17 +121,22 @@ def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backward(*args: Any) -> list[Tensor]:
-    inputs, (states, dy, dfinal, delta_softplus, impl) = ScanInputs(*args[:10]), args[10:]
-    others = dy, dfinal, delta_softplus
-    is_sm90 = impl.startswith("sm90")
-    if not _has_no_states(inputs):
-        with _guard(impl, inputs) as usable:
-            if usable:
-                launch = _sm90() if is_sm90 else _triton()
-                return [x for x in launch.backward(inputs, states, *others) if x is not None]
-        if is_sm90:
-            states = selective_scan_forward(inputs, delta_softplus)[2]
-    return [x for x in selective_scan_backward(inputs, states, *others) if x is not None]
+    inputs, impl = ScanInputs(*args[:10]), args[-1]
+    call = inputs, *args[10:-1]
+    if _has_no_states(inputs):
+        grads = selective_scan_backward(*call)
+    else:
+        plain = _backward_again if impl.startswith("sm90") else selective_scan_backward
+        grads = _guarded("backward", impl, inputs, plain, call)
+    return [x for x in grads if x is not None]
+
+
+def _backward_again(
+    inputs: ScanInputs, _: Tensor, dy: Tensor | None, dfinal: Tensor | None, delta_softplus: bool
+) -> list[Tensor | None]:
+    """In place of sm90's, whose states are others."""
+    states = selective_scan_forward(inputs, delta_softplus)[2]
+    return selective_scan_backward(inputs, states, dy, dfinal, delta_softplus)
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:

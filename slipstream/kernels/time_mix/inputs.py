@@ -1,9 +1,15 @@
 """The inputs of the operators around RWKV-7's recurrence, in the order of their schemas; rwkv7.py
 has the formulas. B batch, T tokens, D channels, H heads of K channels, V = K."""
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
+
+# of the source: a decay is at least exp(-exp(-1/2)) = 0.545
+SLOWEST_LOG_DECAY = -math.exp(-0.5)
+# inside the root of the norm of keys
+EPS = 1e-12
 
 
 class TermsInputs(NamedTuple):

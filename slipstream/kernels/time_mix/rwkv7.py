@@ -11,9 +11,7 @@ _rwkv7_terms_backward and _rwkv7_output_backward the gradients of the tensors th
 Backward reads what forward read, and nothing in between.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.time_mix.inputs import OutputInputs, TermsGrads, TermsInputs
+from slipstream.kernels.time_mix.inputs import (
+    EPS,
+    SLOWEST_LOG_DECAY,
+    OutputInputs,
+    TermsGrads,
+    TermsInputs,
+)
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
@@ -34,12 +38,7 @@ from slipstream.runtime.autograd import (
 )
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
-from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
-
-# of the source: a decay is at least exp(-exp(-1/2)) = 0.545
-SLOWEST_LOG_DECAY = -math.exp(-0.5)
-# inside the root of the norm of keys
-EPS = 1e-12
+from slipstream.runtime.guarded_launch import known_failure, plain_gradients
 
 
 def recurrence_terms(
@@ -194,10 +193,6 @@ def _kind(x: Tensor, parameter: Tensor | None) -> KernelKey:
     return ("rwkv7.triton", x.dtype, None if parameter is None else parameter.dtype)
 
 
-def _guard(impl: str, x: Tensor, k_k: Tensor, heads: int) -> Guard:
-    return Guard(impl, x.device, lambda: _kind(x, k_k), lambda: _mismatch(x, k_k, heads))
-
-
 def _mismatch(x: Tensor, parameter: Tensor, heads: int) -> str | None:
     """The probe: a few tokens of as many heads and channels, through both operators."""
     D = parameter.numel()
@@ -228,24 +223,6 @@ def _mismatch(x: Tensor, parameter: Tensor, heads: int) -> str | None:
     )
 
 
-def _run_terms(*args: Any) -> list[Tensor]:
-    *given, heads, impl = args
-    inputs = TermsInputs(*given)
-    with _guard(impl, inputs.w, inputs.k_k, heads) as usable:
-        if usable:
-            return _launch().terms(inputs, heads, SLOWEST_LOG_DECAY, EPS)
-    return [x.contiguous() for x in plain_terms(inputs, heads)]
-
-
-def _run_terms_backward(*args: Any) -> list[Tensor]:
-    *given, heads, impl = args
-    douts, inputs = TermsGrads(*given[:7]), TermsInputs(*given[7:])
-    with _guard(impl, inputs.w, inputs.k_k, heads) as usable:
-        if usable:
-            return _launch().terms_backward(douts, inputs, heads, SLOWEST_LOG_DECAY, EPS)
-    return terms_grads(douts, inputs, heads)
-
-
 def terms_grads(douts: TermsGrads, inputs: TermsInputs, heads: int) -> list[Tensor]:
     """The backward in plain torch."""
     grads = [x for x in douts[:5] if x is not None]
@@ -255,40 +232,31 @@ def terms_grads(douts: TermsGrads, inputs: TermsInputs, heads: int) -> list[Tens
     return plain_gradients(lambda *x: plain_terms(TermsInputs(*x), heads), inputs, grads)
 
 
-@cache
-def _launch() -> Any:
-    """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.time_mix.triton import rwkv7
-
-    return rwkv7
-
-
-def _terms_fake(*args: Any) -> list[Tensor]:
-    w, k, _, v, *_, heads, _ = args
-    shape = (*w.shape[:2], heads, w.shape[2] // heads)
-    dtype = torch.float64 if w.dtype == torch.float64 else torch.float32
-    found = [w.new_empty(shape, dtype=dtype)]
-    return found + [k.new_empty(shape) for _ in range(3 if v is None else 4)]
-
-
-def _terms_backward_fake(*args: Any) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in args[7:-2] if x is not None]
-
-
 _TERMS_ARGS = f"{schema_of(TermsInputs)}, int heads, str impl"
 _OUTPUT_ARGS = f"{schema_of(OutputInputs)}, float eps, str impl"
+_LAUNCH = "slipstream.kernels.time_mix.triton.rwkv7"
 _terms = KernelOp(
-    "rwkv7_terms", f"({_TERMS_ARGS}) -> Tensor[]", _run_terms, _terms_fake, replay=True
+    "rwkv7_terms",
+    f"({_TERMS_ARGS}) -> Tensor[]",
+    kernel=f"{_LAUNCH}:terms",
+    plain=plain_terms,
+    kind=lambda w, k_k: _kind(w, k_k),
+    probe=lambda w, k_k, heads: _mismatch(w, k_k, heads),
+    packed={"inputs": TermsInputs},
+    replay=True,
 )
 _terms_backward = KernelOp(
     "rwkv7_terms_backward",
     f"({schema_of(TermsGrads)}, {_TERMS_ARGS}) -> Tensor[]",
-    _run_terms_backward,
-    _terms_backward_fake,
+    fake=lambda *args: [x.new_empty(x.shape) for x in args[7:-2] if x is not None],
+    kernel=f"{_LAUNCH}:terms_backward",
+    plain=terms_grads,
+    kind=lambda w, k_k: _kind(w, k_k),
+    probe=lambda w, k_k, heads: _mismatch(w, k_k, heads),
+    packed={"douts": TermsGrads, "inputs": TermsInputs},
     replay=True,
 )
 _terms.set_gradient(lambda *args: _Terms.apply(*args)[: 4 if args[3] is None else 5])
-_LAUNCH = "slipstream.kernels.time_mix.triton.rwkv7"
 _output = KernelOp(
     "rwkv7_output",
     f"({_OUTPUT_ARGS}) -> Tensor",

@@ -10,7 +10,6 @@ of one token each of N sequences, whose states are rows of a pool, updated in pl
 gradient; between its parts nothing is rounded.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,18 +20,10 @@ from slipstream.common.pool_rows import PoolRows
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.inputs import TOKENS, OutputInputs, StepInputs, TermsInputs
-from slipstream.runtime import numeric_probe
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.dispatch import (
-    TRITON_OR_EAGER,
-    Candidate,
-    Selection,
-    ValidationCache,
-    choose,
-    signature,
-)
-from slipstream.runtime.guarded_launch import Guard, is_capturing, known_failure
+from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
+from slipstream.runtime.guarded_launch import is_capturing, known_failure
 from slipstream.runtime.token_ids import expect_below, expect_unique
 
 MAX_K = 1024  # all rows of a tile of columns are in one program's registers
@@ -86,7 +77,10 @@ def run(t: StepInputs, call: StepCall, out: Tensor | None, impl: str | None) -> 
     # in a graph that is captured it would be one more launch
     if not is_capturing(state.device):
         expect_below("state_indices", indices, state.shape[0], "slots")
-    _call(out, state, indices, *t, eps=eps, v_first=v_first, impl=plan.impls)
+    if plan.impl == "reference":
+        plain(out, state, indices, t, eps, v_first, torch.float64)
+    else:
+        _call(out, state, indices, *t, eps=eps, v_first=v_first, impl=plan.impls)
     return out
 
 
@@ -118,10 +112,20 @@ def _plan(t: StepInputs, call: StepCall, out: Tensor | None, impl: str | None) -
 
 
 def plain(
-    out: Tensor, state: Tensor, indices: Tensor | None, t: StepInputs, eps: float, dtype: Any = None
+    out: Tensor,
+    state: Tensor,
+    indices: Tensor | None,
+    t: StepInputs,
+    eps: float,
+    v_first: bool,
+    dtype: Any = None,
 ) -> None:
-    """In plain torch, in float32 at least; state: [slots, H, K, K], K-first."""
-    H, K = t.r_k.shape
+    """In plain torch, in float32 at least."""
+    if out.numel() == 0:
+        return
+    if indices is not None:
+        expect_unique("state_indices", indices, "slot")
+    state, (H, K) = state.mT if v_first else state, t.r_k.shape
     dtype = dtype or (torch.float64 if t.r.dtype == torch.float64 else torch.float32)
     wide = StepInputs._make(None if x is None else x.to(dtype) for x in t)
     values: list[Any] = [None] * 3
@@ -148,61 +152,21 @@ def _kind(t: StepInputs, state: Tensor) -> KernelKey:
     return ("rwkv7_step.triton", t.r.dtype, state.dtype, t.r_k.shape[1], has_first)
 
 
-def _impl(*args: Any) -> None:
-    (out, state, indices, *given), (eps, v_first, impl) = args[:-3], args[-3:]
-    t = StepInputs(*given)
-    if out.numel() == 0:
-        return
-    if indices is not None:
-        expect_unique("state_indices", indices, "slot")
-    pool = state.mT if v_first else state
-    kind = _kind(t, state)
-    with Guard(impl, out.device, lambda: kind, lambda: _mismatch(t, state, v_first)) as usable:
-        if usable:
-            _launch().step(out, pool, indices, t, eps)
-            return
-    plain(out, pool, indices, t, eps, torch.float64 if impl == "reference" else None)
-
-
-@cache
-def _launch() -> Any:
-    """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.time_mix.triton import rwkv7_step
-
-    return rwkv7_step
-
-
-def _mismatch(t: StepInputs, like: Tensor, v_first: bool) -> str | None:
-    """The probe: three sequences of a pool of four."""
-
-    def values(name: str, x: Tensor) -> Tensor:
-        shape = (3, *x.shape[1:]) if name in TOKENS else x.shape
-        return numeric_probe.random_like(x, *((4, *x.shape[1:]) if name == "state" else shape))
-
-    tensors = {**t._asdict(), "state": like}
-    given = {name: values(name, x) for name, x in tensors.items() if x is not None}
-    indices = torch.tensor([2, -1, 0], device=like.device)
-
-    def run(tensors: numeric_probe.Given, impl: str) -> tuple[Tensor, ...]:
-        inputs = StepInputs._make(tensors.get(name) for name in StepInputs._fields)
-        out, state = torch.empty_like(inputs.r), tensors["state"].clone()
-        _call(out, state, indices, *inputs, eps=rwkv7.EPS, v_first=v_first, impl=impl)
-        return out, state
-
-    return numeric_probe.mismatch(
-        lambda t: run(t, TRITON_OR_EAGER),
-        lambda t: run(t, "eager"),
-        given,
-        gradients=False,
-        minimum_bar=numeric_probe.BARS[like.dtype][0],
-    )
-
-
 _call = KernelOp(
     "rwkv7_step",
     "(Tensor(a!) out, Tensor(b!) state, Tensor? state_indices, "
     f"{schema_of(StepInputs)}, float eps, bool v_first, str impl) -> ()",
-    _impl,
-    lambda *args: None,
+    fake=lambda *args: None,
+    kernel="slipstream.kernels.time_mix.triton.rwkv7_step:step",
+    plain=plain,
+    kind=_kind,
+    packed={"t": StepInputs},
+    in_torch_if=lambda out: out.numel() == 0,
+    # three sequences of a pool of four
+    probe={
+        **dict.fromkeys(("out", *TOKENS), (3, ...)),
+        "state": (4, ...),
+        "state_indices": lambda x: torch.tensor([2, -1, 0], device=x.device),
+    },
     replay=True,
 )

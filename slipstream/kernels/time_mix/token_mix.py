@@ -29,7 +29,6 @@ from slipstream.runtime.autograd import (
 )
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton
-from slipstream.runtime.guarded_launch import plain_gradients
 
 Weights = Sequence[Sequence[Tensor]]
 
@@ -124,15 +123,6 @@ class _MixedProjections(Function):
         return dx, *(dbefore or [None]), None, dmu, None, None, *dmatrices
 
 
-def _plain_backward(
-    dy: Tensor, x: Tensor, before: Tensor | None, starts: Tensor | None, mu: Tensor
-) -> list[Tensor]:
-    def run(x: Tensor, before: Tensor | None, mu: Tensor) -> Tensor:
-        return plain(x, before, starts, mu)
-
-    return plain_gradients(run, (x, before, mu), [dy])
-
-
 def _kind(x: Tensor, mu: Tensor) -> KernelKey:
     return ("token_mix.triton", x.dtype, mu.dtype, mu.shape[0])
 
@@ -170,19 +160,8 @@ def _mismatch(x: Tensor, mu: Tensor) -> str | None:
         lambda *args: _forward(*args, impl=TRITON_OR_EAGER),
         lambda *args: _backward(*args, impl=TRITON_OR_EAGER),
     )
-    in_torch = run(plain, _plain_backward)
+    in_torch = run(plain, _backward.impl.plain)
     return numeric_probe.mismatch(kernels, in_torch, probe_inputs, gradients=False)
-
-
-def _backward_fake(
-    dy: Tensor,
-    x: Tensor,
-    before: Tensor | None,
-    starts: Tensor | None,
-    mu: Tensor,
-    impl: str,
-) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in (x, before, mu) if t is not None]
 
 
 _LAUNCH = "slipstream.kernels.time_mix.triton.token_mix"
@@ -196,14 +175,11 @@ _forward = KernelOp(
     probe=_mismatch,
     replay=True,
 )
-_backward = KernelOp(
-    "token_mix_backward",
+_forward.with_gradient(
     "(Tensor dy, Tensor x, Tensor? before, Tensor? starts, Tensor mu, str impl) -> Tensor[]",
-    fake=_backward_fake,
-    kernel=f"{_LAUNCH}:backward",
-    plain=_plain_backward,
-    kind=_kind,
-    probe=_mismatch,
-    replay=True,
+    f"{_LAUNCH}:backward",
+    results="y",
+    wrt="x before mu",
 )
+_backward = _forward.backward
 _CANDIDATES = _forward.candidates(_unsupported_reason)

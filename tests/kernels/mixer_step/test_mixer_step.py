@@ -215,12 +215,13 @@ def check_probe(impl: str) -> None:
     seen: list[tuple] = []
     narrow = Sizes(H=1, HV=2, K=16, V=16, pool_dtype=torch.bfloat16)
     args, options = make(KINDS["gated_deltanet"], narrow)
+    call_op = op._call
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(op, "_call", lambda *args, impl: seen.append(args))
         mixer_step(**args, **options, state_indices=torch.tensor(INDICES))
         patch.setattr(op, "_call", lambda *args, impl: call(*args, probed[impl]))
-        call, probed = op._step, {"triton|eager": impl, "eager": "eager"}
-        count = op._COUNT
+        call, probed = call_op.impl, {"triton|eager": impl, "eager": "eager"}
+        count = len(StepInputs._fields)
         inputs, options = seen[0][1 : count + 1], seen[0][count + 2 :]
         assert op._mismatch(StepInputs(*inputs), StepOptions(*options)) is None
 

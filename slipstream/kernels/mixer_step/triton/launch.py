@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.mixer_step.counters import counters_of
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.kernels.mixer_step.sm90.plan import drafts_on_sm90
 from slipstream.kernels.mixer_step.triton.step import mixer_step_kernel
 from slipstream.kernels.primitives.begin_ahead import PREFETCH_ROWS
 from slipstream.runtime.backends import INTERPRETED, device_of, supports_pdl
 from slipstream.runtime.launch_cache import cached
+from slipstream.runtime.token_ids import expect_unique
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,12 @@ def tile_of(K: int, V: int) -> tuple[int, StepTile]:
 def line_of(BK: int, dtype: torch.dtype) -> int:
     """The numbers, of the BK of a column V-first, that lie in 128 bytes of memory."""
     return min(BK, 128 // dtype.itemsize)
+
+
+def counters(inputs: StepInputs, options: StepOptions) -> Tensor | None:
+    """The counters of the programs, where there are some."""
+    each = counters_per_slot(inputs, options)
+    return None if each is None else counters_of(inputs.state, each)
 
 
 def counters_per_slot(inputs: StepInputs, options: StepOptions) -> int | None:
@@ -175,6 +183,10 @@ def arguments(
 
 def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepOptions) -> None:
     """Writes y into out and the new states and windows into the pools."""
+    if inputs.state_indices is not None:
+        expect_unique("state_indices", inputs.state_indices, "slot")
+    if counter is None:
+        counter = counters(inputs, options)
     common = arguments(out, inputs, counter, options)
     with device_of(out.device):
         if drafts_on_sm90(inputs, options):

@@ -11,7 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.primitives.partial_sums import add_partial_sums
-from slipstream.kernels.time_mix.inputs import OutputInputs, TermsGrads, TermsInputs
+from slipstream.kernels.time_mix.inputs import (
+    EPS,
+    SLOWEST_LOG_DECAY,
+    OutputInputs,
+    TermsGrads,
+    TermsInputs,
+)
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 
@@ -212,7 +218,7 @@ def rwkv7_output_kernel(
         _store(p_partial + 2 * D, o_d, tl.sum(b_dr_k, 0, keep_dims=True), m_d)
 
 
-def terms(inputs: TermsInputs, heads: int, slowest: float, eps: float) -> list[Tensor]:
+def terms(inputs: TermsInputs, heads: int) -> list[Tensor]:
     """w, k, a, b and, if it is given, v, each [B, T, H, K]."""
     w, k = inputs.w, inputs.k
     sizes = _sizes(w, heads, FORWARD)
@@ -227,17 +233,15 @@ def terms(inputs: TermsInputs, heads: int, slowest: float, eps: float) -> list[T
             a_out_ptr=a_out,
             b_out_ptr=b_out,
             v_out_ptr=v_out,
-            slowest=slowest,
-            eps=eps,
+            slowest=SLOWEST_LOG_DECAY,
+            eps=EPS,
             **sizes,
             num_warps=4,
         )
     return [x for x in (w_out, k_out, a_out, b_out, v_out) if x is not None]
 
 
-def terms_backward(
-    douts: TermsGrads, inputs: TermsInputs, heads: int, slowest: float, eps: float
-) -> list[Tensor]:
+def terms_backward(douts: TermsGrads, inputs: TermsInputs, heads: int) -> list[Tensor]:
     """Gradients of the tensors that there are, in their order."""
     w = inputs.w
     elements, per_processor, warps = _terms_tile(w.shape[2] // heads)
@@ -253,8 +257,8 @@ def terms_backward(
             **_contiguous(inputs),
             **{f"d{name}_ptr": grads[name] for name in of_tokens},
             partial_ptr=partial,
-            slowest=slowest,
-            eps=eps,
+            slowest=SLOWEST_LOG_DECAY,
+            eps=EPS,
             **sizes,
             num_warps=warps,
         )

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.time_mix.inputs import TOKENS, StepInputs
-from slipstream.kernels.time_mix.rwkv7 import EPS, SLOWEST_LOG_DECAY
+from slipstream.kernels.time_mix.inputs import EPS, SLOWEST_LOG_DECAY, TOKENS, StepInputs
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
+from slipstream.runtime.token_ids import expect_unique
 
 # numbers of a state in registers, of a program and of a warp
 ELEMENTS, ELEMENTS_PER_WARP = 16384, 1024
@@ -117,8 +117,13 @@ def tile_of(K: int) -> tuple[int, int, int]:
     return BK, BV, max(1, min(16, BK * BV // ELEMENTS_PER_WARP))
 
 
-def step(out: Tensor, state: Tensor, indices: Tensor | None, t: StepInputs, eps: float) -> None:
-    """As ../rwkv7_step.py's; state: [slots, H, K, K], K-first by its strides or V-first."""
+def step(
+    out: Tensor, state: Tensor, indices: Tensor | None, t: StepInputs, eps: float, v_first: bool
+) -> None:
+    """As ../rwkv7_step.py's."""
+    if indices is not None:
+        expect_unique("state_indices", indices, "slot")
+    state = state.mT if v_first else state
     H, K = t.r_k.shape
     BK, BV, warps = tile_of(K)
     y = out if out.stride(1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
