@@ -268,6 +268,14 @@ def expect_floating(tensors: Mapping[str, Tensor | None]) -> None:
             raise TypeError(f"{name}: want a floating dtype, got {x.dtype}")
 
 
+def expect_index(name: str, x: Tensor | None, shape: Sequence[int] | None = None) -> None:
+    """x has whole numbers, if it is given, and that shape, if one is wanted."""
+    if x is not None and shape is not None:
+        expect_shape(name, x, shape)
+    if x is not None and x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: want int32 or int64, got {x.dtype}")
+
+
 def expect_one_dtype(tensors: Mapping[str, Tensor | None]) -> None:
     """All given tensors have the dtype of the first, one of fp16, bf16, fp32, fp64."""
     first, wanted = "", None

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
-from slipstream.kernels.projection_step.op import run
+from slipstream.kernels.projection_step.op import MAX_ROWS, run
 from slipstream.nn.consistent import step_products
 from slipstream.nn.linear import GatedMLP, is_hooked, plain_linear, plain_module
 from slipstream.nn.norm import RMSNorm
 from slipstream.runtime.consistent import consistent_scope
 
-# of all sequences: with more, matrix products are as fast
-MAX_ROWS = 64
 # Hidden size up to which shares of K, whose sum makes the next norm, are faster than a product and
 # a norm: 0.61 to 0.95 of their time with 40 and 64 rows on an H100, and 0.95 to 1.26 from 3072 on.
 MAX_SHARED_SIZE = 2048

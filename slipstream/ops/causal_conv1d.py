@@ -296,8 +296,7 @@ def _step(
 def _expect_index(name: str, x: Tensor, shape: Sequence[int], like: Tensor) -> None:
     checks.expect_shape(name, x, shape)
     checks.expect_one_device({"x": like, name: x})
-    if x.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: want int32 or int64, got {x.dtype}")
+    checks.expect_index(name, x)
 
 
 def _refuse(fn: str, kwargs: dict[str, Any]) -> None:

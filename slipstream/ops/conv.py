@@ -205,9 +205,7 @@ def short_convolution_update(
     slots = x.shape[0]
     if state_indices is not None:
         checks.expect_rank("state", state, 3, "[S, D, W]")
-        checks.expect_shape("state_indices", state_indices, x.shape[:1])
-        if state_indices.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"state_indices: want int32 or int64, got {state_indices.dtype}")
+        checks.expect_index("state_indices", state_indices, x.shape[:1])
         slots = state.shape[0]
         if state_indices.is_cuda:  # plain torch looks on the CPU
             expect_below("state_indices", state_indices, slots, "states")

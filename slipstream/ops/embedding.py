@@ -1,6 +1,5 @@
 """embedding: rows of a table by token id, with a guard on the vocabulary."""
 
-import torch
 from torch import Tensor
 
 from slipstream.common import checks
@@ -28,8 +27,7 @@ def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
     Cost: one read of the rows; on the CPU one of the ids. The gradient is dense, [V, D].
     """
     checks.expect_rank("weight", weight, 2, "[V, D]")
-    if input_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"input_ids: want int32 or int64, got {input_ids.dtype}")
+    checks.expect_index("input_ids", input_ids)
     checks.expect_floating({"weight": weight})
     checks.expect_one_device({"weight": weight, "input_ids": input_ids})
     return rows(input_ids, weight)

@@ -384,5 +384,4 @@ def _check_pages(k: Tensor, v: Tensor, table: Tensor, sequences: int) -> None:
 def _expect_index(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     checks.expect_shape(name, x, shape)
     checks.expect_one_device({"q": like, name: x})
-    if x.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: want int32 or int64, got {x.dtype}")
+    checks.expect_index(name, x)

@@ -3,7 +3,6 @@
 See slipstream/kernels/attention/latent.py.
 """
 
-import torch
 from torch import Tensor
 
 from slipstream.common import checks
@@ -58,8 +57,7 @@ def latent_attention(
     checks.expect_one_dtype({"q": q, "latent": latent})
     checks.expect_one_device({"q": q, "latent": latent, "lengths": lengths, "table": table})
     for name, x in {"lengths": lengths, "table": table}.items():
-        if x is not None and x.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name}: want int32 or int64, got {x.dtype}")
+        checks.expect_index(name, x)
     if lengths is not None:
         checks.expect_shape("lengths", lengths, (batch,))
     if table is not None:

@@ -154,15 +154,15 @@ def linear_cross_entropy(
     call = (hidden, weight.shape[0])
     impl = choose(_CANDIDATES, call, impl, "linear_cross_entropy", hidden).impls
     rows, ids = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
+    inputs = ClassifierInputs(rows, weight, bias, ids)
     if group is not None:
         from slipstream.kernels.loss import shard
 
         _check_group(group)
         part = shard.equal_shards(weight.shape[0], group)
-        loss = shard.linear_cross_entropy(rows, weight, bias, ids, terms, part, reduction, impl)
+        loss = shard.linear_cross_entropy(inputs, terms, part, reduction, impl)
         return loss.view(target.shape) if reduction == "none" else loss
-    given = ClassifierInputs(rows, weight, bias, ids)
-    loss = op.linear_cross_entropy(given, terms, reduction, impl)
+    loss = op.linear_cross_entropy(inputs, terms, reduction, impl)
     return loss.view(target.shape) if reduction == "none" else loss
 
 

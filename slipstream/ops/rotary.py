@@ -172,8 +172,7 @@ def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None 
     if offsets is not None:
         checks.expect_shape("offsets", offsets, start.shape)
         checks.expect_one_device({"cu_seqlens": cu_seqlens, "offsets": offsets})
-        if offsets.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"offsets: want int32 or int64, got {offsets.dtype}")
+        checks.expect_index("offsets", offsets)
         start = start - offsets
     sequence = torch.searchsorted(begin[1:], token, right=True)
     return (token - start[sequence])[None]
@@ -195,8 +194,7 @@ def _check_rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor | 
                 f"cos: want at least {tokens} rows, one per token, got {table.shape[0]}"
             )
         return None
-    if positions.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"positions: want int32 or int64, got {positions.dtype}")
+    checks.expect_index("positions", positions)
     if positions.dim() == 1:
         checks.expect_shape("positions", positions, (tokens,))
         return positions[None]

@@ -249,10 +249,10 @@ def _rows(logits: Tensor, target: Tensor, terms: Any, **made: Any) -> None:
 
 
 LOSS = {
-    "loss.triton.launch:cross_entropy": _rows,
-    "loss.triton.launch:inverse_count": lambda t, i: 1 / (t != i).sum().float(),
-    "loss.triton.launch:scale_": lambda x, s: x.mul_(s),
-    "loss.triton.launch:linear_rows": lambda given, d, *rest: loss_eager.linear_rows(
+    "loss.triton.cross_entropy:cross_entropy": _rows,
+    "loss.triton.cross_entropy:inverse_count": lambda t, i: 1 / (t != i).sum().float(),
+    "loss.triton.cross_entropy:scale_": lambda x, s: x.mul_(s),
+    "loss.triton.cross_entropy:linear_rows": lambda given, d, *rest: loss_eager.linear_rows(
         given, None if d is None else d.expand(given.target.shape), *rest
     ),
 }
@@ -307,9 +307,10 @@ def householder_rows() -> list[Tensor]:
 def shards() -> list[Tensor]:
     logits, target = torch.randn(6, 10), torch.randint(0, 20, (6,))
     terms, part = LossInputs(-100, 0.1, 20.0, 1e-3, 0.9), shard.Shard(10, 10, 20, None)
-    found = shard.columns(logits, target, terms, part, "triton|eager")
-    given = target, found.lse + 1, terms, part, torch.rand(6), "triton|eager"
-    return [*found, shard.dlogits(logits, *given, torch.empty_like(logits))]
+    t = shard.RankRows(logits, target, terms, part)
+    found = shard.columns(t, "triton|eager")
+    given = found.lse + 1, torch.rand(6), torch.empty_like(logits)
+    return [*found, shard.dlogits(t, *given, "triton|eager")]
 
 
 class OnCuda(Tensor):
@@ -326,10 +327,11 @@ def rows_of_table() -> list[Tensor]:
 def sharded(logits: Tensor, target: Tensor, terms: Any, **made: Any) -> None:
     here = made["shard"]
     part = shard.Shard(here.first, logits.shape[1], here.size, None)
+    t = shard.RankRows(logits, target, terms, part)
     if (grad := made.get("grad")) is not None:
-        shard.eager_dlogits(logits, target, made["lse"], terms, part, made["weight"], grad)
+        shard.eager_dlogits(t, made["lse"], made["weight"], grad)
         return
-    found = shard.eager_columns(logits, target, terms, part)
+    found = shard.eager_columns(t)
     made["loss"].copy_(found.hit)
     made["lse"].copy_(found.lse)
     here.z_sum.copy_(found.z_sum)

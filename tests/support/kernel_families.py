@@ -142,7 +142,7 @@ FAMILIES = [
     Family(
         "linear_kl_div.triton",
         calls.sampled("linear_kl_div"),
-        {"loss.triton.kl_launch:linear_rows": calls.kl_rows},
+        {"loss.triton.kl_div:linear_rows": calls.kl_rows},
         ("slipstream.ops.distill",),
     ),
     Family(
@@ -155,7 +155,9 @@ FAMILIES = [
         ("slipstream.ops.log_probs",),
     ),
     Family(
-        "cross_entropy.shard", calls.shards, {"loss.triton.launch:cross_entropy": calls.sharded}
+        "cross_entropy.shard",
+        calls.shards,
+        {"loss.triton.cross_entropy:cross_entropy": calls.sharded},
     ),
     Family(
         "embedding.triton",
@@ -301,8 +303,8 @@ FAMILIES = [
         "gated_scan.triton",
         calls.sampled("chunk_hgrn"),
         {
-            "gated_scan.triton.launch:forward": scan_eager.scan_forward,
-            "gated_scan.triton.launch:backward": scan_eager.scan_backward,
+            "gated_scan.triton.scan:forward": scan_eager.scan_forward,
+            "gated_scan.triton.scan:backward": scan_eager.scan_backward,
         },
     ),
     Family(

@@ -143,10 +143,7 @@ def _check_packed(inputs: AttentionInputs) -> None:
         checks.expect_shape("cu_seqlens_k", cu_k, cu_q.shape)
     if cu_q is not None:
         checks.expect_cu_seqlens(cu_q, *inputs.q.shape[:2])
-    if lengths is not None:
-        checks.expect_shape("key_lengths", lengths, (inputs.sequences,))
-        if lengths.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"key_lengths: want int32 or int64, got {lengths.dtype}")
+    checks.expect_index("key_lengths", lengths, (inputs.sequences,))
 
 
 def check_slopes(slopes: Tensor | None, heads: int, sequences: int) -> None:

@@ -51,7 +51,7 @@ def _fake_backward(g: Tensor, h: Tensor, initial_state: Tensor | None, *_: Any) 
     return [x.new_empty(x.shape) for x in (h, g, initial_state) if x is not None]
 
 
-_LAUNCH = "slipstream.kernels.gated_scan.triton.launch"
+_LAUNCH = "slipstream.kernels.gated_scan.triton.scan"
 _call_forward = KernelOp(
     "scan_forward",
     "(Tensor x, Tensor g, Tensor? initial_state, Tensor? cu_seqlens, str impl) -> (Tensor, Tensor)",

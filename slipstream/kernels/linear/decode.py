@@ -112,10 +112,7 @@ def _check_pool(terms: LinearInputs, pool: Pool) -> None:
     )
     checks.expect_floating({"state": state})
     checks.expect_one_device({"q": terms.q, "state": state, "state_indices": indices})
-    if indices is not None:
-        checks.expect_shape("state_indices", indices, (N,))
-        if indices.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"state_indices: want int32 or int64, got {indices.dtype}")
+    checks.expect_index("state_indices", indices, (N,))
 
 
 def _check_indices(indices: Tensor, cache_slots: int) -> None:

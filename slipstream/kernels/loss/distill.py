@@ -139,7 +139,7 @@ def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     student, teacher = (x, w, b), (y, u, c)
     if not is_triton(impl):
         return kl_rows(student, teacher, *options)
-    kernel = "slipstream.kernels.loss.triton.kl_launch:linear_rows"
+    kernel = "slipstream.kernels.loss.triton.kl_div:linear_rows"
     kind = ("linear_kl_div.triton", x.dtype, w.shape[0])
     mismatch = partial(_mismatch, x, w.shape[0], kernel)
     call = student, teacher, *options

@@ -1,6 +1,6 @@
 """The loss kernels, each with the plain torch that takes over where a compiler fails at it.
 
-`impl` is triton, triton|eager or eager. The other arguments are those of triton/launch.py.
+`impl` is triton, triton|eager or eager. The other arguments are those of triton/cross_entropy.py.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.kernel_pair import guarded, launch_of
 from slipstream.runtime.token_ids import expect_ids
 
-_LAUNCH = "slipstream.kernels.loss.triton.launch"
+_LAUNCH = "slipstream.kernels.loss.triton.cross_entropy"
 
 
 def kind(logits_dtype: torch.dtype, classes: int) -> KernelKey:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.common.linear_rows import ClassifierInputs
 from slipstream.kernels.loss.reference import LossInputs, reduced
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
@@ -58,6 +59,28 @@ def equal_shards(count: int, group: Any) -> Shard:
     return Shard(rank * count, count, ranks * count, group)
 
 
+class RankRows(NamedTuple):
+    """Rows of logits [N, count] of a rank's columns; target [N] is of the whole vocabulary."""
+
+    logits: Tensor
+    target: Tensor
+    options: LossInputs
+    shard: Shard
+
+    @property
+    def z(self) -> Tensor:
+        z, cap = _to_compute_dtype(self.logits) * self.options.logit_scale, self.options.softcap
+        return cap * torch.tanh(z / cap) if cap else z
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """The column of each row's target here, and whether it is here."""
+        column = self.target - self.shard.first
+        inside = (self.target != self.options.ignore_index) & (column >= 0)
+        inside &= column < self.shard.count
+        return torch.where(inside, column, 0), inside
+
+
 def cross_entropy(
     logits: Tensor, target: Tensor, options: LossInputs, shard: Shard, reduction: str, impl: str
 ) -> Tensor:
@@ -69,58 +92,37 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    options: LossInputs,
-    shard: Shard,
-    reduction: str,
-    impl: str,
+    inputs: ClassifierInputs, options: LossInputs, shard: Shard, reduction: str, impl: str
 ) -> Tensor:
     """hidden [N, D] is the same on every rank; weight [count, D] and bias [count] are a rank's."""
-    expect_ids("target", target, shard.size, options.ignore_index)
-    refuse_transforms(_LinearRows.operator, (hidden, weight, bias))
-    rows = _LinearRows.apply(hidden, weight, bias, target, options, shard, impl)
-    return reduced(rows, target, options, reduction)
+    expect_ids("target", inputs.target, shard.size, options.ignore_index)
+    refuse_transforms(_LinearRows.operator, inputs[:3])
+    rows = _LinearRows.apply(*inputs, options, shard, impl)
+    return reduced(rows, inputs.target, options, reduction)
 
 
 def _to_compute_dtype(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _z(logits: Tensor, options: LossInputs) -> Tensor:
-    z = _to_compute_dtype(logits) * options.logit_scale
-    return options.softcap * torch.tanh(z / options.softcap) if options.softcap else z
+def columns(t: RankRows, impl: str) -> Columns:
+    return _guarded("_columns", eager_columns, impl, t)
 
 
-def _local(target: Tensor, options: LossInputs, shard: Shard) -> tuple[Tensor, Tensor]:
-    """The column of each row's target here, and whether it is here."""
-    local = target - shard.first
-    inside = (target != options.ignore_index) & (local >= 0) & (local < shard.count)
-    return torch.where(inside, local, 0), inside
-
-
-def columns(
-    logits: Tensor, target: Tensor, options: LossInputs, shard: Shard, impl: str
-) -> Columns:
-    return _guarded("_columns", eager_columns, impl, logits, target, options, shard)
-
-
-def _columns(logits: Tensor, target: Tensor, options: LossInputs, shard: Shard) -> Columns:
-    from slipstream.kernels.loss.triton import launch
+def _columns(t: RankRows) -> Columns:
+    from slipstream.kernels.loss.triton import cross_entropy as launch
 
     lse, hit, z_sum = (
-        torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(3)
+        torch.zeros(t.target.shape, dtype=torch.float32, device=t.logits.device) for _ in range(3)
     )
-    columns_of_rank = launch.Shard(shard.first, shard.size, z_sum)
-    launch.cross_entropy(logits, target, options, loss=hit, lse=lse, shard=columns_of_rank)
+    shard = launch.Shard(t.shard.first, t.shard.size, z_sum)
+    launch.cross_entropy(*t[:3], loss=hit, lse=lse, shard=shard)
     return Columns(lse, hit, z_sum)
 
 
-def eager_columns(logits: Tensor, target: Tensor, options: LossInputs, shard: Shard) -> Columns:
-    z, (local, inside) = _z(logits, options), _local(target, options, shard)
-    hit = torch.where(inside, z.gather(1, local[:, None])[:, 0], 0)
+def eager_columns(t: RankRows) -> Columns:
+    z, (column, inside) = t.z, t.columns
+    hit = torch.where(inside, z.gather(1, column[:, None])[:, 0], 0)
     return Columns(torch.logsumexp(z, -1), hit, z.sum(-1))
 
 
@@ -141,73 +143,37 @@ def combined(
     return torch.where(live, loss, 0), lse
 
 
-def dlogits(
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    options: LossInputs,
-    shard: Shard,
-    dloss: Tensor,
-    impl: str,
-    out: Tensor,
-) -> Tensor:
+def dlogits(t: RankRows, lse: Tensor, dloss: Tensor, out: Tensor, impl: str) -> Tensor:
     """The gradient of a rank's logits, in `out`, which may be the logits."""
-    args = logits, target, lse, options, shard, dloss, out
-    return _guarded("_dlogits", eager_dlogits, impl, *args)
+    return _guarded("_dlogits", eager_dlogits, impl, t, lse, dloss, out)
 
 
-def _dlogits(
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    options: LossInputs,
-    shard: Shard,
-    dloss: Tensor,
-    out: Tensor,
-) -> Tensor:
-    from slipstream.kernels.loss.triton import launch
+def _dlogits(t: RankRows, lse: Tensor, dloss: Tensor, out: Tensor) -> Tensor:
+    from slipstream.kernels.loss.triton import cross_entropy as launch
 
-    columns_of_rank = launch.Shard(shard.first, shard.size)
-    launch.cross_entropy(
-        logits,
-        target,
-        options,
-        lse=lse,
-        grad=out,
-        weight=dloss,
-        has_lse=True,
-        shard=columns_of_rank,
-    )
+    shard = launch.Shard(t.shard.first, t.shard.size)
+    launch.cross_entropy(*t[:3], lse=lse, grad=out, weight=dloss, has_lse=True, shard=shard)
     return out
 
 
-def eager_dlogits(
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    options: LossInputs,
-    shard: Shard,
-    dloss: Tensor,
-    out: Tensor,
-) -> Tensor:
-    z, (local, inside) = _z(logits, options), _local(target, options, shard)
+def eager_dlogits(t: RankRows, lse: Tensor, dloss: Tensor, out: Tensor) -> Tensor:
+    z, (column, inside), options = t.z, t.columns, t.options
     d = (z - lse[:, None]).exp_().mul_((1 + 2 * options.z_loss * lse)[:, None])
-    d -= options.label_smoothing / shard.size
+    d -= options.label_smoothing / t.shard.size
     hit = torch.where(inside, options.label_smoothing - 1, 0).to(d.dtype)
-    d.scatter_add_(1, local[:, None], hit[:, None])
+    d.scatter_add_(1, column[:, None], hit[:, None])
     if options.softcap:
         d *= 1 - (z / options.softcap).square()
     d *= (dloss * options.logit_scale)[:, None]
-    return out.copy_(d.masked_fill_((target == options.ignore_index)[:, None], 0))
+    return out.copy_(d.masked_fill_((t.target == options.ignore_index)[:, None], 0))
 
 
-def _guarded(name: str, plain: Callable, impl: str, logits: Tensor, *args: Any) -> Any:
+def _guarded(name: str, plain: Callable, impl: str, t: RankRows, *args: Any) -> Any:
     """A rank whose compilers fail goes on alone in plain torch: the collectives are the same."""
-    dtype, classes, device = logits.dtype, logits.shape[1], logits.device
+    dtype, classes, device = t.logits.dtype, t.logits.shape[1], t.logits.device
     kind = ("cross_entropy.shard", dtype, classes)
     mismatch = partial(_mismatch, dtype, classes, device)
-    kernel = f"{__name__}:{name}"
-    return guarded(impl, device, kernel, plain, (logits, *args), lambda: kind, mismatch)
+    return guarded(impl, device, f"{__name__}:{name}", plain, (t, *args), lambda: kind, mismatch)
 
 
 def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | None:
@@ -222,12 +188,10 @@ def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | N
     target[4] = -100
     live = target != -100
     with torch.no_grad():
-        pairs = [f(logits, target, options, shard) for f in (_columns, eager_columns)]
+        t = RankRows(logits, target, options, shard)
+        pairs = [f(t) for f in (_columns, eager_columns)]
         lse = pairs[1].lse + 1
-        grads = [
-            f(logits, target, lse, options, shard, dloss, torch.empty_like(logits))
-            for f in (_dlogits, eager_dlogits)
-        ]
+        grads = [f(t, lse, dloss, torch.empty_like(logits)) for f in (_dlogits, eager_dlogits)]
     for name, x, y in (*zip(Columns._fields, *pairs), ("gradient", *grads)):
         error = numeric_probe.relative_error(x[live], y[live])
         if not error < 2e-2:
@@ -239,23 +203,21 @@ class _Rows(Function):
     operator = "slipstream::cross_entropy"
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, options: LossInputs, shard: Shard, impl: str
-    ) -> Tensor:
-        target = target.contiguous()
-        loss, lse = combined(columns(logits, target, options, shard, impl), target, options, shard)
-        save(ctx, logits, target, lse)
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        logits, target, options, shard, impl = args
+        t = RankRows(logits, target.contiguous(), options, shard)
+        loss, lse = combined(columns(t, impl), t.target, options, shard)
+        save(ctx, logits, t.target, lse)
         ctx.call_options = options, shard, impl
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, lse = saved
-        options, shard, impl = ctx.call_options
+        (logits, target, lse), (*options, impl) = saved, ctx.call_options
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        dloss = dloss.contiguous()
-        return dlogits(logits, target, lse, options, shard, dloss, impl, out), *[None] * 4
+        t = RankRows(logits, target, *options)
+        return dlogits(t, lse, dloss.contiguous(), out, impl), *[None] * 4
 
 
 class _LinearRows(Function):
@@ -264,19 +226,11 @@ class _LinearRows(Function):
     operator = "slipstream::linear_cross_entropy"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        options: LossInputs,
-        shard: Shard,
-        impl: str,
-    ) -> Tensor:
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        hidden, weight, bias, target, options, shard, impl = args
         target = target.contiguous()
         column_sums = [
-            columns(logits, target[rows], options, shard, impl)
+            columns(RankRows(logits, target[rows], options, shard), impl)
             for rows, logits in _chunks(hidden, weight, bias)
         ]
         if not column_sums:
@@ -297,8 +251,8 @@ class _LinearRows(Function):
         dweight = torch.zeros_like(weight)
         dbias = None if bias is None else torch.zeros_like(_to_compute_dtype(bias))
         for rows, logits in _chunks(hidden, weight, bias):
-            args = (target[rows], lse[rows], options, shard, dloss[rows], impl)
-            d = dlogits(logits, *args, out=logits)
+            t = RankRows(logits, target[rows], options, shard)
+            d = dlogits(t, lse[rows], dloss[rows], logits, impl)
             dhidden[rows] = d @ weight
             dweight.addmm_(d.t(), hidden[rows])
             if dbias is not None:

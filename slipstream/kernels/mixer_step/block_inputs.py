@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.mixer_step.inputs import UNIT_EPS, Blocks, TokenInputs
+from slipstream.kernels.mixer_step.inputs import MAX_TAPS, UNIT_EPS, Blocks, TokenInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp, schema_of
@@ -22,7 +22,6 @@ from slipstream.runtime.kernel_pair import guarded
 
 # of heads whose rows the norm's kernel loads with 8 numbers a thread
 WIDTHS = (64, 128, 256)
-MAX_TAPS = 8
 
 
 def unsupported_reason(t: TokenInputs, K: int) -> str | None:

@@ -11,8 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from slipstream.runtime.guarded_launch import is_capturing
 
-# pools to keep counters for, before those of freed pools are dropped
-_MAX_POOLS = 256
 _of_pool: dict[tuple, tuple[StorageWeakRef, Tensor]] = {}
 
 
@@ -29,7 +27,7 @@ def counters_of(pool: Tensor, each: int) -> Tensor:
     with torch.inference_mode(False):  # it outlives the caller's
         counters = torch.zeros(size, dtype=torch.int32, device=device)
     if not is_capturing(device):  # a graph's own memory is 0 only once the graph has begun
-        if len(_of_pool) >= _MAX_POOLS:
+        if len(_of_pool) >= 256:  # some may be of freed pools
             for old in [key for key, (ref, _) in _of_pool.items() if ref.expired()]:
                 del _of_pool[old]
         _of_pool[key] = StorageWeakRef(storage), counters

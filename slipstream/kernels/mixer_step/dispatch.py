@@ -5,16 +5,15 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.mixer_step import op
-from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
+from slipstream.kernels.mixer_step.inputs import MAX_TAPS, StepInputs, StepOptions
 from slipstream.kernels.mixer_step.reference import step_reference
-from slipstream.runtime.autograd import is_tracing
+from slipstream.runtime.autograd import is_tracing, wants_gradient
 from slipstream.runtime.backends import is_plain_call, triton_unsupported
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.guarded_launch import is_capturing, known_failure
 from slipstream.runtime.token_ids import expect_below
 
 MAX_K = 1024  # all rows of a state are in one program's registers
-MAX_TAPS = 8
 
 
 def unsupported_reason(call: tuple[StepInputs, StepOptions]) -> str | None:
@@ -49,7 +48,7 @@ def run(inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str 
         key = (*key, inputs.state.stride())
     tensors = (*inputs, out)
     plan = _PLANS.get(key, lambda: _plan(inputs, options, out, impl), tensors)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if wants_gradient(*tensors):
         raise NotImplementedError(
             "mixer_step: the states are overwritten, so there are no gradients; call it under "
             "torch.no_grad()"
@@ -114,9 +113,7 @@ def check(inputs: StepInputs, options: StepOptions, out: Tensor | None) -> None:
     tensors = {**inputs._asdict(), "out": out}
     checks.expect_one_device(tensors)
     for name in ("state_indices", "num_accepted"):
-        x = tensors.pop(name)
-        if x is not None and x.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name}: want int32 or int64, got {x.dtype}")
+        checks.expect_index(name, tensors.pop(name))
     checks.expect_floating(tensors)
 
 

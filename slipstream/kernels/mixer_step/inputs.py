@@ -90,6 +90,7 @@ def channel_offsets(inputs: StepInputs, order: str) -> tuple[int, int, int]:
     return (0, keys, 2 * keys) if order == "qkv" else (values + keys, values, 0)
 
 
+MAX_TAPS = 8  # of a convolution that is part of a step
 UNIT_EPS = 1e-6  # of ops.l2_norm
 
 

@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
 def softplus(x):

@@ -17,6 +17,7 @@ from slipstream.kernels.projection_step.inputs import (
     ProjectionInputs,
 )
 from slipstream.runtime import numeric_probe
+from slipstream.runtime.autograd import wants_gradient
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, Candidate, choose
@@ -61,10 +62,7 @@ CANDIDATES = (
 def run(t: ProjectionInputs, impl: str | None) -> Tensor:
     """y [M, N]."""
     _check(t)
-    if torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad
-        for x in (t.x, *t.weights, *t.biases, t.norm_weight, t.residual)
-    ):
+    if wants_gradient(t.x, *t.weights, *t.biases, t.norm_weight, t.residual):
         raise NotImplementedError(
             "projection_step: it has no gradients; call it under torch.no_grad()"
         )

@@ -20,6 +20,7 @@ from slipstream.common.pool_rows import PoolRows
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.inputs import TOKENS, OutputInputs, StepInputs, TermsInputs
+from slipstream.runtime.autograd import wants_gradient
 from slipstream.runtime.backends import triton_unsupported
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
@@ -68,7 +69,7 @@ def run(t: StepInputs, call: StepCall, out: Tensor | None, impl: str | None) -> 
     key = signature((*t, state, indices, out), v_first, impl)
     key = None if key is None else (*key, state.stride())
     plan = _PLANS.get(key, lambda: _plan(t, call, out, impl), (*t, state, indices, out))
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*t, state, out)):
+    if wants_gradient(*t, state, out):
         raise NotImplementedError(
             "rwkv7_step: the states are overwritten, so there are no gradients; call it under "
             "torch.no_grad()"
@@ -99,10 +100,7 @@ def _plan(t: StepInputs, call: StepCall, out: Tensor | None, impl: str | None) -
         raise ValueError("v_bias: wants v_gate and first_value too")
     checks.expect_rank("state", state, 4, "[slots, H, V, K]" if v_first else "[slots, H, K, V]")
     checks.expect_shape("state", state, (N if indices is None else state.shape[0], H, K, K))
-    if indices is not None:
-        checks.expect_shape("state_indices", indices, (N,))
-        if indices.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"state_indices: want int32 or int64, got {indices.dtype}")
+    checks.expect_index("state_indices", indices, (N,))
     if out is not None:
         checks.expect_shape("out", out, (N, D))
     tensors = {**t._asdict(), "state": state, "out": out}

@@ -14,6 +14,7 @@ from slipstream.common import checks
 from slipstream.common.pool_rows import PoolRows
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.time_mix.rwkv7 import wide
+from slipstream.runtime.autograd import wants_gradient
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import choose
 from slipstream.runtime.guarded_launch import is_capturing
@@ -28,14 +29,11 @@ def run(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None, impl: str 
     checks.expect_shape("mu", mu, (mu.shape[0], D))
     checks.expect_rank("state", state, 2, "[slots, D]")
     checks.expect_shape("state", state, (N if indices is None else state.shape[0], D))
-    if indices is not None:
-        checks.expect_shape("state_indices", indices, (N,))
-        if indices.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"state_indices: want int32 or int64, got {indices.dtype}")
+    checks.expect_index("state_indices", indices, (N,))
     tensors = {"x": x, "mu": mu, "state": state}
     checks.expect_one_device({**tensors, "state_indices": indices})
     checks.expect_floating(tensors)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
+    if wants_gradient(*tensors.values()):
         raise NotImplementedError(
             "token_mix_step: the state is overwritten, so there are no gradients; call it under "
             "torch.no_grad()"

@@ -48,9 +48,10 @@ def test_failing_kernel_falls_back(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for impl in ("eager", "triton|eager"):
-            c = shard.columns(logits, target, terms, part, impl)
-            rest = part, torch.ones(6), impl, torch.empty(6, 10)
-            results.append((*c, shard.dlogits(logits, target, c.lse + 1, terms, *rest)))
+            t = shard.RankRows(logits, target, terms, part)
+            c = shard.columns(t, impl)
+            rest = c.lse + 1, torch.ones(6), torch.empty(6, 10), impl
+            results.append((*c, shard.dlogits(t, *rest)))
     assert all(map(torch.equal, *results))
     assert any("cross_entropy.shard" in str(x.message) for x in said)
 

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed
 
 
 def test_rows_that_stay_in_the_cache_have_more_warps() -> None:
-    from slipstream.kernels.loss.triton import launch
+    from slipstream.kernels.loss.triton import cross_entropy as launch
 
     tiles = {V: launch._tile(V, 2) for V in (100, 4000, 8191, 8192, 32000, 40960, 40961, 151936)}
     few, many = {8191, 40961, 151936}, {8192, 32000, 40960}

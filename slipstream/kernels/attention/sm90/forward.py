@@ -72,7 +72,7 @@ from slipstream.kernels.attention.sm90.common import (
     where_within,
     zero_tail_rows,
 )
-from slipstream.kernels.attention.triton.scores import LN2, LOG2E
+from slipstream.kernels.primitives.activations import LN2, LOG2E
 from slipstream.kernels.primitives.gluon_compat import (
     copy_in,
     gl,

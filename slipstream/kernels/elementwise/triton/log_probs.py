@@ -20,12 +20,10 @@ from torch import Tensor
 
 from slipstream.common.linear_rows import ClassifierInputs, LinearRows
 from slipstream.kernels.primitives import logit_chunks
+from slipstream.kernels.primitives.activations import LN2, LOG2E
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 from slipstream.runtime.token_ids import expect_ids
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit

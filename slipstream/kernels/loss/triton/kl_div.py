@@ -7,12 +7,21 @@
 A program has one row and goes through it in base 2, in blocks of BV, each thread with the largest,
 the sum and the weighted sum of its own elements (cross_entropy.py). ds may be s. Rows that are not
 live have loss and gradient 0 and are not read. A class with t = -inf has p = 0 and adds nothing.
+
+Behind two linear layers the rows go through in chunks of two buffers of logits, the student's of
+which become their gradient in place.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from slipstream.common.linear_rows import LinearRows
 from slipstream.kernels.loss.triton.cross_entropy import LN2, LOG2E, add_block, log_sum
+from slipstream.kernels.primitives import logit_chunks
+from slipstream.runtime.backends import device_of
+from slipstream.runtime.launch_cache import cached
 
 
 @triton.jit
@@ -72,3 +81,70 @@ def kl_div_kernel(
             b_d = rise * (tl.exp2(b_s - lse_s) - tl.exp2(b_t - lse_t))
             b_d = tl.where(live, b_d, 0.0)
             tl.store(p_grad + o, b_d.to(grad_ptr.dtype.element_ty), mask=o < V)
+
+
+def kl_div(
+    s: Tensor,
+    t: Tensor,
+    live: Tensor | None,
+    weight: Tensor | None,
+    temperature: float,
+    loss: Tensor,
+    grad: Tensor | None,
+) -> None:
+    """One launch over logits [N, V] whose columns are adjacent; weight [N] or []; grad may be s."""
+    N, V = s.shape
+    BV, warps = next((BV, warps) for widest, BV, warps in logit_chunks.TILES if widest >= V)
+    with device_of(s.device):
+        cached(kl_div_kernel)[(N,)](
+            s_ptr=s,
+            t_ptr=t,
+            live_ptr=live,
+            weight_ptr=weight,
+            loss_ptr=loss,
+            grad_ptr=grad,
+            s_stride=s.stride(0),
+            t_stride=t.stride(0),
+            grad_stride=0 if grad is None else grad.stride(0),
+            weight_stride=0 if weight is None or weight.dim() == 0 else weight.stride(0),
+            temperature=temperature,
+            V=V,
+            BV=BV,
+            INNER=16 // s.element_size(),
+            STAGES=logit_chunks.STAGES,
+            num_warps=warps,
+        )
+
+
+def linear_rows(
+    student: tuple[Tensor, Tensor, Tensor | None],
+    teacher: tuple[Tensor, Tensor, Tensor | None],
+    live: Tensor | None,
+    dloss: Tensor | None,
+    temperature: float,
+    grads: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As eager.kl_rows; gradients in the dtypes of what they belong to."""
+    hidden, weight, bias = student
+    layers = LinearRows(*student, grads, weight.dtype), LinearRows(*teacher, False, weight.dtype)
+    N, V = hidden.shape[0], weight.shape[0]
+    loss = torch.empty(N, dtype=torch.float32, device=hidden.device)
+    step = logit_chunks.rows_of_chunk(N, V, 2 * hidden.element_size())
+    # rows that begin at multiples of 16 bytes are read 16 bytes at a time
+    buffers = hidden.new_empty(2, min(step, N), -(-V // 8) * 8)
+    for i in range(0, N, max(step, 1)):
+        rows = slice(i, i + step)
+        s, t = (x.logits(rows, y[: min(step, N - i), :V]) for x, y in zip(layers, buffers))
+        kl_div(
+            s,
+            t,
+            None if live is None else live[rows],
+            dloss if dloss is None or dloss.dim() == 0 else dloss[rows],
+            temperature,
+            loss[rows],
+            s if grads else None,
+        )
+        if grads:
+            layers[0].add(rows, s)
+    dbias = layers[0].dbias if bias is None else layers[0].dbias.to(bias.dtype)
+    return loss, layers[0].dhidden, layers[0].dweight, dbias

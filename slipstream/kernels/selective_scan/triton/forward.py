@@ -9,9 +9,9 @@ for the program itself, and for backward.
 import triton
 import triton.language as tl
 
+from slipstream.kernels.primitives.activations import LOG2E
 from slipstream.kernels.primitives.sequences import tokens_of
 from slipstream.kernels.selective_scan.triton.tiles import (
-    LOG2E,
     channels,
     load_tile,
     load_wide,

@@ -7,8 +7,6 @@ tile is a tuple of RUN tensors [RUNS, BD], the i-th of the i-th token of every r
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def _then_also_before(a, x, pa, px, b, y, pb, py):

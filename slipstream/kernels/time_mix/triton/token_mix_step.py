@@ -9,8 +9,6 @@ from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 from slipstream.runtime.token_ids import expect_unique
 
-CHANNELS = 512  # of a program at most
-
 
 @triton.jit(do_not_specialize=["N", "slots"])
 def token_mix_step_kernel(
@@ -47,7 +45,7 @@ def token_mix_step(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None)
         expect_unique("state_indices", indices, "slot")
     N, D = x.shape
     y = torch.empty(mu.shape[0], N, D, dtype=x.dtype, device=x.device)
-    BD = min(CHANNELS, max(16, triton.next_power_of_2(D)))
+    BD = min(512, max(16, triton.next_power_of_2(D)))
     with device_of(x.device):
         cached(token_mix_step_kernel)[N, triton.cdiv(D, BD)](
             x_ptr=x,

@@ -33,8 +33,8 @@ from slipstream.kernels.linear.triton.common.gate_ones import (
     WRITES,
     load_ones,
 )
+from slipstream.kernels.primitives.activations import LOG2E
 
-LOG2E = tl.constexpr(1.4426950408889634)
 # 2^-256 is 0 in float32, and little enough for sums of it to keep the gates beside it
 LOWEST_GATE = tl.constexpr(-256.0)
 

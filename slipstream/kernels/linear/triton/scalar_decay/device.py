@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
+from slipstream.kernels.primitives.activations import LOG2E
+
 # exp2 of this is 0 in float32 times any state, and a chunk of it is still summed accurately.
 LOWEST_GATE = tl.constexpr(-128.0)
-LOG2E = tl.constexpr(1.4426950408889634)
 # exp of it times anything is below the rounding of what it is added to, in float32 too.
 MIN_CROSSED = tl.constexpr(-32.0)
 
