@@ -90,7 +90,8 @@ def _rwkv7_terms(
     impl: str | None = None,
 ) -> list[Tensor]:
     heads = max(k.shape[-1] // 64, 1)
-    return rwkv7.recurrence_terms(w, k, a, v, v_gate, first_value, k_k, k_a, heads, impl)
+    inputs = rwkv7.TermsInputs(w, k, a, v, v_gate, first_value, k_k, k_a)
+    return rwkv7.recurrence_terms(inputs, heads, impl)
 
 
 def _rwkv7_output(
@@ -104,7 +105,7 @@ def _rwkv7_output(
     impl: str | None = None,
 ) -> Tensor:
     gate, weight, bias = (x.flatten(-2) for x in (gate, weight, bias))
-    return rwkv7.output(v, r, k, v, gate, weight, bias, r_k, 1e-5, impl)
+    return rwkv7.output(rwkv7.OutputInputs(v, r, k, v, gate, weight, bias, r_k), 1e-5, impl)
 
 
 def _low_rank_step(

@@ -244,13 +244,14 @@ class RWKV7(Mixer):
         mixed, heads = (None, None, None), (self.num_heads, self.head_dim)
         if first_value is not None:
             mixed = v, v_gate[0], first_value.to(v.dtype)
-        given = (w, k, a, *mixed, self.k_k, self.k_a, heads[0])
-        make = partial(rwkv7.recurrence_terms, *given, biases=biases)
+        inputs = rwkv7.TermsInputs(w, k, a, *mixed, self.k_k, self.k_a, *biases)
+        make = partial(rwkv7.recurrence_terms, inputs, heads[0])
         return r.unflatten(-1, heads), v.unflatten(-1, heads), gate, make
 
     def _gated(self, o: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
         parameters = self.norm_weight, self.norm_bias, self.r_k
-        return rwkv7.output(o, r, k, v, gate, *parameters, self.head_dim * self.norm_eps)
+        inputs = rwkv7.OutputInputs(o, r, k, v, gate, *parameters)
+        return rwkv7.output(inputs, self.head_dim * self.norm_eps)
 
 
 def _with_values(made: list[Tensor], v: Tensor) -> list[Tensor]:

@@ -190,8 +190,10 @@ def token_mixes() -> list[Tensor]:
 
 def rwkv7_parts() -> list[Tensor]:
     w, k, a, k_k, k_a = leaf(1, 20, 8), leaf(1, 20, 8), leaf(1, 20, 8), leaf(8), leaf(8)
-    w_out, k_out, a_out, b_out, *_ = rwkv7.recurrence_terms(w, k, a, None, None, None, k_k, k_a, 2)
-    y = rwkv7.output(a_out, b_out, k_out, w_out, w, k_k, k_a, leaf(2, 4), 1e-5)
+    inputs = rwkv7.TermsInputs(w, k, a, None, None, None, k_k, k_a)
+    w_out, k_out, a_out, b_out, *_ = rwkv7.recurrence_terms(inputs, 2)
+    read = rwkv7.OutputInputs(a_out, b_out, k_out, w_out, w, k_k, k_a, leaf(2, 4))
+    y = rwkv7.output(read, 1e-5)
     return gradients(y, w, k, a, k_k, k_a)
 
 

@@ -46,15 +46,8 @@ class _Reduced(Function):
     operator = "slipstream::cross_entropy"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        options: LossInputs,
-        mean: bool,
-        grads: bool,
-        impl: str,
-    ) -> Tensor:
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        logits, target, options, mean, grads, impl = args
         total, lse, factor, grad = _replayed_forward(logits, target, options, mean, grads, impl)
         save(ctx, logits, target, lse, factor if mean else None)
         ctx.options, ctx.impl, ctx.grad = options, impl, grad

@@ -41,29 +41,12 @@ from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, trit
 from slipstream.runtime.guarded_launch import known_failure, plain_gradients
 
 
-def recurrence_terms(
-    w: Tensor,
-    k: Tensor,
-    a: Tensor,
-    v: Tensor | None,
-    v_gate: Tensor | None,
-    first_value: Tensor | None,
-    k_k: Tensor,
-    k_a: Tensor,
-    heads: int,
-    impl: str | None = None,
-    biases: Sequence[Tensor | None] = (None, None, None),
-) -> list[Tensor]:
+def recurrence_terms(inputs: TermsInputs, heads: int, impl: str | None = None) -> list[Tensor]:
     """w', k', a', b' and, if v is given, v', each [B, T, H, K]; then k' and v' for `output`.
-
-    Args:
-        w, k, a, v, v_gate, first_value: [B, T, D], as projected; the last three or none of them.
-        k_k, k_a: [D]. impl: as runtime.dispatch.choose. biases: of w, a and v_gate, [D] or None.
-    """
-    inputs = TermsInputs(w, k, a, v, v_gate, first_value, k_k, k_a, *biases)
+    impl: as runtime.dispatch.choose."""
     by_kernels = False
     if not by_operation():
-        impl = choose(_TERMS, inputs, impl, "rwkv7", w).impls
+        impl = choose(_TERMS, inputs, impl, "rwkv7", inputs.w).impls
         by_kernels = is_triton(impl)
     if by_kernels and needs_autograd(*inputs):
         return [*_Terms.apply(*inputs, heads, impl)]
@@ -71,28 +54,11 @@ def recurrence_terms(
     return [*found, found[1], *found[4:]]
 
 
-def output(
-    o: Tensor,
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    r_k: Tensor,
-    eps: float,
-    impl: str | None = None,
-) -> Tensor:
-    """y [B, T, D] of o, r, k, v [B, T, H, K] and the gate [B, T, D].
-
-    Args:
-        weight, bias: of the norm, [D]. r_k: [H, K]. eps: of the norm.
-        impl: as runtime.dispatch.choose.
-    """
-    inputs = OutputInputs(o, r, k, v, gate, weight, bias, r_k)
+def output(inputs: OutputInputs, eps: float, impl: str | None = None) -> Tensor:
+    """y [B, T, D]. eps: of the norm. impl: as runtime.dispatch.choose."""
     if by_operation():
         return plain_output(inputs, eps)
-    impl = choose(_OUTPUT, inputs, impl, "rwkv7", o).impls
+    impl = choose(_OUTPUT, inputs, impl, "rwkv7", inputs.o).impls
     if not is_triton(impl):
         return plain_output(inputs, eps)
     return (_Output.apply if needs_autograd(*inputs) else _output)(*inputs, eps, impl)

@@ -83,16 +83,8 @@ class _MixedProjections(Function):
     operator = "slipstream::token_mix"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        before: Tensor | None,
-        starts: Tensor | None,
-        mu: Tensor,
-        counts: tuple[int, ...],
-        impl: str,
-        *matrices: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        x, before, starts, mu, counts, impl, *matrices = args
         save(ctx, x, before, starts, mu, *matrices)
         ctx.counts, ctx.impl = counts, impl
         return tuple(_project(_forward(x, before, starts, mu, impl=impl), counts, matrices))

@@ -50,7 +50,7 @@ def check(B: int, T: int, H: int, K: int, first: bool, dtype: torch.dtype) -> No
 
     for more in (biases, (None, None, None)):
         compare(
-            lambda *args: rwkv7.recurrence_terms(*args[:8], H, "triton", args[8:]),
+            lambda *args: rwkv7.recurrence_terms(TermsInputs(*args), H, "triton"),
             plain,
             (w, k, a, *values, *parameters, *more),
             dtype,
@@ -59,7 +59,7 @@ def check(B: int, T: int, H: int, K: int, first: bool, dtype: torch.dtype) -> No
     others = torch.rand(H * K), torch.randn(H * K), torch.randn(H, K)
     for eps in (1e-3, 0.0):
         compare(
-            lambda *args, eps=eps: [rwkv7.output(*args, eps, "triton")],
+            lambda *args, eps=eps: [rwkv7.output(OutputInputs(*args), eps, "triton")],
             lambda *args, eps=eps: [rwkv7.plain_output(OutputInputs(*args), eps)],
             (*heads, gate, *others),
             dtype,
@@ -73,7 +73,7 @@ def check_parts() -> None:
         found = []
         for impl in ("triton", "eager"):
             leaves = [x.clone().requires_grad_() for x in tokens]
-            terms = rwkv7.recurrence_terms(*leaves, 2, impl)
+            terms = rwkv7.recurrence_terms(TermsInputs(*leaves), 2, impl)
             loss = torch.stack([terms[i].sin().sum() for i in parts]).sum()
             grads = torch.autograd.grad(loss, leaves, allow_unused=True)
             found.append([torch.zeros(1) if x is None else x for x in grads])
@@ -93,7 +93,7 @@ def check_no_zeros() -> None:
     """Where all terms have gradients."""
     leaves = [torch.randn(2, 5, 8, requires_grad=True) for _ in range(6)]
     leaves += [torch.rand(8, requires_grad=True) for _ in range(2)]
-    terms = rwkv7.recurrence_terms(*leaves, 2, "triton")
+    terms = rwkv7.recurrence_terms(TermsInputs(*leaves), 2, "triton")
     douts = [torch.randn_like(x) for x in terms]
     with _NoZeros():
         torch.autograd.grad(terms, leaves, douts)
