@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import numeric_probe
+from slipstream.runtime import dispatch, numeric_probe
 from slipstream.runtime.guarded_launch import Guard, plain_gradients
 
 # The tensors of a probe that are not as the call's are, by the arguments' names. A tuple is a
@@ -50,6 +50,8 @@ def guarded(
         kernel, plain: as this module has them, both called with args and named.
         impl, device, kind, mismatch: the Guard's.
     """
+    if impl.startswith(dispatch.PLAIN):
+        return plain(*args, **named)
     with Guard(impl, device, kind, mismatch) as usable:
         if usable:
             return launch_of(kernel)(*args, **named)
@@ -91,11 +93,12 @@ class KernelPair:
         self._in_torch_if = None if in_torch_if is None else self.named(in_torch_if)
 
     def __call__(self, *args: Any) -> Any:
-        call = self.arguments(args)
-        if self._in_torch_if is not None and self._in_torch_if(args):
+        call, impl = self.arguments(args), args[self._impl]
+        skips = self._in_torch_if
+        if impl.startswith(dispatch.PLAIN) or (skips is not None and skips(args)):
             return _contiguous(self._results(self.plain(*call)))
         kind, mismatch = partial(self._kind, args), partial(self._mismatch, args)
-        with Guard(args[self._impl], args[0].device, kind, mismatch) as usable:
+        with Guard(impl, args[0].device, kind, mismatch) as usable:
             if usable:
                 return self._results(launch_of(self._kernel)(*call))
         return _contiguous(self._results(self.plain(*call)))
