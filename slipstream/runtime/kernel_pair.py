@@ -119,9 +119,10 @@ class KernelPair:
             return found
         if self._is_list:
             return [x for x in found if x is not None]
-        if any(x is None for x in found):
-            first = next(x for x in found if x is not None)
-            return tuple([first.new_empty(0) if x is None else x for x in found])
+        for x in found:  # a loop, as most calls have results alone
+            if x is None:
+                first = next(y for y in found if y is not None)
+                return tuple([first.new_empty(0) if y is None else y for y in found])
         return found
 
 
