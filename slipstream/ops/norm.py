@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.norm.dispatch import run
 from slipstream.kernels.norm.inputs import NormInputs, NormOptions
+from slipstream.kernels.norm.op import run
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 

@@ -327,7 +327,7 @@ class KernelOp(DirectCall):
         given, returns = self.overload._schema.arguments, self.overload._schema.returns
         names = tuple(x.name for x in given)
         if impl is None:
-            assert plain is not None and kind is not None and probe is not None
+            assert plain is not None and kind is not None and (probe or forward) is not None
             is_list = len(returns) == 1 and str(returns[0].type) == "List[Tensor]"
             impl = KernelPair(
                 names, kernel, plain, kind, self._mismatch, packed, is_list, in_torch_if

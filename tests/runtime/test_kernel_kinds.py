@@ -45,7 +45,7 @@ from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.mixer_step import op as mixer_step
 from slipstream.kernels.mixer_step.inputs import StepInputs
 from slipstream.kernels.norm import op as norm
-from slipstream.kernels.norm.inputs import NormOptions
+from slipstream.kernels.norm.inputs import NormInputs, NormOptions
 from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step import op as projection
 from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
@@ -79,7 +79,7 @@ def attention_kind(**given: Any) -> tuple:
 
 
 def norm_kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, **options: Any) -> tuple:
-    return norm.kind(x, weight, gate, NormOptions(1e-5, **options))
+    return norm.kind(NormInputs(x, weight, gate=gate), NormOptions(1e-5, **options))
 
 
 # the key of a call, its arguments, and those of which each alone makes another

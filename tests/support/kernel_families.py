@@ -29,7 +29,7 @@ from slipstream.kernels.linear import gsa, householder
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.matmul import eager as matmul_eager
 from slipstream.kernels.mixer_step import block_inputs
-from slipstream.kernels.norm import fallback as norm_plain
+from slipstream.kernels.norm import eager as norm_plain
 from slipstream.kernels.projection_step import eager as projection_eager
 from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.running_mean import op as running_mean_op
@@ -322,7 +322,7 @@ FAMILIES = [
             "norm.triton.launch:forward": norm_plain.forward,
             "norm.triton.launch:backward": norm_plain.backward,
         },
-        ("slipstream.kernels.norm.dispatch",),
+        ("slipstream.kernels.norm.op",),
     ),
     Family(
         "conv.triton",

@@ -19,7 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common.checks import cast
-from slipstream.kernels.norm.inputs import NormInputs, NormOptions
+from slipstream.kernels.norm.inputs import (
+    BackwardInputs,
+    NormInputs,
+    NormOptions,
+    stats_shape,
+    stores_h,
+)
 from slipstream.kernels.norm.reference import rms_reference
 from slipstream.runtime.autograd import (
     Function,
@@ -31,6 +37,7 @@ from slipstream.runtime.autograd import (
     wants_gradient,
 )
 from slipstream.runtime.backends import is_plain_call
+from slipstream.runtime.guarded_launch import plain_gradients
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -60,6 +67,36 @@ def compose(
     if gate_value is not None and not n.gate_first:
         y = y * gate_value
     return cast(y, x.dtype), h
+
+
+def forward(
+    t: NormInputs, n: NormOptions, save: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As the launch; the statistics are left 0: `backward` makes them again."""
+    y, h = compose(t, n, rms, layer)
+    stats = None
+    if (shape := stats_shape(t.x, n, save)) is not None:
+        stats = torch.zeros(shape, dtype=torch.float32, device=t.x.device)
+    return y.contiguous(), h if stores_h(t.x, t.residual, n, save) else None, stats
+
+
+def backward(
+    t: BackwardInputs, n: NormOptions, needs_weight: bool, needs_bias: bool
+) -> tuple[Any, ...]:
+    """dx, dresidual if it is not dx, dweight, dbias, dgate."""
+    dy, dh, h, weight, bias, gate, _, residual_dtype = t
+
+    def plain(*leaves: Any) -> Tensor:
+        return compose(NormInputs(*leaves), n, rms, layer)[0]
+
+    dsum, *others = plain_gradients(plain, (h, weight, bias, gate), [dy])
+    remaining = iter(others)
+    dweight, dbias, dgate = (None if x is None else next(remaining) for x in (weight, bias, gate))
+    if dh is not None:
+        dsum = dsum + dh
+    dx = dsum.to(dy.dtype)
+    dresidual = None if residual_dtype in (None, dx.dtype) else dsum.to(residual_dtype)
+    return dx, dresidual, dweight if needs_weight else None, dbias if needs_bias else None, dgate
 
 
 def _l2(x: Tensor, eps: float, grads: bool, rms: Callable[..., Tensor]) -> Tensor:

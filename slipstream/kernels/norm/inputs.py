@@ -17,12 +17,12 @@ class NormInputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """dy, dh: gradients of y and of h, which is x, or its sum with the residual. stats: as forward
-    left them. residual_dtype: None without a residual."""
+    """dy, dh: gradients of y and of h. x: h, which is x, or its sum with the residual. stats: as
+    forward left them. residual_dtype: None without a residual."""
 
     dy: Tensor
     dh: Tensor | None
-    h: Tensor
+    x: Tensor
     weight: Tensor | None
     bias: Tensor | None
     gate: Tensor | None
@@ -48,6 +48,21 @@ class NormOptions(NamedTuple):
     gate_first: bool = False
     wide_h: bool = False
     keep_h: bool = False
+
+    def constants(self) -> dict[str, bool]:
+        """Those of all of the kernels."""
+        return {
+            "CENTRE": self.centre,
+            "ZERO_CENTERED": self.zero_centered,
+            "SILU": self.activation == "silu",
+            "GATE_FIRST": self.gate_first,
+        }
+
+    def kind(self, gated: bool) -> tuple[str | int, ...]:
+        """What kernels are compiled or compute differently for."""
+        flags = self.centre and "layer", self.l2 and "l2", self.groups
+        flags += (self.zero_centered and "zero-centered",)
+        return (*flags, self.activation, self.gate_first and "gate-first") if gated else flags
 
 
 def h_dtype(x: Tensor, residual: Tensor | None, n: NormOptions) -> torch.dtype:

@@ -1,17 +1,17 @@
-"""The Triton norms as torch.library operators, and their gradient.
+"""The norms: which implementation takes a call, the Triton ones as torch.library operators, and
+their gradient.
 
 slipstream::_norm_forward gives y, h and the statistics, of which what is not there is empty;
 slipstream::_norm_backward the gradients that there are.
 """
 
-from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.norm import fallback
+from slipstream.kernels.norm import eager, reference
 from slipstream.kernels.norm.inputs import (
     BackwardInputs,
     NormInputs,
@@ -20,7 +20,6 @@ from slipstream.kernels.norm.inputs import (
     stats_shape,
     stores_h,
 )
-from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import (
     Function,
     Saved,
@@ -29,12 +28,24 @@ from slipstream.runtime.autograd import (
     once_differentiable,
     save,
 )
+from slipstream.runtime.backends import DTYPES
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.dispatch import choose, is_triton
 from slipstream.runtime.size_ladder import AtSizes, Size
 
-_OPTIONS = schema_of(NormOptions)
 _COUNT = len(NormInputs._fields)
+
+
+def run(t: NormInputs, n: NormOptions, impl: str | None) -> tuple[Tensor, Tensor]:
+    """y in x's shape and dtype, and h = x + residual."""
+    impl = choose(_CANDIDATES, (t.x, n, t), impl, "norm", t.x).impls
+    if is_triton(impl):
+        y, h = norm(t, n, impl)
+        return y, t.x if h is None else h
+    functions = (eager.rms, eager.layer)
+    if impl == "reference":
+        functions = (reference.rms_reference, reference.layer_reference)
+    return eager.compose(t, n, *functions)
 
 
 def norm(t: NormInputs, n: NormOptions, impl: str) -> tuple[Tensor, Tensor | None]:
@@ -43,66 +54,6 @@ def norm(t: NormInputs, n: NormOptions, impl: str) -> tuple[Tensor, Tensor | Non
         return _Norm.apply(*t, n, impl)
     y, h, _ = _forward(*t, *n, save=False, impl=impl)
     return y, h if stores_h(t.x, t.residual, n, False) else None
-
-
-def kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, n: NormOptions) -> KernelKey:
-    """The calls that share a verdict on the kernels."""
-    flags = n.centre and "layer", n.l2 and "l2", n.groups, n.zero_centered and "zero-centered"
-    if gate is not None:
-        flags += n.activation, n.gate_first and "gate-first"
-    return ("norm.triton", x.dtype, x.shape[-1], None if weight is None else weight.dtype, *flags)
-
-
-def _run_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    t, (*options, save, impl) = NormInputs(*args[:_COUNT]), args[_COUNT:]
-    n, results = NormOptions(*options), None
-    with _guard(impl, t, n) as usable:
-        if usable:
-            results = _launch().forward(t, n, save)
-    y, h, stats = results or fallback.forward(t, n, save)
-    return y, y.new_empty(0) if h is None else h, y.new_empty(0) if stats is None else stats
-
-
-def _run_backward(*args: Any) -> list[Tensor]:
-    """Those that there are of dx, dresidual (if it is not dx), dweight, dbias, dgate."""
-    t, (*options, needs_weight, needs_bias, impl) = BackwardInputs(*args[:8]), args[8:]
-    n, results = NormOptions(*options), None
-    with _guard(impl, NormInputs(t.h, t.weight, t.bias, t.gate), n) as usable:
-        if usable:
-            results = _launch().backward(t, n, needs_weight, needs_bias)
-    dx, dr, *others = results or fallback.backward(t, n, needs_weight, needs_bias)
-    return [x for x in (dx, None if dr is dx else dr, *others) if x is not None]
-
-
-def _guard(impl: str, t: NormInputs, n: NormOptions) -> Guard:
-    kind_of = partial(kind, t.x, t.weight, t.gate, n)
-    return Guard(impl, t.x.device, kind_of, partial(_mismatch, t, n))
-
-
-def _mismatch(like: NormInputs, n: NormOptions) -> str | None:
-    """The probe: rows of the same width."""
-    width = like.x.shape[-1]
-    shapes = {"weight": (width,), "bias": (width,)}
-    probe_inputs = {
-        name: y if y is None else numeric_probe.random_like(y, *shapes.get(name, (37, width)))
-        for name, y in like._asdict().items()
-    }
-
-    def plain(t: numeric_probe.Given) -> tuple[Tensor, Tensor | None]:
-        y, h = fallback.norm(NormInputs(**t), n)
-        return y, t["x"] if n.keep_h and h is None else h
-
-    return numeric_probe.mismatch(
-        lambda t: norm(NormInputs(**t), n, "triton|eager"), plain, probe_inputs
-    )
-
-
-@cache
-def _launch() -> Any:
-    """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.norm.triton import launch
-
-    return launch
 
 
 class _Norm(Function):
@@ -168,24 +119,50 @@ def _backward_fake(*args: Any) -> list[Tensor]:
     return grads + [x.new_empty(x.shape) for x in parameters if x is not None]
 
 
-# x, gate, residual: few rows, whose launch begins ahead, and more (triton/launch.py: STEP_ROWS)
-_AT_SIZES = AtSizes(tokens=(0, 3, 4), steps=(Size(1, 1), Size(1, 1024)))
+def kind(t: NormInputs | BackwardInputs, n: NormOptions) -> KernelKey:
+    """The calls that share a verdict on the kernels."""
+    weight = None if t.weight is None else t.weight.dtype
+    return ("norm.triton", t.x.dtype, t.x.shape[-1], weight, *n.kind(t.gate is not None))
+
+
+def _unsupported_reason(x: Tensor, n: NormOptions, t: NormInputs) -> str | None:
+    if x.shape[-1] == 0:
+        return "there are no features"
+    for other in t[1:]:
+        if other is not None and other.dtype not in DTYPES:
+            return f"it computes in float32, and an input is {other.dtype}"
+    return None
+
+
+_LAUNCH = "slipstream.kernels.norm.triton.launch"
+_OPTIONS = schema_of(NormOptions)
 _forward = KernelOp(
     "norm_forward",
     f"({schema_of(NormInputs)}, {_OPTIONS}, bool save, str impl) -> (Tensor, Tensor, Tensor)",
-    _run_forward,
-    _forward_fake,
+    fake=_forward_fake,
+    kernel=f"{_LAUNCH}:forward",
+    plain=eager.forward,
+    kind=kind,
+    # rows of the same width
+    probe={"x": (37, 0), "gate": (37, 0), "residual": (37, 0), "save": False},
+    packed={"t": NormInputs, "n": NormOptions},
     replay=True,
-    at_sizes=_AT_SIZES,
+    # x, gate, residual: few rows, whose launch begins ahead, and more (triton/launch.py: STEP_ROWS)
+    at_sizes=AtSizes(tokens=(0, 3, 4), steps=(Size(1, 1), Size(1, 1024))),
 )
 _backward = KernelOp(
     "norm_backward",
     f"({schema_of(BackwardInputs)}, {_OPTIONS}, bool needs_weight, bool needs_bias, str impl) "
     "-> Tensor[]",
-    _run_backward,
-    _backward_fake,
+    fake=_backward_fake,
+    kernel=f"{_LAUNCH}:backward",
+    plain=eager.backward,
+    kind=kind,
+    packed={"t": BackwardInputs, "n": NormOptions},
+    forward=_forward,
     replay=True,
 )
+_CANDIDATES = _forward.candidates(_unsupported_reason)
 
 
 def _of_operator(*args: Any) -> tuple[Tensor, ...]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm.dispatch import run as norm
 from slipstream.kernels.norm.inputs import RECOMPUTED, NormInputs, NormOptions
+from slipstream.kernels.norm.op import run as norm
 from tests.support.interpreted import error, interpreted
 
 

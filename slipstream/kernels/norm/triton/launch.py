@@ -81,11 +81,8 @@ def forward(
             D=D,
             BR=tile.BR,
             BD=tile.BD,
-            CENTRE=n.centre,
             L2=n.l2,
-            ZERO_CENTERED=n.zero_centered,
-            SILU=n.activation == "silu",
-            GATE_FIRST=n.gate_first,
+            **n.constants(),
             ROUND=sum_dtype == x.dtype,
             LEAN=tile.lean,
             PDL=pdl,
@@ -98,8 +95,7 @@ def forward(
 def backward(
     t: BackwardInputs, n: NormOptions, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, ...]:
-    """dx, dresidual, dweight, dbias, dgate; the first two are the same tensor if they have the same
-    dtype."""
+    """dx, dresidual if it has another dtype, dweight, dbias, dgate."""
     dy, dh, h, weight, bias, gate, stats, residual_dtype = t
     groups = n.groups or 1
     width = h.shape[-1]
@@ -113,8 +109,8 @@ def backward(
     blocks = -(-D // tile.BD)
     P = _programs(R, tile, groups * blocks, h.get_device())
     dx = torch.empty_like(dy)
-    dr = dx if residual_dtype == dx.dtype else None
-    if residual_dtype is not None and dr is None:
+    dr = None
+    if residual_dtype not in (None, dx.dtype):
         dr = torch.empty_like(dy, dtype=residual_dtype)
     dgate = None if gate is None else torch.empty_like(gate)
     partial_sums = torch.empty(
@@ -122,8 +118,7 @@ def backward(
     )
     shared: dict[str, Any] = {
         "dy_ptr": dy, "h_ptr": h, "w_ptr": weight, "gate_ptr": gate,
-        "R": R, "G": groups, "D": D, "CENTRE": n.centre, "ZERO_CENTERED": n.zero_centered,
-        "SILU": n.activation == "silu", "GATE_FIRST": n.gate_first,
+        "R": R, "G": groups, "D": D, **n.constants(),
     }  # fmt: skip
     with device_of(device):
         sums = None
@@ -144,7 +139,7 @@ def backward(
             stats_ptr=None if stats_shape(h, n, True) is None else stats,
             sums_ptr=sums,
             dx_ptr=dx,
-            dr_ptr=None if dr is dx else dr,
+            dr_ptr=dr,
             dgate_ptr=dgate,
             dw_ptr=partial_sums[0] if needs_weight else None,
             db_ptr=partial_sums[-1] if needs_bias else None,
