@@ -6,19 +6,15 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.conv import fallback, op
-from slipstream.kernels.conv.eager import last_inputs
+from slipstream.kernels.conv import eager, op
 from slipstream.kernels.conv.inputs import UNIT_TENSORS, ConvInputs
 from slipstream.kernels.conv.reference import conv_reference
 from slipstream.ops.norm import l2_norm
 from slipstream.runtime.autograd import wants_gradient
 from slipstream.runtime.context_exchange import states_of_pieces, tie
 from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.dispatch import choose, is_triton, triton_or_eager
+from slipstream.runtime.dispatch import choose, is_triton
 from slipstream.runtime.token_ids import expect_below, expect_offsets
-
-_CANDIDATES = triton_or_eager(op.unsupported_reason)
-_UPDATE_CANDIDATES = triton_or_eager(op.update_unsupported_reason)
 
 
 @checks.operator
@@ -138,7 +134,7 @@ def _convolve(
     if share is not None:
         initial_state, past = states_of_pieces(x, weight.shape[1], initial_state, share)
     inputs = ConvInputs(x, weight, bias, residual, initial_state, cu_seqlens)
-    impl = choose(_CANDIDATES, inputs, impl, "short_convolution", x).impls
+    impl = choose(op.CANDIDATES, inputs, impl, "short_convolution", x).impls
     silu = activation is not None
     if is_triton(impl):
         # rows of a part begin at multiples of 16 bytes, as the kernels' loads want them
@@ -149,7 +145,7 @@ def _convolve(
         unit = 0 if within else unit
     else:
         by = [_by_definition] if impl == "reference" else []
-        ys = [fallback.convolution(inputs, silu, *by)]
+        ys = [eager.convolution(inputs, silu, *by)]
     if past is not None:
         ys = [tie(ys[0], past)]
     if sizes is not None and len(ys) == 1:
@@ -159,7 +155,7 @@ def _convolve(
     if not output_final_state:
         return ys, None
     state = None if initial_state is None else initial_state.to(x.dtype)
-    final = last_inputs(x, weight.shape[1], state, cu_seqlens)
+    final = eager.last_inputs(x, weight.shape[1], state, cu_seqlens)
     if share is not None:
         final = share.whole_states(tie(final, x), whole, 1 if share.packed else x.shape[0])
     return ys, final
@@ -218,12 +214,12 @@ def short_convolution_update(
         checks.expect_shape("residual", residual, x.shape)
     token = x.reshape(x.shape[0], x.shape[-1])
     call = (x, weight, bias, residual, state)
-    impl = choose(_UPDATE_CANDIDATES, call, impl, "short_convolution_update", x).impls
+    impl = choose(op.UPDATE_CANDIDATES, call, impl, "short_convolution_update", x).impls
     extra = None if residual is None else residual.reshape(token.shape)
     given = (token, state, weight, bias, extra, state_indices, activation is not None)
     # which states there are is not known to a trace, or on meta
     traced = (torch.compiler.is_compiling() and not wants_gradient(*given[:-1])) or x.is_meta
-    y = op.update(*given, impl) if traced or is_triton(impl) else fallback.update(*given)
+    y = op.update(*given, impl) if traced or is_triton(impl) else eager.update(*given)
     return y.view(x.shape)
 
 

@@ -298,9 +298,9 @@ class KernelOp(DirectCall):
         fake: the same arguments, shapes only; its strides must be those of `impl`. Where there is a
             plain twin, None has that make them.
         kernel, plain, kind, packed, in_torch_if: as KernelPair has them.
-        probe: a Probe or a Mismatch (runtime/kernel_pair.py). A Probe is run by the operator and
-            its gradient, whichever of their kernels is probed.
-        forward: of a gradient, the operator it belongs to.
+        probe: a Probe, several of them, or a Mismatch (runtime/kernel_pair.py). A Probe is run by
+            the operator and its gradient, whichever of their kernels is probed.
+        forward: of a gradient, the operator it belongs to, whose probe is its own too.
         replay, compile_also, at_sizes: as DirectCall has them.
     """
 
@@ -314,7 +314,7 @@ class KernelOp(DirectCall):
         kernel: str = "",
         plain: Callable | None = None,
         kind: Callable[..., KernelKey] | None = None,
-        probe: Probe | Mismatch | None = None,
+        probe: Probe | tuple[Probe, ...] | Mismatch | None = None,
         packed: Mapping[str, type] = MappingProxyType({}),
         in_torch_if: Callable[..., bool] | None = None,
         forward: "KernelOp | None" = None,
@@ -422,12 +422,15 @@ class KernelOp(DirectCall):
         if callable(self._probe):
             assert isinstance(self.impl, KernelPair)
             return self.impl.named(self._probe)(args)
-        return self._forward._compare(dict(zip(self._names, args)), args[0])
+        forward, known = self._forward, dict(zip(self._names, args))
+        probes = forward._probe if isinstance(forward._probe, tuple) else (forward._probe,)
+        found = (forward._compare(probe, known, args[0]) for probe in probes)
+        return next((x for x in found if x is not None), None)
 
-    def _compare(self, known: dict[str, Any], first: torch.Tensor) -> str | None:
+    def _compare(self, probe: Any, known: dict[str, Any], first: torch.Tensor) -> str | None:
         """A Probe's, of the kind of arguments that are known."""
-        pair, probe = self.impl, self._probe
-        assert isinstance(pair, KernelPair) and isinstance(probe, Mapping)
+        pair = self.impl
+        assert isinstance(pair, KernelPair)
         given = {name: known.get(name) for name in self._names}
         given = fresh({**probe, "impl": dispatch.TRITON_OR_EAGER}, given, first)
         written = [*self._written.values()]

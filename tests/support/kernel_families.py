@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from slipstream.kernels.attention import cache, eager, latent
-from slipstream.kernels.conv import fallback as conv_plain
+from slipstream.kernels.conv import eager as conv_plain
 from slipstream.kernels.elementwise import (
     copy_states,
     decay_gate,

@@ -14,6 +14,22 @@ class ConvInputs(NamedTuple):
     cu_seqlens: Tensor | None  # [N + 1]
 
 
+class GradInputs(NamedTuple):
+    """dy, dy1, dy2: gradients of y, or of each of up to three tensors with its channels."""
+
+    dy: Tensor
+    dy1: Tensor | None
+    dy2: Tensor | None
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    state: Tensor | None
+    cu_seqlens: Tensor | None
+
+    def dys(self) -> list[Tensor]:
+        return [x for x in self[:3] if x is not None]
+
+
 # Of three tensors how many are normalised: queries and keys.
 UNIT_TENSORS = 2
 # Inside the root of their norms: that of ops.l2_norm.

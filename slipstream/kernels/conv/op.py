@@ -1,21 +1,19 @@
-"""The Triton short convolution as torch.library operators, and its gradient.
+"""The short convolution: which implementation takes a call, the Triton one as torch.library
+operators, and its gradient.
 
 slipstream::_short_convolution gives y, or its channels in up to three tensors;
 _short_convolution_backward, given the gradients of these, those of x, weight and of bias and
 state, if they are there; _short_convolution_update y, and moves the state on in place.
 """
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.conv import fallback
-from slipstream.kernels.conv.inputs import UNIT_TENSORS, UNIT_WIDTHS, ConvInputs
-from slipstream.runtime import numeric_probe
+from slipstream.kernels.conv import eager
+from slipstream.kernels.conv.inputs import UNIT_TENSORS, UNIT_WIDTHS, ConvInputs, GradInputs
 from slipstream.runtime.autograd import (
     Function,
     Saved,
@@ -25,15 +23,13 @@ from slipstream.runtime.autograd import (
     wants_gradient,
 )
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.guarded_launch import Guard, known_failure
+from slipstream.runtime.numeric_probe import random_like
 
 # the kernels unroll the taps
 MAX_TAPS = 8
 
 
-def unsupported_reason(
-    x: Tensor, weight: Tensor, *tensors: Tensor | None, what: str = "triton"
-) -> str | None:
+def _unsupported_reason(x: Tensor, weight: Tensor, *tensors: Tensor | None) -> str | None:
     """Why the Triton kernels can't take this call, or None if they can."""
     if weight.shape[1] > MAX_TAPS:
         return f"it takes at most {MAX_TAPS} taps"
@@ -41,15 +37,13 @@ def unsupported_reason(
         return "there are no channels or sequences"
     if any(t is not None and t.dtype == torch.float64 for t in (weight, *tensors)):
         return "it computes in float32, and an input is float64"
-    return known_failure(lambda: kind(what, x, weight), x.device)
+    return None
 
 
-def update_unsupported_reason(x: Tensor, *tensors: Tensor | None) -> str | None:
-    if wants_gradient(x, *tensors):
+def _update_unsupported_reason(x: Tensor, weight: Tensor, *tensors: Tensor | None) -> str | None:
+    if wants_gradient(x, weight, *tensors):
         return "it makes no gradients"
-    weight = tensors[0]
-    assert weight is not None
-    return unsupported_reason(x, weight, *tensors[1:], what="update")
+    return _unsupported_reason(x, weight, *tensors)
 
 
 def kind(what: str, x: Tensor, weight: Tensor) -> KernelKey:
@@ -68,8 +62,7 @@ def convolution(
     options = sizes, unit, silu, impl
     if needs_autograd(*inputs[:5]):
         # here, so that what the Function saves are its inputs
-        x, weight, bias, state = _contiguous(inputs.x, inputs.weight, inputs.bias, inputs.state)
-        inputs = inputs._replace(x=x, weight=weight, bias=bias, state=state)
+        inputs = ConvInputs._make(None if t is None else t.contiguous() for t in inputs)
         return [*_Convolution.apply(*inputs, *options)]
     return _call(*inputs, *options)
 
@@ -92,107 +85,6 @@ def update(
 ) -> Tensor:
     """x, y [N, D]; the state moves on in place. No gradients."""
     return _call_update(x, state, weight, bias, residual, indices, silu=silu, impl=impl)
-
-
-def _forward(*args: Any) -> list[Tensor]:
-    *tensors, sizes, unit, silu, impl = args
-    inputs = ConvInputs(*_contiguous(*tensors))
-    with _guard(impl, inputs.x, inputs.weight) as usable:
-        if usable:
-            return _launch().forward(inputs, silu, sizes, unit)
-    return fallback.forward(inputs, silu, sizes, unit)
-
-
-def _backward(*args: Any) -> list[Tensor]:
-    *tensors, unit, silu, impl = args
-    dys = [t.contiguous() for t in tensors[:3] if t is not None]
-    kernel_args: Any = (*_contiguous(*tensors[3:]), silu, unit)
-    with _guard(impl, kernel_args[0], kernel_args[1]) as usable:
-        if usable:
-            return _launch().backward(dys, *kernel_args)
-    return fallback.backward(dys, *kernel_args)
-
-
-def _update(x: Tensor, state: Tensor, *args: Any) -> Tensor:
-    *tensors, silu, impl = args
-    x, weight, bias, residual, indices = _contiguous(x, *tensors)
-    moves = (x, state, weight, bias, residual, indices, silu)
-    with Guard(
-        impl,
-        x.device,
-        lambda: kind("update", x, weight),
-        lambda: _mismatch_of_update(x, state, weight, bias, silu),
-    ) as usable:
-        if usable:
-            return _launch().update(*moves)
-    return fallback.update(*moves).contiguous()
-
-
-def _guard(impl: str, x: Tensor, weight: Tensor) -> Guard:
-    return Guard(impl, x.device, lambda: kind("triton", x, weight), lambda: _mismatch(x, weight))
-
-
-def _mismatch(x: Tensor, weight: Tensor) -> str | None:
-    """The probe: two packed sequences, with everything."""
-    D, W = 70, weight.shape[1]
-    probe_inputs = {
-        "x": numeric_probe.random_like(x, 1, 150, D),
-        "weight": numeric_probe.random_like(weight, D, W),
-    }
-    probe_inputs |= {
-        "bias": numeric_probe.random_like(weight, D),
-        "residual": numeric_probe.random_like(x, 1, 150, D),
-    }
-    probe_inputs |= {"state": numeric_probe.random_like(x, 2, D, W)}
-    probe_inputs["cu_seqlens"] = torch.tensor([0, 50, 150], device=x.device)
-    mismatch = numeric_probe.mismatch(
-        lambda t: convolution(ConvInputs(**t), True, "triton|eager")[0],
-        lambda t: fallback.convolution(ConvInputs(**t), True),
-        probe_inputs,
-    )
-    return mismatch or _mismatch_of_unit(x, weight)
-
-
-def _mismatch_of_unit(x: Tensor, weight: Tensor) -> str | None:
-    """The probe of heads that are normalised, and of a tensor that is not."""
-    unit = UNIT_WIDTHS[-1]
-    sizes = (unit, 2 * unit, 72)
-    probe_inputs = {
-        "x": numeric_probe.random_like(x, 1, 150, sum(sizes)),
-        "weight": numeric_probe.random_like(weight, sum(sizes), weight.shape[1]),
-    }
-
-    def convolve(t: numeric_probe.Given, impl: str) -> tuple[Tensor, ...]:
-        inputs = ConvInputs(t["x"], t["weight"], None, None, None, None)
-        if impl:
-            return tuple(convolution(inputs, True, impl, sizes, unit))
-        return tuple(fallback.normalised(fallback.convolution(inputs, True), sizes, unit))
-
-    return numeric_probe.mismatch(
-        lambda t: convolve(t, "triton|eager"), lambda t: convolve(t, ""), probe_inputs
-    )
-
-
-def _mismatch_of_update(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
-) -> str | None:
-    D, W = 70, weight.shape[1]
-    probe_inputs = {
-        "x": numeric_probe.random_like(x, 5, D),
-        "state": numeric_probe.random_like(state, 5, D, W),
-    }
-    probe_inputs |= {"weight": numeric_probe.random_like(weight, D, W)}
-    probe_inputs |= {"bias": None if bias is None else numeric_probe.random_like(bias, D)}
-
-    def run(update: Callable) -> Callable[[numeric_probe.Given], Any]:
-        def call(t: numeric_probe.Given) -> tuple[Tensor, Tensor]:
-            y = update(*t.values(), None, None, silu)
-            return y, cast(Tensor, t["state"])
-
-        return call
-
-    kernels = run(lambda *args: update(*args, impl="triton|eager"))
-    return numeric_probe.mismatch(kernels, run(fallback.update), probe_inputs, gradients=False)
 
 
 class _Convolution(Function):
@@ -225,14 +117,6 @@ def _contiguous(*tensors: Any) -> Any:
     return tuple(None if t is None else t.contiguous() for t in tensors)
 
 
-@cache
-def _launch() -> Any:
-    """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.conv.triton import launch
-
-    return launch
-
-
 def _fake(x: Tensor, weight: Tensor, *args: Any) -> list[Tensor]:
     return [x.new_empty(*x.shape[:2], n) for n in args[4] or x.shape[2:]]
 
@@ -241,31 +125,68 @@ def _fake_backward(dy: Tensor, dy1: Tensor | None, dy2: Tensor | None, *args: An
     return [t.new_empty(t.shape) for t in args[:4] if t is not None]
 
 
-def _fake_update(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
+_UNIT = UNIT_WIDTHS[-1]
+_SIZES = (_UNIT, 2 * _UNIT, 72)
+_PROBES = (
+    # two packed sequences, with everything
+    {
+        "x": (1, 150, 70),
+        "weight": (70, 0),
+        "bias": lambda like: random_like(like, 70),
+        "residual": lambda like: random_like(like, 1, 150, 70),
+        "state": lambda like: random_like(like, 2, 70, like.shape[-1]),
+        "cu_seqlens": lambda like: torch.tensor([0, 50, 150], device=like.device),
+        "sizes": None,
+        "unit": 0,
+        "silu": True,
+    },
+    # heads that are normalised, and a tensor that is not
+    {
+        "x": (1, 150, sum(_SIZES)),
+        "weight": (sum(_SIZES), 0),
+        **dict.fromkeys(("bias", "residual", "state", "cu_seqlens")),
+        "sizes": lambda like: _SIZES,
+        "unit": _UNIT,
+        "silu": True,
+    },
+)
+_LAUNCH = "slipstream.kernels.conv.triton.launch"
 _call = KernelOp(
     "short_convolution",
     f"({schema_of(ConvInputs)}, int[]? sizes, int unit, bool silu, str impl) -> Tensor[]",
-    _forward,
-    _fake,
+    fake=_fake,
+    kernel=f"{_LAUNCH}:forward",
+    plain=eager.forward,
+    kind=lambda x, weight: kind("triton", x, weight),
+    probe=_PROBES,
+    packed={"inputs": ConvInputs},
     replay=True,
 )
 _call_backward = KernelOp(
     "short_convolution_backward",
-    "(Tensor dy, Tensor? dy1, Tensor? dy2, Tensor x, Tensor weight, Tensor? bias, Tensor? state, "
-    "Tensor? cu_seqlens, int unit, bool silu, str impl) -> Tensor[]",
-    _backward,
-    _fake_backward,
+    f"({schema_of(GradInputs)}, int unit, bool silu, str impl) -> Tensor[]",
+    fake=_fake_backward,
+    kernel=f"{_LAUNCH}:backward",
+    plain=eager.backward,
+    kind=lambda x, weight: kind("triton", x, weight),
+    packed={"t": GradInputs},
+    forward=_call,
     replay=True,
 )
 _call_update = KernelOp(
     "short_convolution_update",
     "(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? residual, Tensor? indices, "
     "bool silu, str impl) -> Tensor",
-    _update,
-    _fake_update,
+    fake=lambda x, *_: x.new_empty(x.shape),
+    kernel=f"{_LAUNCH}:update",
+    plain=eager.update,
+    kind=lambda x, weight: kind("update", x, weight),
+    probe={
+        "x": (5, 70), "state": (5, 70, 0), "weight": (70, 0), "bias": (70,), "residual": None,
+        "indices": None,
+    },
     replay=True,
-)
+)  # fmt: skip
 _call.set_gradient(_Convolution.apply)
+CANDIDATES = _call.candidates(_unsupported_reason)
+UPDATE_CANDIDATES = _call_update.candidates(_update_unsupported_reason)

@@ -62,7 +62,7 @@ def check_neighbours() -> None:
 
 def check_offsets_past_the_end() -> None:
     """On a GPU nobody looks at them before; what is behind the last token is NaN here."""
-    from slipstream.kernels.conv.inputs import ConvInputs
+    from slipstream.kernels.conv.inputs import ConvInputs, GradInputs
     from slipstream.kernels.conv.triton import launch
 
     T, D, W = 9, 6, 4
@@ -72,8 +72,10 @@ def check_offsets_past_the_end() -> None:
     x, dy, found = x[:, :T], dy[:, :T], []
     for end in (T, T + 5):
         cu = torch.tensor([0, T - 1, end])
-        ys = launch.forward(ConvInputs(x, weight, None, None, state, cu), True, None)
-        found.append([*ys, *launch.backward([dy], x, weight, None, state, cu, True)])
+        ys = launch.forward(ConvInputs(x, weight, None, None, state, cu), None, 0, True)
+        found.append(
+            [*ys, *launch.backward(GradInputs(dy, None, None, x, weight, None, state, cu), 0, True)]
+        )
     for got, want in zip(*found, strict=True):
         assert want.isfinite().all()
         assert torch.equal(got, want)
@@ -81,8 +83,8 @@ def check_offsets_past_the_end() -> None:
     for wrong in ((0, -100, T), (0, T + 90, 3), (9, 2, 1), (5, 2, 1), (-9, -8, -7)):
         cu = torch.tensor(wrong)
         with in_bounds():
-            launch.forward(ConvInputs(x, weight, None, None, state, cu), True, None)
-            launch.backward([dy], x, weight, None, state, cu, True)
+            launch.forward(ConvInputs(x, weight, None, None, state, cu), None, 0, True)
+            launch.backward(GradInputs(dy, None, None, x, weight, None, state, cu), 0, True)
 
 
 def check_apart(W: int, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -115,7 +117,7 @@ def check_unit(W: int, T: int, dtype: torch.dtype, bias: bool, packed: bool = Fa
 
     packed: four sequences, one of them empty, that begin with states.
     """
-    from slipstream.kernels.conv import fallback, op
+    from slipstream.kernels.conv import eager, op
     from slipstream.kernels.conv.inputs import ConvInputs
 
     sizes, unit = (64, 128, 24), 64
@@ -138,8 +140,8 @@ def check_unit(W: int, T: int, dtype: torch.dtype, bias: bool, packed: bool = Fa
                 again = op.convolution(call, True, "triton", sizes, unit)
             assert all(torch.equal(y, z) for y, z in zip(ys, again, strict=True))
         else:
-            y = fallback.convolution(call, True)
-            ys = fallback.normalised(y, sizes, unit)
+            y = eager.convolution(call, True)
+            ys = eager.normalised(y, sizes, unit)
         dys = [t.to(y.dtype) for y, t in zip(ys, dy.split(sizes, -1))]
         found.append([*ys, *torch.autograd.grad(ys, leaves, dys)])
     for got, want in zip(*found, strict=True):
@@ -177,7 +179,7 @@ def check_short_sequences() -> None:
 def check_bounds(lengths: tuple[int, ...], extras: bool) -> None:
     """However few tiles a program has, also where its first one has no tokens and begins past all
     of them, it reads nothing outside of a tensor, and y, dx and a state's gradient are the same."""
-    from slipstream.kernels.conv.inputs import ConvInputs
+    from slipstream.kernels.conv.inputs import ConvInputs, GradInputs
     from slipstream.kernels.conv.triton import launch
 
     T, D, W, found = sum(lengths), 5, 4, []
@@ -190,8 +192,10 @@ def check_bounds(lengths: tuple[int, ...], extras: bool) -> None:
         launch.FORWARD = launch.Tile(8, 32, 1, programs)
         launch.BACKWARD = launch.Tile(8, 32, 1, programs)
         with in_bounds():
-            (y,) = launch.forward(inputs, True, None)
-            dx, *others = launch.backward([dy], x, weight, bias, state, cu, True)
+            (y,) = launch.forward(inputs, None, 0, True)
+            dx, *others = launch.backward(
+                GradInputs(dy, None, None, x, weight, bias, state, cu), 0, True
+            )
         found.append([y, dx, *others[2:]])
         for got, want in zip(found[-1], found[0], strict=True):
             assert torch.equal(got, want), (lengths, programs)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.conv.inputs import UNIT_EPS, UNIT_TENSORS, ConvInputs
+from slipstream.kernels.conv.inputs import UNIT_EPS, UNIT_TENSORS, ConvInputs, GradInputs
 from slipstream.kernels.conv.triton.backward import conv_bwd_kernel
 from slipstream.kernels.conv.triton.conv import conv_fwd_kernel, conv_update_kernel
 from slipstream.runtime.backends import device_of, sm_count
@@ -31,94 +31,41 @@ FORWARD = Tile(8, 256, 2, 8)
 BACKWARD = Tile(8, 256, 2, 4)
 
 
-def forward(
-    inputs: ConvInputs, silu: bool, sizes: Sequence[int] | None, unit: int = 0
-) -> list[Tensor]:
-    """y [B, T, D], or one of each of sizes channels. All contiguous. unit: as op.convolution."""
-    x, weight, bias, residual, state, cu_seqlens = inputs
-    T, D = x.shape[1:]
-    W = weight.shape[1]
-    ys = [torch.empty(*x.shape[:2], n, dtype=x.dtype, device=x.device) for n in sizes or (D,)]
+def forward(inputs: ConvInputs, sizes: Sequence[int] | None, unit: int, silu: bool) -> list[Tensor]:
+    """y [B, T, D], or one of each of sizes channels. unit: as op.convolution."""
+    inputs = ConvInputs._make(_contiguous(*inputs))
+    x = inputs.x
+    sizes = sizes or x.shape[2:]
+    ys = [torch.empty(*x.shape[:2], n, dtype=x.dtype, device=x.device) for n in sizes]
     with device_of(x.device):
-        plain, P, tiles = _programs(FORWARD, x, cu_seqlens, max(y.shape[-1] for y in ys))
-        tiles_each = max(-(-tiles // P), 1)
-        begin = 0
-        for i, y in enumerate(ys):
-            n, tile, is_unit = y.shape[-1], *_tile_of_output(plain, i, unit)
-            cached(conv_fwd_kernel)[(-(-tiles // tiles_each) * -(-n // tile.BD),)](
-                x_ptr=x.narrow(2, begin, n),
-                w_ptr=weight.narrow(0, begin, n),
-                b_ptr=None if bias is None else bias.narrow(0, begin, n),
-                r_ptr=residual,
-                s_ptr=None if state is None else state.narrow(1, begin, n),
-                y_ptr=y,
-                T=T,
-                **_packing(cu_seqlens),
-                tiles=tiles,
-                tiles_each=tiles_each,
-                eps=UNIT_EPS,
-                D=n,
-                SX=D,
-                W=W,
-                BT=tile.BT,
-                BD=tile.BD,
-                SILU=silu,
-                UNIT=is_unit,
-                num_warps=tile.warps,
-            )
-            begin += n
+        P, parts = _parts(FORWARD, inputs, sizes, unit, silu)
+        for y, (_, blocks, arguments) in zip(ys, parts):
+            cached(conv_fwd_kernel)[(P * blocks,)](**arguments, r_ptr=inputs.residual, y_ptr=y)
     return ys
 
 
-def backward(
-    dys: Sequence[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    unit: int = 0,
-) -> list[Tensor]:
+def backward(t: GradInputs, unit: int, silu: bool) -> list[Tensor]:
     """dx, dweight and, where they are there, dbias and dstate."""
-    T, D = x.shape[1:]
-    W = weight.shape[1]
+    t = GradInputs._make(_contiguous(*t))
+    _, _, _, x, weight, bias, state, cu_seqlens = t
+    inputs = ConvInputs(x, weight, bias, None, state, cu_seqlens)
+    W, dys = weight.shape[1], t.dys()
     dx, dstate = torch.empty_like(x), None
     if state is not None:
         # the first tile of a sequence writes it, and where there are no tokens there are no tiles
         dstate = torch.empty_like(state) if x.numel() else torch.zeros_like(state)
     with device_of(x.device):
-        plain, P, tiles = _programs(BACKWARD, x, cu_seqlens, max(dy.shape[-1] for dy in dys))
-        tiles_each = max(-(-tiles // P), 1)
-        P = -(-tiles // tiles_each)
-        partial = torch.empty(P, W + 1, D, dtype=torch.float32, device=x.device)
-        begin = 0
-        for i, dy in enumerate(dys):
-            n, tile, is_unit = dy.shape[-1], *_tile_of_output(plain, i, unit)
-            cached(conv_bwd_kernel)[(P * -(-n // tile.BD),)](
+        P, parts = _parts(BACKWARD, inputs, [dy.shape[-1] for dy in dys], unit, silu)
+        partial = torch.empty(P, W + 1, x.shape[2], dtype=torch.float32, device=x.device)
+        for dy, (begin, blocks, arguments) in zip(dys, parts):
+            n = dy.shape[-1]
+            cached(conv_bwd_kernel)[(P * blocks,)](
+                **arguments,
                 dy_ptr=dy,
-                x_ptr=x.narrow(2, begin, n),
-                w_ptr=weight.narrow(0, begin, n),
-                b_ptr=None if bias is None else bias.narrow(0, begin, n),
-                s_ptr=None if state is None else state.narrow(1, begin, n),
                 dx_ptr=dx.narrow(2, begin, n),
                 ds_ptr=None if dstate is None else dstate.narrow(1, begin, n),
                 partial_ptr=partial.narrow(2, begin, n),
-                T=T,
-                **_packing(cu_seqlens),
-                tiles=tiles,
-                tiles_each=tiles_each,
-                eps=UNIT_EPS,
-                D=n,
-                SX=D,
-                W=W,
-                BT=tile.BT,
-                BD=tile.BD,
-                SILU=silu,
-                UNIT=is_unit,
-                num_warps=tile.warps,
             )
-            begin += n
         sums = partial.sum(0)
     # copies: of float32 they would be views of both
     copy_options = {"copy": True, "memory_format": torch.contiguous_format}
@@ -136,7 +83,8 @@ def update(
     indices: Tensor | None,
     silu: bool,
 ) -> Tensor:
-    """y [N, D]; all contiguous but state."""
+    """y [N, D]."""
+    x, weight, bias, residual, indices = _contiguous(x, weight, bias, residual, indices)
     N, D = x.shape
     W = weight.shape[1]
     y = torch.empty_like(x)
@@ -161,11 +109,48 @@ def update(
     return y
 
 
-def _tile_of_output(tile: Tile, output: int, unit: int) -> tuple[Tile, bool]:
-    """The tile for one of y's tensors; and whether its runs are normalised, each by a warp."""
-    if unit == 0 or output >= UNIT_TENSORS:
-        return tile, False
-    return tile._replace(BD=unit, warps=1), True
+def _parts(
+    tile: Tile, inputs: ConvInputs, sizes: Sequence[int], unit: int, silu: bool
+) -> tuple[int, list[tuple[int, int, dict[str, Any]]]]:
+    """Programs of each block of channels; and of each of y's tensors the first channel, the blocks
+    and what its kernels have in common."""
+    x, weight, bias, _, state, cu_seqlens = inputs
+    tile, P, tiles = _programs(tile, x, cu_seqlens, max(sizes))
+    tiles_each = max(-(-tiles // P), 1)
+    N = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    begin, parts = 0, []
+    for i, n in enumerate(sizes):
+        # a run that is normalised is a warp's
+        is_unit = unit != 0 and i < UNIT_TENSORS
+        BD, warps = (unit, 1) if is_unit else (tile.BD, tile.warps)
+        arguments = {
+            "x_ptr": x.narrow(2, begin, n),
+            "w_ptr": weight.narrow(0, begin, n),
+            "b_ptr": None if bias is None else bias.narrow(0, begin, n),
+            "s_ptr": None if state is None else state.narrow(1, begin, n),
+            "cu_ptr": cu_seqlens,
+            "N": N,
+            "bits": N.bit_length(),
+            "T": x.shape[1],
+            "tiles": tiles,
+            "tiles_each": tiles_each,
+            "eps": UNIT_EPS,
+            "D": n,
+            "SX": x.shape[2],
+            "W": weight.shape[1],
+            "BT": tile.BT,
+            "BD": BD,
+            "SILU": silu,
+            "UNIT": is_unit,
+            "num_warps": warps,
+        }
+        parts.append((begin, -(-n // BD), arguments))
+        begin += n
+    return -(-tiles // tiles_each), parts
+
+
+def _contiguous(*tensors: Tensor | None) -> Any:
+    return [None if t is None else t.contiguous() for t in tensors]
 
 
 def _programs(tile: Tile, x: Tensor, cu_seqlens: Tensor | None, D: int) -> tuple[Tile, int, int]:
@@ -181,9 +166,3 @@ def _programs(tile: Tile, x: Tensor, cu_seqlens: Tensor | None, D: int) -> tuple
     max_programs = max(max_programs // -(-D // BD), 1)
     rounds = max(-(-tiles // max_programs), 1)
     return tile._replace(BD=BD, warps=warps), max(-(-tiles // rounds), 1), tiles
-
-
-def _packing(cu_seqlens: Tensor | None) -> dict[str, Any]:
-    """Arguments of a kernel."""
-    N = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return {"cu_ptr": cu_seqlens, "N": N, "bits": N.bit_length()}
