@@ -11,7 +11,6 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.kernels.attention import latent
 from slipstream.kernels.attention import op as attention_op
-from slipstream.kernels.attnres import op as attnres_op
 from slipstream.kernels.elementwise import copy_states, decay_gate, embedding, place_tokens
 from slipstream.kernels.elementwise import erase as erase_op
 from slipstream.kernels.elementwise import preconditioner as preconditioner_op
@@ -341,14 +340,3 @@ def sharded(logits: Tensor, target: Tensor, terms: Any, **made: Any) -> None:
 
 def kl_rows(student: Any, teacher: Any, *rest: Any) -> tuple:
     return distill.kl_rows(student, teacher, *rest)
-
-
-def attnres(inputs: Any, o: Tensor, rest: Any) -> tuple:
-    y, s = attnres_op.eager(inputs)
-    o = attnres_op.eager(inputs._replace(output_weight=None))[0] if o.numel() else o
-    rstd = torch.stack([(x.square().mean(-1) + inputs.eps).rsqrt() for x in inputs.residuals])
-    return y, s, rstd, s.logsumexp(0), o, rest
-
-
-def attnres_back(inputs: Any, dy: Tensor, sums: Any) -> list[Tensor]:
-    return attnres_op.eager_backward(inputs, dy)

@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from slipstream.kernels.attention import cache, eager, latent
+from slipstream.kernels.attnres import op as attnres_op
 from slipstream.kernels.conv import eager as conv_plain
 from slipstream.kernels.elementwise import (
     copy_states,
@@ -103,8 +104,8 @@ FAMILIES = [
         "attnres.triton",
         calls.sampled("attnres-normed"),
         {
-            "attnres.triton.attnres:forward": calls.attnres,
-            "attnres.triton.attnres:backward": calls.attnres_back,
+            "attnres.triton.attnres:forward": attnres_op._plain_forward,
+            "attnres.triton.attnres:backward": attnres_op.eager_backward,
         },
         ("slipstream.kernels.attnres.op",),
     ),

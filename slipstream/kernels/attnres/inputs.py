@@ -4,6 +4,7 @@ L residuals of R rows of D features."""
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -22,3 +23,10 @@ class ForwardSums(NamedTuple):
     s: Tensor  # [L, R], scores
     rstd: Tensor  # [L, R]
     lse: Tensor  # [R]
+
+
+def for_backward(first: Tensor, output_weight: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the sum before its norm, where y is not that, and for what rounding leaves."""
+    wanted = output_weight is not None, first.dtype in (torch.bfloat16, torch.float16)
+    o, rest = (torch.empty_like(first) if keep and x else first.new_empty(0) for x in wanted)
+    return o, rest

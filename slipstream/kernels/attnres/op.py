@@ -1,7 +1,7 @@
 """Attention over the depth: which implementation takes a call, its gradient, and plain torch.
 
-slipstream::_attnres and _attnres_backward are the operators of the kernels: "triton", or "sm90",
-which has a backward of its own after Triton's forward.
+slipstream::_attnres and _attnres_backward are the operators of the kernels in Triton;
+_attnres_backward_sm90 is another backward after the same forward.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.attnres.inputs import AttnresInputs, ForwardSums
+from slipstream.kernels.attnres.inputs import AttnresInputs, ForwardSums, for_backward
 from slipstream.kernels.attnres.sm90 import plan as sm90
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose, triton_or_eager
-from slipstream.runtime.guarded_launch import Guard, known_failure, plain_gradients
+from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
+from slipstream.runtime.guarded_launch import known_failure, plain_gradients
 
 # Those that the kernels take, and the most features of one.
 STREAMS, WIDEST = 16, 8192
@@ -26,7 +26,7 @@ STREAMS, WIDEST = 16, 8192
 def attnres(inputs: AttnresInputs, impl: str | None) -> tuple[Tensor, Tensor]:
     """y [..., D] and p [L, ...], of which y has gradients."""
     residuals = inputs.residuals
-    call = *residuals, inputs.output_weight
+    call = residuals[0], residuals, inputs.output_weight
     return _run(inputs, choose(_CANDIDATES, call, impl, "attnres", residuals[0]).impls)
 
 
@@ -43,9 +43,8 @@ def _run(inputs: AttnresInputs, impl: str) -> tuple[Tensor, Tensor]:
         y, s, lse = _Attnres.apply(query, weight, output_weight, *options, impl, *residuals)
     else:
         rows = _rows(residuals)
-        y, s, _, lse, *_ = forward(
-            query, rows, weight, output_weight, *options, impl=impl, keep=False
-        )
+        given = AttnresInputs(query, rows, weight, output_weight, *options)
+        y, s, _, lse, *_ = forward(*given, keep=False, impl=impl)
     return y.view(shape), (s - lse).exp().view(len(residuals), *shape[:-1])
 
 
@@ -60,9 +59,9 @@ class _Attnres(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         query, weight, output_weight, eps, scale, impl, *residuals = args
-        given = query, _rows(residuals), weight, output_weight
+        given = AttnresInputs(query, _rows(residuals), weight, output_weight, eps, scale)
         keep = not impl.startswith("sm90")
-        y, s, rstd, lse, o, rest = forward(*given, eps=eps, scale=scale, impl=impl, keep=keep)
+        y, s, rstd, lse, o, rest = forward(*given, keep=keep, impl=impl)
         o = y if keep and output_weight is None else o
         # no views of them, of whose changes torch has another error
         save(ctx, query, weight, output_weight, o, rest, s, rstd, lse, *residuals)
@@ -74,8 +73,10 @@ class _Attnres(Function):
     @once_differentiable
     def backward(ctx: Any, saved: Saved, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (query, weight, output_weight), sums, residuals = saved[:3], saved[3:8], saved[8:]
-        given, scale = (query, _rows(residuals), weight, output_weight), ctx.options[1]
-        da, dwo, *grads = backward(*given, dy, *sums, *ctx.options)
+        eps, scale, impl = ctx.options
+        given = AttnresInputs(query, _rows(residuals), weight, output_weight, eps, scale)
+        call = backward_sm90 if impl.startswith("sm90") else backward
+        da, dwo, *grads = call(*given, dy, *sums, impl=impl)
         grads = [g.view(x.shape) for g, x in zip(grads, residuals)]
         dq, dw = da * weight * scale, da * query * scale
         dwo = None if output_weight is None else dwo.to(output_weight.dtype)
@@ -96,8 +97,8 @@ def eager(inputs: AttnresInputs) -> tuple[Tensor, Tensor]:
     return o.to(dtype), s
 
 
-def eager_backward(inputs: AttnresInputs, dy: Tensor) -> list[Tensor]:
-    """As the kernels' backward."""
+def eager_backward(inputs: AttnresInputs, dy: Tensor, sums: ForwardSums) -> list[Tensor]:
+    """As the kernels' backward, from the inputs alone."""
     query, residuals, weight, output_weight, eps, scale = inputs
 
     def plain(a: Tensor, last: Tensor | None, *rows: Tensor) -> Tensor:
@@ -109,11 +110,10 @@ def eager_backward(inputs: AttnresInputs, dy: Tensor) -> list[Tensor]:
     return found if output_weight is not None else [found[0], found[0].new_empty(0), *found[1:]]
 
 
-def _unsupported_reason(*call: Tensor | None) -> str | None:
-    """Why the Triton kernels can't take a call, or None if they can; call: the residuals, and the
-    output's weight."""
-    residuals = _residuals_of(call)
-    first = residuals[0]
+def _unsupported_reason(
+    first: Tensor, residuals: Sequence[Tensor], output_weight: Tensor | None
+) -> str | None:
+    """Why the Triton kernels can't take a call, or None if they can."""
     if len(residuals) > STREAMS:
         return f"there are more than {STREAMS} residuals"
     if first.shape[-1] == 0:
@@ -122,39 +122,18 @@ def _unsupported_reason(*call: Tensor | None) -> str | None:
         return f"there are more than {WIDEST} features"
     if len(residuals) * (first.numel() // first.shape[-1]) >= 2**31:
         return "it counts the rows of all residuals in 32 bits"
-    return known_failure(lambda: _kind(residuals), first.device)
+    return None
 
 
-_BY_TRITON = triton_or_eager(_unsupported_reason)
-
-
-def _residuals_of(call: tuple[Tensor | None, ...]) -> list[Tensor]:
-    return [x for x in call[:-1] if x is not None]
-
-
-def _sm90_unsupported(call: tuple[Tensor | None, ...]) -> str | None:
+def _sm90_unsupported(
+    first: Tensor, residuals: Sequence[Tensor], output_weight: Tensor | None
+) -> str | None:
     """Its forward is Triton's."""
-    residuals = _residuals_of(call)
     return (
-        sm90.unsupported_reason(residuals, call[-1] is not None)
-        or _BY_TRITON[0].unsupported_reason(call)
-        or known_failure(lambda: _kind(residuals, "sm90"), residuals[0].device)
+        sm90.unsupported_reason(residuals, output_weight is not None)
+        or _BY_TRITON[0].unsupported_reason((first, residuals, output_weight))
+        or known_failure(lambda: _kind(residuals, "sm90"), first.device)
     )
-
-
-_CANDIDATES = (
-    Candidate(
-        "sm90",
-        "residuals in shared memory backward, on sm_90",
-        _sm90_unsupported,
-        elsewhere=Selection(
-            _BY_TRITON[1].name,
-            _BY_TRITON[1].why,
-            tuple((name, "it runs on CUDA devices") for name in ("sm90", "triton")),
-        ),
-    ),
-    *_BY_TRITON,
-)
 
 
 def _kind(residuals: Sequence[Tensor], kernels: str = "triton") -> KernelKey:
@@ -181,67 +160,15 @@ def _mismatch(
     )
 
 
-def _for_backward(first: Tensor, output_weight: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    """Memory for the sum before its norm, where y is not that, and for what rounding leaves."""
-    wanted = output_weight is not None, first.dtype in (torch.bfloat16, torch.float16)
-    o, rest = (torch.empty_like(first) if keep and x else first.new_empty(0) for x in wanted)
-    return o, rest
-
-
-def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """With keep, o, which y is the norm of, and what rounding has left of it follow, of no elements
-    where y is o, and where o is not rounded."""
-    inputs, (impl, keep) = AttnresInputs(*args[:6]), args[6:]
+def _plain_forward(inputs: AttnresInputs, keep: bool) -> tuple[Tensor, ...]:
+    """As the launch."""
     residuals, output_weight = inputs.residuals, inputs.output_weight
-    more = _for_backward(residuals[0], output_weight, keep)
-    with _guard(impl, residuals, output_weight) as usable:
-        if usable:
-            from slipstream.kernels.attnres.triton import attnres as kernels
-
-            return kernels.forward(inputs, *more)
     y, s = eager(inputs)
-    o, rest = (x.zero_() for x in more)
+    o, rest = (x.zero_() for x in for_backward(residuals[0], output_weight, keep))
     if keep and output_weight is not None:
-        o = eager(inputs._replace(output_weight=None))[0].contiguous()
+        o = eager(inputs._replace(output_weight=None))[0]
     rstd = torch.stack([(x.float().square().mean(-1) + inputs.eps).rsqrt() for x in residuals])
-    return y.contiguous(), s.float(), rstd, s.float().logsumexp(0), o, rest
-
-
-def _backward(*args: Any) -> list[Tensor]:
-    """da, dwo (of no elements where there is no weight) and the gradients of the residuals."""
-    inputs, dy, sums = AttnresInputs(*args[:4], *args[10:12]), args[4].contiguous(), args[5:10]
-    impl = args[12]
-    kernels = impl.partition("|")[0]
-    with _guard(impl, inputs.residuals, inputs.output_weight, kernels) as usable:
-        if usable and kernels == "sm90":
-            from slipstream.kernels.attnres.sm90 import launch
-
-            return launch.backward(inputs, dy, ForwardSums(*sums))
-        if usable:
-            from slipstream.kernels.attnres.triton import attnres
-
-            return attnres.backward(inputs, dy, ForwardSums(*sums))
-    return eager_backward(inputs, dy)
-
-
-def _guard(
-    impl: str, residuals: Sequence[Tensor], output_weight: Tensor | None, kernels: str = "triton"
-) -> Guard:
-    return Guard(
-        impl,
-        residuals[0].device,
-        lambda: _kind(residuals, kernels),
-        lambda: _mismatch(residuals, output_weight, kernels),
-    )
-
-
-def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs, keep = AttnresInputs(*args[:6]), args[7]
-    first = inputs.residuals[0]
-    sizes = (len(inputs.residuals), first.shape[0])
-    s, rstd = (first.new_empty(sizes, dtype=torch.float32) for _ in range(2))
-    lse = first.new_empty(sizes[1], dtype=torch.float32)
-    return torch.empty_like(first), s, rstd, lse, *_for_backward(first, inputs.output_weight, keep)
+    return y, s.float(), rstd, s.float().logsumexp(0), o, rest
 
 
 def _backward_fake(*args: Any) -> list[Tensor]:
@@ -251,18 +178,46 @@ def _backward_fake(*args: Any) -> list[Tensor]:
     return [da, dwo, *(torch.empty_like(x) for x in residuals)]
 
 
-_TENSORS = "Tensor query, Tensor[] residuals, Tensor weight, Tensor? output_weight"
+_INPUTS = (
+    "Tensor query, Tensor[] residuals, Tensor weight, Tensor? output_weight, float eps, float scale"
+)
 forward = KernelOp(
     "attnres",
-    f"({_TENSORS}, float eps, float scale, str impl, bool keep) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _forward,
-    _forward_fake,
+    f"({_INPUTS}, bool keep, str impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    kernel="slipstream.kernels.attnres.triton.attnres:forward",
+    plain=_plain_forward,
+    kind=lambda residuals: _kind(residuals),
+    probe=lambda residuals, output_weight: _mismatch(residuals, output_weight),
+    packed={"inputs": AttnresInputs},
 )
-backward = KernelOp(
-    "attnres_backward",
-    f"({_TENSORS}, Tensor dy, Tensor o, Tensor rest, Tensor s, Tensor rstd, Tensor lse, float eps, "
-    "float scale, str impl) -> Tensor[]",
-    _backward,
-    _backward_fake,
+
+
+def _backward(name: str, kernels: str, launch: str) -> KernelOp:
+    return KernelOp(
+        name,
+        f"({_INPUTS}, Tensor dy, {schema_of(ForwardSums)}, str impl) -> Tensor[]",
+        fake=_backward_fake,
+        kernel=f"slipstream.kernels.attnres.{launch}:backward",
+        plain=eager_backward,
+        kind=lambda residuals: _kind(residuals, kernels),
+        probe=lambda residuals, output_weight: _mismatch(residuals, output_weight, kernels),
+        packed={"inputs": AttnresInputs, "sums": ForwardSums},
+    )
+
+
+backward = _backward("attnres_backward", "triton", "triton.attnres")
+backward_sm90 = _backward("attnres_backward_sm90", "sm90", "sm90.launch")
+_BY_TRITON = forward.candidates(_unsupported_reason)
+_CANDIDATES = (
+    Candidate(
+        "sm90",
+        "residuals in shared memory backward, on sm_90",
+        lambda call: _sm90_unsupported(*call),
+        elsewhere=Selection(
+            _BY_TRITON[1].name,
+            _BY_TRITON[1].why,
+            tuple((name, "it runs on CUDA devices") for name in ("sm90", "triton")),
+        ),
+    ),
+    *_BY_TRITON,
 )

@@ -19,7 +19,7 @@ def backward(inputs: AttnresInputs, dy: Tensor, sums: ForwardSums) -> list[Tenso
     residuals = [x.clone() if x.data_ptr() % 16 else x for x in inputs.residuals]
     first, L = residuals[0], len(residuals)
     R, D = first.shape
-    grads = [torch.empty_like(x) for x in residuals]
+    dy, grads = dy.contiguous(), [torch.empty_like(x) for x in residuals]
     normed = output_weight is not None
     tile = plan.tile(L, D, normed)
     programs = min(R, plan.programs(L, tile, normed) * sm_count(first.get_device()))

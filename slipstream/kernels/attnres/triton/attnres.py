@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.attnres.inputs import AttnresInputs, ForwardSums
+from slipstream.kernels.attnres.inputs import AttnresInputs, ForwardSums, for_backward
 from slipstream.kernels.attnres.triton.streams import named, stream
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
@@ -168,12 +168,11 @@ def _given(x: Tensor) -> Tensor | None:
     return x if x.numel() else None
 
 
-def forward(
-    inputs: AttnresInputs, o: Tensor, rest: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [R, D], then s, rstd, lse, o and rest (ForwardSums); the last two are written if they have
-    elements."""
+def forward(inputs: AttnresInputs, keep: bool) -> tuple[Tensor, ...]:
+    """y [R, D], then s, rstd, lse, o and rest (ForwardSums). With keep the last two have elements,
+    unless y is o, and unless o is not rounded."""
     query, residuals, weight, output_weight, eps, scale = inputs
+    o, rest = for_backward(residuals[0], output_weight, keep)
     first, L = residuals[0], len(residuals)
     R, D = first.shape
     y = torch.empty_like(first)
@@ -198,7 +197,7 @@ def backward(inputs: AttnresInputs, dy: Tensor, sums: ForwardSums) -> list[Tenso
     (query, residuals, weight, output_weight, eps, scale), (o, rest, s, rstd, lse) = inputs, sums
     first, L = residuals[0], len(residuals)
     R, D = first.shape
-    grads = [torch.empty_like(x) for x in residuals]
+    dy, grads = dy.contiguous(), [torch.empty_like(x) for x in residuals]
     BR, BD, warps = _tile(D, A_THREAD // 2)
     stages = _stages(first, BR * BD, STAGES if BD <= ELEMENTS else WIDE_STAGES_BACK)
     most = PROGRAMS[BR == 1] * sm_count(first.get_device())
