@@ -424,15 +424,15 @@ class KernelOp(DirectCall):
             return self.impl.named(self._probe)(args)
         forward, known = self._forward, dict(zip(self._names, args))
         probes = forward._probe if isinstance(forward._probe, tuple) else (forward._probe,)
-        found = (forward._compare(probe, known, args[0]) for probe in probes)
+        found = (forward._compare(probe, known) for probe in probes)
         return next((x for x in found if x is not None), None)
 
-    def _compare(self, probe: Any, known: dict[str, Any], first: torch.Tensor) -> str | None:
+    def _compare(self, probe: Any, known: dict[str, Any]) -> str | None:
         """A Probe's, of the kind of arguments that are known."""
         pair = self.impl
         assert isinstance(pair, KernelPair)
         given = {name: known.get(name) for name in self._names}
-        given = fresh({**probe, "impl": dispatch.TRITON_OR_EAGER}, given, first)
+        given = fresh({**probe, "impl": dispatch.TRITON_OR_EAGER}, given)
         written = [*self._written.values()]
         if (call := self._differentiable) is None:
             return compare(self, pair.in_torch, given, written, gradients=False)

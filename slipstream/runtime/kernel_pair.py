@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from slipstream.runtime.guarded_launch import Guard, plain_gradients
 
 # The tensors of a probe that are not as the call's are, by the arguments' names. A tuple is a
 # shape: 0 is the call's own size, counted from the last, and a final ... all of its further sizes.
-# A function is given the call's tensor, or the first one where there is none, and makes another.
-# Anything else is the value itself.
+# A function is given the call's arguments that its parameters name, and makes a value. Anything else
+# is the value itself.
 Probe = Mapping[str, Any]
 # Or what says how kernels and plain torch differ, by the names of its parameters.
 Mismatch = Callable[..., str | None]
@@ -79,8 +80,8 @@ class KernelPair:
         plain: Callable,
         kind: Callable[..., KernelKey],
         mismatch: Callable[[tuple], str | None],
-        packed: Mapping[str, type],
-        is_list: bool,
+        packed: Mapping[str, type] = MappingProxyType({}),
+        is_list: bool = False,
         in_torch_if: Callable[..., bool] | None = None,
     ) -> None:
         self._kernel = kernel
@@ -176,14 +177,14 @@ def by_name(function: Callable, names: tuple[str, ...]) -> Callable[[Sequence[An
     return call
 
 
-def fresh(probe: Probe, given: Mapping[str, Any], first: Tensor) -> dict[str, Any]:
-    """The arguments of a small problem of the kind of `given`. first: for those that are None."""
-    return {name: _fresh(probe.get(name, (...,)), x, first) for name, x in given.items()}
+def fresh(probe: Probe, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a small problem of the kind of `given`."""
+    return {name: _fresh(probe.get(name, (...,)), x, given) for name, x in given.items()}
 
 
-def _fresh(wanted: Any, x: Any, first: Tensor) -> Any:
+def _fresh(wanted: Any, x: Any, given: Mapping[str, Any]) -> Any:
     if callable(wanted):
-        return wanted(first if x is None else x)
+        return wanted(*[given[name] for name in inspect.signature(wanted).parameters])
     if not isinstance(wanted, tuple):
         return wanted
     if not isinstance(x, Tensor) or not x.is_floating_point():

@@ -128,10 +128,6 @@ def erased() -> list[Tensor]:
     return gradients(erase_op.erase(g, k, b), g, k, b)
 
 
-def erase_backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None) -> list[Tensor | None]:
-    return erase_op._plain_backward(da, g, k, b)
-
-
 def preconditioned() -> list[Tensor]:
     k, g, beta = leaf(1, 20, 2, 16), leaf(1, 20, 2), leaf(1, 20, 2)
     impl = preconditioner_op.chosen(None, k) or "eager"

@@ -197,7 +197,7 @@ FAMILIES = [
         calls.erased,
         {
             "elementwise.triton.erase:forward": erase_op.plain,
-            "elementwise.triton.erase:backward": calls.erase_backward,
+            "elementwise.triton.erase:backward": in_torch(erase_op._forward.backward),
         },
         ("slipstream.kernels.elementwise.erase",),
     ),

@@ -174,5 +174,5 @@ def of_attention(
 
 def of_norm(tile: norms.Tile, size: int) -> TileRequirements:
     row = tile.BR * tile.BD
-    ahead = (row,) * norms.PREFETCHED_TENSORS if tile.stages > 1 else ()
+    ahead = (row,) * 5 if tile.stages > 1 else ()
     return TileRequirements(size, tile.warps, tile.stages, loads=ahead, sums=row)

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# The most residuals that the kernels take: pointers among their arguments.
+STREAMS = 16
+
 
 class AttnresInputs(NamedTuple):
     query: Tensor  # [D]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.attnres.inputs import AttnresInputs, ForwardSums, for_backward
+from slipstream.kernels.attnres.inputs import STREAMS, AttnresInputs, ForwardSums, for_backward
 from slipstream.kernels.attnres.sm90 import plan as sm90
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
@@ -19,8 +19,8 @@ from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
 from slipstream.runtime.guarded_launch import known_failure, plain_gradients
 
-# Those that the kernels take, and the most features of one.
-STREAMS, WIDEST = 16, 8192
+# The most features that the kernels take.
+WIDEST = 8192
 
 
 def attnres(inputs: AttnresInputs, impl: str | None) -> tuple[Tensor, Tensor]:

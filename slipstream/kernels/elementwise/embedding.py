@@ -1,19 +1,19 @@
 """Rows of a table by token id. An id outside the table is an error: on the CPU at once, on CUDA in
 the next call, and there it reads the nearest row."""
 
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime.kernel_pair import KernelPair
 from slipstream.runtime.token_ids import clamped, expect_ids, raise_pending
 
 
@@ -51,15 +51,7 @@ def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"weight: want at least one row [V, D], got shape {(*weight.shape,)}")
     if not HAVE_TRITON:
         return _nearest(input_ids, weight)
-    with Guard(
-        TRITON_OR_EAGER,
-        weight.device,
-        lambda: ("embedding.triton", input_ids.dtype, weight.dtype, weight.shape[1]),
-        lambda: _mismatch(input_ids, weight),
-    ) as usable:
-        if usable:
-            return _launch().gather(input_ids, weight)
-    return _nearest(input_ids, weight)
+    return _pair(input_ids, weight, TRITON_OR_EAGER)
 
 
 def _nearest(input_ids: Tensor, weight: Tensor) -> Tensor:
@@ -67,36 +59,35 @@ def _nearest(input_ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(clamped(input_ids, weight.shape[0]), weight)
 
 
-def _mismatch(input_ids: Tensor, weight: Tensor) -> str | None:
+def _kind(input_ids: Tensor, weight: Tensor) -> KernelKey:
+    return ("embedding.triton", input_ids.dtype, weight.dtype, weight.shape[1])
+
+
+def _mismatch(args: tuple) -> str | None:
     """The probe: ids of a small table of the same width."""
+    input_ids, weight, _ = args
     if weight.dtype not in numeric_probe.BARS:
         return None
     ids = torch.randint(0, 40, (3, 19), device=weight.device).to(input_ids.dtype)
-    probe_inputs = {"weight": numeric_probe.random_like(weight, 40, weight.shape[1])}
     return numeric_probe.mismatch(
-        lambda t: _launch().gather(ids, t["weight"]),
+        lambda t: _pair.launch()(ids, t["weight"]),
         lambda t: _nearest(ids, t["weight"]),
-        probe_inputs,
+        {"weight": numeric_probe.random_like(weight, 40, weight.shape[1])},
         gradients=False,
     )
 
 
-def _embedding_fake(input_ids: Tensor, weight: Tensor) -> Tensor:
-    return weight.new_empty(*input_ids.shape, weight.shape[1])
-
-
-@cache
-def _launch() -> Any:
-    """Triton is imported only here, once it is wanted."""
-    from slipstream.kernels.elementwise.triton import embedding
-
-    return embedding
-
-
+_pair = KernelPair(
+    ("input_ids", "weight", "impl"),
+    "slipstream.kernels.elementwise.triton.embedding:gather",
+    _nearest,
+    _kind,
+    _mismatch,
+)
 _call = KernelOp(
     "embedding",
     "(Tensor input_ids, Tensor weight) -> Tensor",
     _embedding,
-    _embedding_fake,
+    lambda input_ids, weight: weight.new_empty(*input_ids.shape, weight.shape[1]),
 )
 _call.set_gradient(Embedding.apply)

@@ -37,15 +37,6 @@ def plain(g: Tensor, k: Tensor, b: Tensor | None) -> Tensor:
     return (decay * k if b is None else decay * b * k).to(k.dtype)
 
 
-def _plain_backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None) -> list[Tensor | None]:
-    """dg, dk, and db if there is b."""
-    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
-    d = -da.to(wide) * g.to(wide).exp()
-    dk = d if b is None else d * b
-    db = None if b is None else (d * k).to(b.dtype)
-    return [(dk * k).to(g.dtype), dk.to(k.dtype), db]
-
-
 def _kind(g: Tensor, k: Tensor, b: Tensor | None) -> KernelKey:
     return ("erase.triton", k.dtype, g.dtype, None if b is None else b.dtype)
 
@@ -60,7 +51,6 @@ def _unsupported_reason(k: Tensor, g: Tensor, b: Tensor | None) -> str | None:
 
 _LAUNCH = "slipstream.kernels.elementwise.triton.erase"
 _INPUTS = "Tensor g, Tensor k, Tensor? b, str impl"
-_MORE_THAN_A_TILE = (3, 1003)
 _forward = KernelOp(
     "erase",
     f"({_INPUTS}) -> Tensor",
@@ -68,16 +58,16 @@ _forward = KernelOp(
     plain=plain,
     kind=_kind,
     probe={
-        "g": lambda g: -random_like(g, *_MORE_THAN_A_TILE).abs(),
-        "k": _MORE_THAN_A_TILE,
-        "b": _MORE_THAN_A_TILE,
+        # more than a tile
+        "g": lambda g: -random_like(g, 3, 1003).abs(),
+        "k": (3, 1003),
+        "b": (3, 1003),
     },
     replay=True,
 )
 _Erase = _forward.with_gradient(
     f"(Tensor da, {_INPUTS}) -> Tensor[]",
     f"{_LAUNCH}:backward",
-    plain=_plain_backward,
     results="a",
     wrt="g k b",
 )

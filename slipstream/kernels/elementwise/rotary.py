@@ -27,7 +27,7 @@ from slipstream.runtime.autograd import (
 )
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.guarded_launch import Guard, known_failure
+from slipstream.runtime.guarded_launch import known_failure
 from slipstream.runtime.token_ids import SYNC
 
 
@@ -157,41 +157,9 @@ class _SplitRotary(Function):
         return _join(dq, dk, dv, *saved, impl=ctx.impl), None, None, None, None
 
 
-def _join_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, impl: str
-) -> Tensor:
-    sizes = [x.shape[2] for x in (dq, dk, dv)]
-    dqkv = dq.new_empty(*dq.shape[:2], sum(sizes), dq.shape[3])
-    outputs = dqkv.split(sizes, 2)
-    with Guard(
-        impl,
-        dq.device,
-        lambda: _kind(dq, cos.shape[-1], False),
-        lambda: _mismatch(dq, cos, False),
-    ) as usable:
-        for dx, dy in zip(outputs, (dq, dk)):
-            if usable:
-                from slipstream.kernels.elementwise.triton.rotary import rotate
-
-                rotate(dy, cos, sin, None, False, True, dx)
-            else:
-                dx.copy_(_eager(dy, cos, sin, None, False, True))
-        _copy(outputs[2], dv)
-    return dqkv
-
-
-def _copy(x: Tensor, y: Tensor) -> None:
-    """x.copy_(y), by words of 8 bytes: torch's own copy of 2 at a time reaches half of the
-    memory's bandwidth."""
-    each = 8 // x.element_size()
-    even = not any(n % each for t in (x, y) for n in (*t.stride()[:-1], t.storage_offset()))
-    if even and x.shape[-1] % each == 0 and x.stride(-1) == y.stride(-1) == 1:
-        x, y = x.view(torch.int64), y.view(torch.int64)
-    x.copy_(y)
-
-
-def _fake_join(dq: Tensor, dk: Tensor, dv: Tensor, *_: Any) -> Tensor:
-    return dq.new_empty(*dq.shape[:2], sum(x.shape[2] for x in (dq, dk, dv)), dq.shape[3])
+def _eager_join(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As the kernel is called."""
+    return torch.cat([*(_eager(dy, cos, sin, None, False, True) for dy in (dq, dk)), dv], 2)
 
 
 def _eager(
@@ -235,24 +203,25 @@ def unsupported_reason(x: Tensor, half: int, interleaved: bool = False) -> str |
     return known_failure(lambda: _kind(x, half, interleaved), x.device)
 
 
+_LAUNCH = "slipstream.kernels.elementwise.triton.rotary"
 _call = KernelOp(
     "rotary",
     "(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool back, str impl) "
     "-> Tensor",
     fake=lambda x, *_: x.new_empty(x.shape),
-    kernel="slipstream.kernels.elementwise.triton.rotary:rotate",
+    kernel=f"{_LAUNCH}:rotate",
     plain=_eager,
     kind=lambda x, cos, interleaved: _kind(x, cos.shape[-1], interleaved),
     probe=_mismatch,
     replay=not SYNC,
 )
-
-
 _join = KernelOp(
     "split_rotary_backward",
     "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, str impl) -> Tensor",
-    _join_backward,
-    _fake_join,
+    kernel=f"{_LAUNCH}:join_backward",
+    plain=_eager_join,
+    kind=lambda dq, cos: _kind(dq, cos.shape[-1], False),
+    probe=lambda dq, cos: _mismatch(dq, cos, False),
     replay=True,
 )
 

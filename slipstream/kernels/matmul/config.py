@@ -23,15 +23,10 @@ SIZES = {
     "block_k": (16, 32, 64, 128),
     "num_warps": (1, 2, 4, 8, 16),
 }
-# One program of the TMA kernel: two warpgroups of 64 rows, slices of 128 bytes, 4 buffers of out.
+# One program of the TMA kernel: two warpgroups of 64 rows, slices of 128 bytes.
 TMA_ROWS, TMA_BYTES = 128, 128
-TMA_OUT = 4 * 64 * 128
-# A thread has 255 registers; with more than that of accumulators everything goes through memory.
-MAX_PARTIAL_SUMS = 256
 # Programs that may share a tile, each with a part of K.
 MAX_SPLIT_K = 8
-# Multiply-adds that a thread does one by one where there is no matrix instruction.
-MAX_UNROLLED = 8192
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,8 @@ def shared_bytes(c: MatmulConfig, p: Problem, arch: Arch) -> int:
     """At most so much shared memory, as Triton 3.6 allots it: the ring, or the tile on its way
     out."""
     if c.kernel == "tma":
-        return c.num_stages * (TMA_ROWS + c.block_n) * TMA_BYTES + TMA_OUT + 32 * c.num_stages
+        out_buffers = 4 * 64 * 128
+        return c.num_stages * ((TMA_ROWS + c.block_n) * TMA_BYTES + 32) + out_buffers
     stages_in_smem = c.num_stages
     if p.instruction(c, arch) not in ("wgmma", "tcgen05", "mfma"):
         stages_in_smem = max(c.num_stages - 1, 1)
@@ -130,10 +126,10 @@ def violation(c: MatmulConfig, p: Problem, arch: Arch) -> str | None:
         return f"{arch.name} has no products of {str(p.dtype)[6:]}"
     threads = arch.warp * c.num_warps
     sums = c.block_m * c.block_n // threads
-    if sums > MAX_PARTIAL_SUMS:
+    if sums > 256:  # everything goes through memory
         return f"{sums} float32 sums a thread do not fit its 255 registers"
     unrolled = sums * c.block_k
-    if unrolled > MAX_UNROLLED and p.instruction(c, arch) is None:
+    if unrolled > 8192 and p.instruction(c, arch) is None:
         return f"without a matrix instruction a thread has {unrolled} multiply-adds one by one"
     shared = shared_bytes(c, p, arch)
     if shared > arch.shared:
@@ -188,8 +184,6 @@ def _changed(c: MatmulConfig, **sizes: Any) -> MatmulConfig:
     )
 
 
-# (columns of a tile, stages, group_m) of the TMA kernel; narrow tiles where wide ones are too few.
-TMA_256, TMA_128, TMA_64 = (256, 4, 8), (128, 6, 8), (64, 8, 8)
 # block_m, block_n, block_k in bytes, warps, stages; by shared memory and, in float32, precision.
 BIG = {2: (128, 256, 128, 8, 3), 1: (128, 128, 128, 4, 3), 4: (128, 128, 128, 8, 3)}
 MIDDLE = {2: (128, 128, 128, 8, 3), 1: (128, 128, 128, 4, 3), 4: (128, 64, 128, 8, 3)}
@@ -199,11 +193,6 @@ PLAIN = MatmulConfig(64, 64, 16, 4, 2)
 # Few tiles, with wgmma: alone if they fill the device, else programs share wider ones.
 ALONE = {2: (64, 64, 256, 4, 4), 1: (64, 64, 256, 4, 4), 4: (64, 64, 128, 4, 4)}
 SHARED = {2: (64, 128, 128, 4, 4), 1: (64, 128, 128, 4, 4), 4: (64, 128, 128, 4, 4)}
-# Slices of K that a program of several has at least: of as many as fill the device, and of twice as
-# many, of which two fit a multiprocessor.
-MIN_SLICES, MIN_SLICES_DOUBLE = 4, 16
-# With less of K one program's time is less than that of adding up.
-MIN_SPLIT_K = 1024
 
 
 def choose(p: Problem, arch: Arch, M: int, N: int, K: int, tma: bool) -> MatmulConfig:
@@ -218,8 +207,9 @@ def choose(p: Problem, arch: Arch, M: int, N: int, K: int, tma: bool) -> MatmulC
     tiles_256 = -(-M // TMA_ROWS) * -(-N // 256)
     full = tiles_256 >= arch.units
     if tma:
-        bn, stages, group = TMA_256 if full else TMA_128 if N > 64 else TMA_64
-        return MatmulConfig(TMA_ROWS, bn, TMA_BYTES // p.size, 8, stages, group, "tma")
+        # narrow tiles where wide ones are too few
+        bn, stages = (256, 4) if full else (128, 6) if N > 64 else (64, 8)
+        return MatmulConfig(TMA_ROWS, bn, TMA_BYTES // p.size, 8, stages, kernel="tma")
     plain = p.dtype == torch.float32 and p.precision == "ieee"
     if arch.instruction is None or plain or p.dtype not in (*HALVES, *FP8, torch.float32):
         return PLAIN
@@ -246,12 +236,14 @@ def _tiles(c: MatmulConfig, M: int, N: int) -> int:
 def uses_split_k(arch: Arch, M: int, N: int, K: int) -> bool:
     """Whether there are so few tiles, and so much of K, that programs share them."""
     tiles = -(-M // 64) * -(-N // 128)
-    return tiles <= arch.units // 2 and K >= MIN_SPLIT_K
+    # with less of K one program's time is less than that of adding up
+    return tiles <= arch.units // 2 and K >= 1024
 
 
 def _shared(c: MatmulConfig, arch: Arch, M: int, N: int, K: int) -> MatmulConfig:
-    """With as many programs a tile as fill the device, or twice as many."""
+    """With as many programs a tile as fill the device, each with 4 slices of K or more; or with
+    twice as many, of which two fit a multiprocessor, with 16."""
     slices, programs_per_tile = -(-K // c.block_k), arch.units // _tiles(c, M, N)
-    once = min(programs_per_tile, slices // MIN_SLICES)
-    twice = min(2 * arch.units // _tiles(c, M, N), slices // MIN_SLICES_DOUBLE)
+    once = min(programs_per_tile, slices // 4)
+    twice = min(2 * arch.units // _tiles(c, M, N), slices // 16)
     return replace(c, split_k=max(min(max(once, twice), MAX_SPLIT_K), 1))

@@ -3,12 +3,23 @@
 z = (a b) * scale_a * scale_b + bias        out = f(z) + residual
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-ACTIVATIONS = ("relu", "squared_relu", "sigmoid", "silu", "gelu", "gelu_tanh")
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda z: z,
+    "relu": F.relu,
+    "squared_relu": lambda z: F.relu(z).square(),
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
+ACTIVATIONS = (*_FUNCTIONS,)[1:]
 # of products of float32: by TensorFloat32 once or three times, or by fused multiply-adds
 PRECISIONS = ("tf32", "tf32x3", "ieee")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -40,19 +51,7 @@ def scaled(z: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
 
 
 def activated(z: Tensor, name: str) -> Tensor:
-    functions = torch.nn.functional
-    if name == "relu":
-        return functions.relu(z)
-    if name == "squared_relu":
-        return functions.relu(z).square()
-    if name == "sigmoid":
-        return torch.sigmoid(z)
-    if name == "silu":
-        return functions.silu(z)
-    if name in ("gelu", "gelu_tanh"):
-        return functions.gelu(z, approximate="tanh" if name == "gelu_tanh" else "none")
-    assert name == "", name
-    return z
+    return _FUNCTIONS[name](z)
 
 
 def row_by_row(x: Tensor) -> bool:

@@ -8,6 +8,7 @@ differentiated is applied to z outside of the kernel, for its derivative wants z
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -235,11 +236,7 @@ def _launch(name: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
     """Triton and Gluon are imported only here, once they are wanted."""
     config = config or _tile_of(t, name)
     assert config.kernel == KERNELS[name == "triton"]
-    if name == "sm90":
-        from slipstream.kernels.matmul.sm90 import launch
-    else:
-        from slipstream.kernels.matmul.triton import launch
-    return launch.matmul(t, config)
+    return import_module(f"slipstream.kernels.matmul.{name}.launch").matmul(t, config)
 
 
 def _probe(name: str, like: MatmulInputs) -> str | None:

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# pointers among the arguments of a kernel, as op.py allows
-STREAMS = 16
+from slipstream.kernels.attnres.inputs import STREAMS
 
 
 def named(letter: str, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:

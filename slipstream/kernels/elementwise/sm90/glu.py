@@ -52,8 +52,6 @@ from slipstream.runtime.launch_cache import cached
 
 # K at a time, how many of these are loaded ahead, and rows of tiles that share what they read
 BK, STAGES, GROUP = 64, 4, 8
-# of 12 warps, of which the compiler takes 9; the two warpgroups then take 240, the loads 24
-REGISTERS = 168
 
 
 @gluon.jit
@@ -217,7 +215,8 @@ def products(x: Tensor, gate_weight: Tensor, up_weight: Tensor, f: str) -> tuple
             STAGES=STAGES,
             ACTIVATION=f,
             num_warps=4,
-            maxnreg=REGISTERS,
+            # of 12 warps, of which the compiler takes 9; the warpgroups then take 240, the loads 24
+            maxnreg=168,
         )
     return gate, up, h
 

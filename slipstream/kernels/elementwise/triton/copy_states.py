@@ -13,9 +13,6 @@ from torch import Tensor
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
-# the most rows and columns of a tile, 32 numbers a thread of four warps
-TILE = 64
-
 
 @triton.jit(do_not_specialize=["sources", "targets"])
 def copy_states_kernel(
@@ -52,7 +49,8 @@ def copy_states(
     indices = target_indices if source_indices is None else source_indices
     N = source.shape[0] if indices is None else indices.shape[0]
     _, HV, V, K = target.shape
-    BV, BK = (min(TILE, triton.next_power_of_2(x)) for x in (V, K))
+    # 32 numbers a thread at most
+    BV, BK = (min(64, triton.next_power_of_2(x)) for x in (V, K))
     with device_of(target.device):
         cached(copy_states_kernel)[(N * HV, -(-V // BV) * -(-K // BK))](
             x_ptr=source,

@@ -26,11 +26,6 @@ from slipstream.kernels.primitives.partial_sums import add_partial_sums
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
 
-# Elements of a tile, and its channels where a head has many or one gate.
-ELEMENTS, CHANNELS, HEADS = 2048, 512, 32
-# Programs of backward at a time on each multiprocessor.
-PER_PROCESSOR = 4
-
 
 @triton.jit
 def _parameters(a_ptr, bias_ptr, o_c, m_c, K, BC: tl.constexpr):
@@ -110,7 +105,8 @@ def backward(
     x, dg = _features_in_row(x), dg.contiguous()
     sizes = _sizes(x)
     C, K = sizes.C, sizes.K
-    max_programs = max(sm_count(x.get_device()) * PER_PROCESSOR // sizes.blocks, 1)
+    # four at a time on each multiprocessor
+    max_programs = max(sm_count(x.get_device()) * 4 // sizes.blocks, 1)
     P = min(sizes.row_blocks, max_programs)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(P, 2, C, dtype=torch.float32, device=x.device)
@@ -191,5 +187,6 @@ class _Sizes(NamedTuple):
 def _sizes(x: Tensor) -> _Sizes:
     C = math.prod(x.shape[2:])
     K = C // x.shape[2]
-    BC = HEADS if K == 1 else CHANNELS
-    return _Sizes(x.shape[0] * x.shape[1], C, K, ELEMENTS // BC, BC)
+    # a tile of 2048 elements
+    BC = 32 if K == 1 else 512
+    return _Sizes(x.shape[0] * x.shape[1], C, K, 2048 // BC, BC)

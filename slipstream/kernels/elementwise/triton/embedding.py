@@ -15,10 +15,6 @@ from slipstream.runtime.launch_cache import cached
 from slipstream.runtime.token_ids import SLOTS, launched, slots_for
 from slipstream.runtime.token_ids_kernel import last_length, report
 
-# the most features of a tile, and its elements, 16 a thread of four warps
-COLUMNS = 1024
-ELEMENTS = 2048
-
 
 @triton.jit(do_not_specialize=["N", "R", "V", "last"])
 def embedding_kernel(
@@ -54,8 +50,9 @@ def gather(ids: Tensor, weight: Tensor) -> Tensor:
     y = torch.empty(*ids.shape, D, dtype=weight.dtype, device=weight.device)
     if y.numel() == 0:
         return y
-    BD = min(1 << (D - 1).bit_length(), COLUMNS)
-    BR = ELEMENTS // BD
+    # a tile of 2048 elements, 16 a thread
+    BD = min(1 << (D - 1).bit_length(), 1024)
+    BR = 2048 // BD
     # as many programs as there are records, at most
     R = BR * -(-N // (BR * SLOTS))
     records = slots_for(ids)

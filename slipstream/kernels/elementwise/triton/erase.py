@@ -11,8 +11,8 @@ from torch import Tensor
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
-# elements of a program, 16 a thread
-TILE, WARPS = 2048, 4
+# elements of a program, 16 a thread of four warps
+TILE = 2048
 
 
 @triton.jit
@@ -67,5 +67,5 @@ def _run(g: Tensor, k: Tensor, b: Tensor | None, **others: Tensor | None) -> Non
     tensors = dict.fromkeys(("da_ptr", "a_ptr", "dg_ptr", "dk_ptr", "db_ptr")) | others
     with device_of(g.device):
         cached(erase_kernel)[(triton.cdiv(g.numel(), TILE),)](
-            g_ptr=g, k_ptr=k, b_ptr=b, **tensors, size=g.numel(), TILE=TILE, num_warps=WARPS
+            g_ptr=g, k_ptr=k, b_ptr=b, **tensors, size=g.numel(), TILE=TILE, num_warps=4
         )

@@ -17,9 +17,6 @@ from torch import Tensor
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
-# the most features of a tile; its elements, eight a thread
-COLUMNS, ELEMENTS, WARPS = 1024, 2048, 8
-
 
 @triton.jit
 def _activation(b_g, F: tl.constexpr):
@@ -114,9 +111,9 @@ def _run(
     gate = _rows(gate)
     up = None if up is None else _rows(up)
     R, D = gate.shape
-    # narrow rows share a program: it has as many elements whatever the width
-    BD = min(1 << (D - 1).bit_length(), COLUMNS)
-    BR = ELEMENTS // BD
+    # narrow rows share a program: it has as many elements whatever the width, eight a thread
+    BD = min(1 << (D - 1).bit_length(), 1024)
+    BR = 2048 // BD
     stride = 0 if up is None else up.stride(0)
     with device_of(gate.device):
         cached(glu_kernel)[(-(-R // BR) * -(-D // BD),)](
@@ -133,7 +130,7 @@ def _run(
             D=D,
             BR=BR,
             BD=BD,
-            num_warps=WARPS,
+            num_warps=8,
         )
 
 

@@ -10,9 +10,6 @@ from torch import Tensor
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
-# the most features of a tile
-COLUMNS = 1024
-
 
 @triton.jit
 def _place(x_ptr, y_ptr, stride, D, n, t, T, o):
@@ -49,7 +46,7 @@ def place_tokens(counts: Tensor, *tensors: Tensor | None) -> None:
     strides = [0 if x is None else x.stride(0) for x in xs]
     assert ys[0] is not None
     N, T = ys[0].shape[:2]
-    BD = min(COLUMNS, triton.next_power_of_2(max(widths)))
+    BD = min(1024, triton.next_power_of_2(max(widths)))
     with device_of(counts.device):
         cached(place_tokens_kernel)[(-(-max(widths) // BD), N)](
             **{f"x{i}_ptr": x for i, x in enumerate(xs)},

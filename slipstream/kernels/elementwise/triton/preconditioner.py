@@ -17,7 +17,6 @@ from slipstream.runtime.launch_cache import cached
 
 # tokens and channels at a time
 TILE = (8, 16) if INTERPRETED else (64, 16)
-WARPS = 8
 
 
 @triton.jit
@@ -203,5 +202,5 @@ def _run(inputs: Inputs, **tensors: Tensor | None) -> None:
             s_in_ptr=inputs.state, **(dict.fromkeys(names) | tensors), cu_ptr=inputs.cu_seqlens,
             log_x=math.log(inputs.x), eps=inputs.eps, centre=CENTRE, T=T,
             tokens=None if tensors.get("dy_ptr") is None else B * T, H=H, K=K, BT=BT, BD=BD,
-            num_warps=WARPS,
+            num_warps=8,
         )  # fmt: skip

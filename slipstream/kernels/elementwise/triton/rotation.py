@@ -12,7 +12,7 @@ from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
 # tokens of a program
-ROWS, WARPS = 16, 4
+ROWS = 16
 TWO_OVER_PI = tl.constexpr(0.6366197723675814)
 # pi / 2 as a sum, all but the last of 8 bits: with fused products, what is left of an angle below
 # 2^24 after each is exact
@@ -199,5 +199,5 @@ def _run(q: Tensor, k: Tensor, theta: Tensor, **tensors: Tensor) -> None:
         cached(rotation_kernel)[triton.cdiv(rows, ROWS),](
             q_ptr=q, k_ptr=k, theta_ptr=theta, **(dict.fromkeys(names) | tensors), rows=rows,
             R=R, K=K, P=theta.shape[-1], ROWS=ROWS,
-            PAIRS=triton.next_power_of_2(triton.cdiv(K, 2)), num_warps=WARPS,
+            PAIRS=triton.next_power_of_2(triton.cdiv(K, 2)), num_warps=4,
         )  # fmt: skip

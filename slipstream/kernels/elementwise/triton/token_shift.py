@@ -15,9 +15,6 @@ from torch import Tensor
 from slipstream.runtime.backends import device_of
 from slipstream.runtime.launch_cache import cached
 
-# tokens and features at a time, whatever D is: models differ in it, and layers of one model
-TILE = (16, 256)
-
 
 @triton.jit
 def _sequence(cu_ptr, row, N, steps):
@@ -88,7 +85,8 @@ def shift(
     edge = None if edge is None else edge.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     end = torch.empty(N, D, dtype=x.dtype, device=x.device)
-    BT, BD = TILE
+    # whatever D is: models differ in it, and layers of one model
+    BT, BD = 16, 256
     blocks = -(-B * T // BT)
     with device_of(x.device):
         cached(token_shift_kernel)[(blocks + -(-N // BT), -(-D // BD))](

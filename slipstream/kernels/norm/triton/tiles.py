@@ -59,10 +59,6 @@ SINGLE = (
 # backward, the gradient and the sums before it.
 LOOPED, UNEVEN = Row(32768, 32768, 32, 0, 1), Row(8192, 8192, 8, 0, 1)
 SPLIT, SUMS = Row(4096, 8192, 8, 2, 1), Row(4096, 4096, 8, 0, 1)
-# Columns above which backward with a gate or a bias spills registers.
-MAX_HEAVY_COLUMNS = 8192
-# Tensors that a backward tile may load ahead of their use: dy, h, gate, dh, w.
-PREFETCHED_TENSORS = 5
 
 
 def choose(
@@ -84,14 +80,15 @@ def choose(
     """
     table = FORWARD if not backward else BACKWARD if sums else SINGLE
     BD = 1 << max(D - 1, 0).bit_length()
-    max_columns = MAX_HEAVY_COLUMNS if heavy and backward else BD
+    # wider, backward with a gate or a bias spills registers
+    max_columns = 8192 if heavy and backward else BD
     rows = [row for row in table if lean or not row.lean]
     row = next((row for row in rows if row.widest >= BD and max_columns >= BD), None)
     if row is None:
         row = SPLIT if backward else UNEVEN if D * bytes_each % 16 else LOOPED
         BD = row.widest
     BR = max(1, row.elements // BD)
-    # one tile ahead is slower than none
-    ahead = (row.stages - 1) * PREFETCHED_TENSORS * BR * BD * bytes_each
+    # dy, h, gate, dh and w; one tile ahead is slower than none
+    ahead = (row.stages - 1) * 5 * BR * BD * bytes_each
     stages = row.stages if ahead <= shared else 1
     return Tile(BR, BD, row.warps, row.per_processor, stages, row.lean)

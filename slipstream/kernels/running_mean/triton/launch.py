@@ -14,7 +14,6 @@ from slipstream.runtime.launch_cache import cached
 
 # tokens and channels at a time
 TILE = (8, 16) if INTERPRETED else (64, 16)
-WARPS = 8
 
 
 def weights(k: Tensor, z: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,5 +84,5 @@ def _run(
     D, (BT, BD) = x.shape[2], TILE
     with device_of(x.device):
         cached(kernel)[start.shape[0], triton.cdiv(D, BD)](
-            **tensors, cu_ptr=cu_seqlens, T=x.shape[1], D=D, BT=BT, BD=BD, num_warps=WARPS
+            **tensors, cu_ptr=cu_seqlens, T=x.shape[1], D=D, BT=BT, BD=BD, num_warps=8
         )
