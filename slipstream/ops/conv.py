@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.conv import eager, op
-from slipstream.kernels.conv.inputs import UNIT_TENSORS, ConvInputs
+from slipstream.kernels.conv.inputs import UNIT_TENSORS, ConvInputs, UpdateInputs
 from slipstream.kernels.conv.reference import conv_reference
 from slipstream.ops.norm import l2_norm
 from slipstream.runtime.autograd import wants_gradient
@@ -216,11 +216,13 @@ def short_convolution_update(
     call = (x, weight, bias, residual, state)
     impl = choose(op.UPDATE_CANDIDATES, call, impl, "short_convolution_update", x).impls
     extra = None if residual is None else residual.reshape(token.shape)
-    given = (token, state, weight, bias, extra, state_indices, activation is not None)
+    inputs = UpdateInputs(token, state, weight, bias, extra, state_indices)
+    silu = activation is not None
     # which states there are is not known to a trace, or on meta
-    traced = (torch.compiler.is_compiling() and not wants_gradient(*given[:-1])) or x.is_meta
-    y = op.update(*given, impl) if traced or is_triton(impl) else eager.update(*given)
-    return y.view(x.shape)
+    traced = (torch.compiler.is_compiling() and not wants_gradient(*inputs)) or x.is_meta
+    if traced or is_triton(impl):
+        return op.call_update(*inputs, silu=silu, impl=impl).view(x.shape)
+    return eager.update(inputs, silu).view(x.shape)
 
 
 def unit_heads(ys: list[Tensor], unit: int) -> list[Tensor]:

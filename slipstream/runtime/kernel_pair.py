@@ -22,8 +22,8 @@ from slipstream.runtime.guarded_launch import Guard, plain_gradients
 
 # The tensors of a probe that are not as the call's are, by the arguments' names. A tuple is a
 # shape: 0 is the call's own size, counted from the last, and a final ... all of its further sizes.
-# A function is given the call's arguments that its parameters name, and makes a value. Anything else
-# is the value itself.
+# A function is given those of the call's arguments that its parameters name, and makes a value.
+# Anything else is the value itself.
 Probe = Mapping[str, Any]
 # Or what says how kernels and plain torch differ, by the names of its parameters.
 Mismatch = Callable[..., str | None]
@@ -84,7 +84,7 @@ class KernelPair:
         is_list: bool = False,
         in_torch_if: Callable[..., bool] | None = None,
     ) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self.plain, self._mismatch, self._is_list = plain, mismatch, is_list
         self._impl = names.index("impl")
         self.arguments, places = _arguments(names, packed)
@@ -101,7 +101,7 @@ class KernelPair:
         kind, mismatch = partial(self._kind, args), partial(self._mismatch, args)
         with Guard(impl, args[0].device, kind, mismatch) as usable:
             if usable:
-                return self._results(launch_of(self._kernel)(*call))
+                return self._results(launch_of(self.kernel)(*call))
         return _contiguous(self._results(self.plain(*call)))
 
     def named(self, function: Callable) -> Callable[[tuple], Any]:

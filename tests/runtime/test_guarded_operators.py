@@ -258,8 +258,9 @@ def test_every_guarded_call_is_in_the_table() -> None:
                 continue
             name = ast.unparse(node.func)
             keywords = {x.arg for x in node.keywords}
-            if name in ("Guard", "guarded") or (name == "KernelOp" and "kernel" in keywords):
-                # KernelOp and `guarded` want one
+            run = name in ("Guard", "guarded", "KernelPair")
+            if run or (name == "KernelOp" and "kernel" in keywords):
+                # the others want one
                 assert name != "Guard" or len(node.args) == 4, f"{path}: no probe"
                 files.add(str(path.relative_to(kernels.__path__[0])))
     assert files == set(GUARDED)

@@ -24,6 +24,7 @@ from slipstream.kernels.conv import op as conv
 from slipstream.kernels.elementwise import (
     copy_states,
     decay_gate,
+    embedding,
     erase,
     glu_linear,
     log_probs,
@@ -157,6 +158,16 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
         decay_gate._kind,
         {"x": t(1, 5, 2), "A_log": t(2), "dt_bias": t(2)},
         {"x": t(1, 5, 2, 8), "A_log": narrow(2), "dt_bias": None},
+    ),
+    "embedding": (
+        embedding._kind,
+        {"input_ids": t(3, dtype=torch.int64), "weight": t(9, 8)},
+        {"input_ids": t(3, dtype=torch.int32), "weight": narrow(9, 8)},
+    ),
+    "embedding of a width": (
+        embedding._kind,
+        {"input_ids": t(3, dtype=torch.int64), "weight": t(9, 8)},
+        {"weight": t(9, 16)},
     ),
     "erase": (
         erase._kind,

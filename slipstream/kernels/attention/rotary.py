@@ -119,7 +119,7 @@ def _backward(
                 options = AttentionOptions(*args[:-1])
                 return launch.backward_of_rotated(inputs, options, o, lse, do, cos, sin)
     dq, dk, dv = op._backward(*inputs, o, lse, do, None, *args)
-    return rotary._join_backward(dq, dk, dv, cos, sin, TRITON_OR_EAGER)
+    return rotary._join.impl(dq, dk, dv, cos, sin, TRITON_OR_EAGER)
 
 
 def _fits(q: Tensor, cos: Tensor) -> bool:

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from slipstream.common.checks import cast
 from slipstream.common.varlen import bounded_offsets
-from slipstream.kernels.conv.inputs import UNIT_EPS, UNIT_TENSORS, ConvInputs, GradInputs
+from slipstream.kernels.conv.inputs import (
+    UNIT_EPS,
+    UNIT_TENSORS,
+    ConvInputs,
+    GradInputs,
+    UpdateInputs,
+)
 from slipstream.kernels.conv.reference import correlate_reference
 from slipstream.runtime.autograd import (
     Function,
@@ -261,19 +267,15 @@ def backward(t: GradInputs, unit: int, silu: bool) -> list[Tensor]:
         y = convolution(ConvInputs(x, weight, bias, None, state, cu_seqlens), silu)
         return normalised(y, [dy.shape[-1] for dy in dys], unit)
 
-    return plain_gradients(plain, (x, weight, bias, state), dys)
+    grads = plain_gradients(plain, (x, weight, bias, state), dys)
+    # as the launch's: none is a view with an offset
+    inputs = [t for t in (x, weight, bias, state) if t is not None]
+    return [torch.empty_like(t).copy_(g) for t, g in zip(inputs, grads)]
 
 
-def update(
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    indices: Tensor | None,
-    silu: bool,
-) -> Tensor:
-    """x, y [N, D]; the state moves on in place."""
+def update(t: UpdateInputs, silu: bool) -> Tensor:
+    """y [N, D]; the state moves on in place."""
+    x, state, weight, bias, residual, indices = t
     window, live = _move_on(x, state, indices)
     compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     products = cast(window, compute_dtype) * cast(weight, compute_dtype)

@@ -30,6 +30,17 @@ class GradInputs(NamedTuple):
         return [x for x in self[:3] if x is not None]
 
 
+class UpdateInputs(NamedTuple):
+    """A token of each of N sequences."""
+
+    x: Tensor  # [N, D]
+    state: Tensor  # [S, D, W], moved on in place
+    weight: Tensor  # [D, W]
+    bias: Tensor | None  # [D]
+    residual: Tensor | None  # [N, D]
+    indices: Tensor | None  # [N], into the states
+
+
 # Of three tensors how many are normalised: queries and keys.
 UNIT_TENSORS = 2
 # Inside the root of their norms: that of ops.l2_norm.

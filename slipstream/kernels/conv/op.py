@@ -13,7 +13,13 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.conv import eager
-from slipstream.kernels.conv.inputs import UNIT_TENSORS, UNIT_WIDTHS, ConvInputs, GradInputs
+from slipstream.kernels.conv.inputs import (
+    UNIT_TENSORS,
+    UNIT_WIDTHS,
+    ConvInputs,
+    GradInputs,
+    UpdateInputs,
+)
 from slipstream.runtime.autograd import (
     Function,
     Saved,
@@ -71,20 +77,6 @@ def normalises(sizes: tuple[int, ...], unit: int) -> bool:
     """Whether kernels take `unit`."""
     whole_heads = not any(n % (unit or 1) for n in sizes[:UNIT_TENSORS])
     return unit in UNIT_WIDTHS and len(sizes) > UNIT_TENSORS and whole_heads
-
-
-def update(
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    indices: Tensor | None,
-    silu: bool,
-    impl: str,
-) -> Tensor:
-    """x, y [N, D]; the state moves on in place. No gradients."""
-    return _call_update(x, state, weight, bias, residual, indices, silu=silu, impl=impl)
 
 
 class _Convolution(Function):
@@ -173,7 +165,7 @@ _call_backward = KernelOp(
     forward=_call,
     replay=True,
 )
-_call_update = KernelOp(
+call_update = KernelOp(
     "short_convolution_update",
     "(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? residual, Tensor? indices, "
     "bool silu, str impl) -> Tensor",
@@ -181,6 +173,7 @@ _call_update = KernelOp(
     kernel=f"{_LAUNCH}:update",
     plain=eager.update,
     kind=lambda x, weight: kind("update", x, weight),
+    packed={"t": UpdateInputs},
     probe={
         "x": (5, 70), "state": (5, 70, 0), "weight": (70, 0), "bias": (70,), "residual": None,
         "indices": None,
@@ -189,4 +182,4 @@ _call_update = KernelOp(
 )  # fmt: skip
 _call.set_gradient(_Convolution.apply)
 CANDIDATES = _call.candidates(_unsupported_reason)
-UPDATE_CANDIDATES = _call_update.candidates(_update_unsupported_reason)
+UPDATE_CANDIDATES = call_update.candidates(_update_unsupported_reason)

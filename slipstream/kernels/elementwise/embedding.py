@@ -13,7 +13,7 @@ from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_di
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.kernel_pair import KernelPair
+from slipstream.runtime.kernel_pair import KernelPair, launch_of
 from slipstream.runtime.token_ids import clamped, expect_ids, raise_pending
 
 
@@ -70,7 +70,7 @@ def _mismatch(args: tuple) -> str | None:
         return None
     ids = torch.randint(0, 40, (3, 19), device=weight.device).to(input_ids.dtype)
     return numeric_probe.mismatch(
-        lambda t: _pair.launch()(ids, t["weight"]),
+        lambda t: launch_of(_pair.kernel)(ids, t["weight"]),
         lambda t: _nearest(ids, t["weight"]),
         {"weight": numeric_probe.random_like(weight, 40, weight.shape[1])},
         gradients=False,

@@ -94,14 +94,6 @@ def _unsupported_reason(k: Tensor, *others: Tensor | None) -> str | None:
     return None
 
 
-def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    inputs, (keep, inverse) = Inputs(*args[:8]), args[8:10]
-    k, wide = inputs.k, torch.promote_types(inputs.k.dtype, torch.float32)
-    final = k.new_empty(inputs.sequences, *k.shape[2:], dtype=wide)
-    sums = k.new_empty(k.shape if keep else (0,), dtype=wide)
-    return k.new_empty(k.shape), final, k.new_empty(k.shape if inverse else (0,)), sums
-
-
 # packed sequences of more than a tile, with states; K is two tiles and a half
 _PROBE = {
     "k": lambda k: random_like(k, 1, 150, 2, 40),
@@ -120,7 +112,6 @@ _INPUTS = schema_of(Inputs)
 _forward = KernelOp(
     "precondition",
     f"({_INPUTS}, bool keep, bool inverse, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake,
     kernel=f"{_LAUNCH}:forward",
     plain=_plain_forward,
     kind=_kind,

@@ -1,4 +1,4 @@
-"""The matmul in plain torch: the library's product, what follows it in float32.
+"""The matmul in plain torch: as a formula, and by the library's product and float32 after it.
 
 float32 products have the precision that torch is set to; float8 ones are taken to float32.
 """
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from slipstream.common.checks import cast
 from slipstream.kernels.matmul.inputs import FP8, MatmulInputs, activated, scaled
-from slipstream.kernels.matmul.reference import matmul_reference
 
 
 def matmul(t: MatmulInputs) -> Tensor:
@@ -22,3 +21,11 @@ def matmul(t: MatmulInputs) -> Tensor:
     z = scaled(z.float(), t.scale_a, t.scale_b)
     z = activated(z if t.bias is None else z.add_(t.bias), t.activation)
     return cast(z if t.residual is None else z.add_(t.residual), t.out_dtype)
+
+
+def matmul_reference(t: MatmulInputs) -> Tensor:
+    """out [M, N], the oracle of the tests: each factor is taken to float64 or float32 first."""
+    compute_dtype = torch.float64 if torch.float64 in (t.a.dtype, t.out_dtype) else torch.float32
+    z = scaled(t.a.to(compute_dtype) @ t.b.to(compute_dtype), t.scale_a, t.scale_b)
+    z = activated(z if t.bias is None else z + t.bias.to(compute_dtype), t.activation)
+    return (z if t.residual is None else z + t.residual.to(compute_dtype)).to(t.out_dtype)

@@ -54,6 +54,20 @@ def activated(z: Tensor, name: str) -> Tensor:
     return _FUNCTIONS[name](z)
 
 
+def epilogue(t: MatmulInputs) -> tuple[dict[str, Tensor | None], dict[str, int]]:
+    """Arguments of kernels: what is done to the sums, with adjacent elements, and its strides."""
+    residual = t.residual
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    sa, sb = (None if x is None else x.float().contiguous() for x in (t.scale_a, t.scale_b))
+    bias = None if t.bias is None else t.bias.contiguous()
+    return {"bias_ptr": bias, "r_ptr": residual, "sa_ptr": sa, "sb_ptr": sb}, {
+        "r_stride": 0 if residual is None else residual.stride(0),
+        "sa_stride": 0 if sa is None else sa.dim(),
+        "sb_stride": 0 if sb is None else sb.dim(),
+    }
+
+
 def row_by_row(x: Tensor) -> bool:
     """Whether TMA can read x's rows."""
     step = x.stride(0) * x.element_size()

@@ -36,7 +36,6 @@ from slipstream.kernels.matmul.inputs import (
     scaled,
     tma_swaps,
 )
-from slipstream.kernels.matmul.reference import matmul_reference
 from slipstream.runtime.autograd import Function, needs_autograd, save
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, sm90_unsupported
 from slipstream.runtime.custom_op import KernelOp
@@ -223,7 +222,7 @@ def _run(impl: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
         if usable:
             return _launch(name, t, config)
     if name in PLAIN:
-        return matmul_reference(t) if name == "reference" else eager.matmul(t)
+        return eager.matmul_reference(t) if name == "reference" else eager.matmul(t)
     return _run(others, t, config)
 
 

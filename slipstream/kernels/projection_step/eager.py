@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.projection_step.inputs import ProjectionInputs
+from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
 
 
 def projection_step(t: ProjectionInputs) -> Tensor:
     x = t.x
     if t.norm_eps is not None and not t.normed:
-        x = normed(x, t.norm_weight, t.norm_eps, t.zero_centered)
+        x = normed(x, t)
     return _projection_step(t, x)
 
 
@@ -26,15 +26,16 @@ def reference(t: ProjectionInputs) -> Tensor:
     return projection_step(wide).to(t.out_dtype)
 
 
-def normed(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
+def normed(x: Tensor, t: ProjectionInputs | NormedInputs) -> Tensor:
     """In float32 or wider."""
+    assert t.norm_eps is not None
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x.to(wide)
-    x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-    if weight is None:
+    x = x * (x.square().mean(-1, keepdim=True) + t.norm_eps).rsqrt()
+    if t.norm_weight is None:
         return x
-    weight = weight.to(wide)
-    return x * (1 + weight if zero_centered else weight)
+    weight = t.norm_weight.to(wide)
+    return x * (1 + weight if t.zero_centered else weight)
 
 
 def _projection_step(t: ProjectionInputs, x: Tensor) -> Tensor:

@@ -45,12 +45,12 @@ CANDIDATES = (
 def run(t: NormedInputs, impl: str | None = None) -> tuple[Tensor, Tensor]:
     """h = residual + x W^T + b [M, N] and its norm, in the weight's dtype."""
     impls = choose(CANDIDATES, t, impl, "projection_norm_step", t.x).impls
-    return _call(*t[:5], norm_eps=t.norm_eps, zero_centered=t.zero_centered, impl=impls)
+    return _call(*t, impl=impls)
 
 
 def _eager(t: NormedInputs) -> tuple[Tensor, Tensor]:
     h = t.residual + F.linear(t.x, t.weight, t.bias).to(t.residual.dtype)
-    y = eager.normed(h.to(t.weight.dtype), t.norm_weight, t.norm_eps, t.zero_centered)
+    y = eager.normed(h.to(t.weight.dtype), t)
     return h, y.to(t.weight.dtype)
 
 
@@ -69,6 +69,6 @@ _call = KernelOp(
     packed={"t": NormedInputs},
     in_torch_if=lambda x, residual: 0 in (x.numel(), residual.numel()),
     # of as many rows: they decide about the launches
-    probe={"weight": lambda w: random_like(w, *w.shape) * w.shape[1] ** -0.5},
+    probe={"weight": lambda weight: random_like(weight, *weight.shape) * weight.shape[1] ** -0.5},
     replay=True,
 )

@@ -19,6 +19,3 @@ class MeanInputs(NamedTuple):
     u: Tensor
     start: Tensor
     cu_seqlens: Tensor | None
-
-
-NUM_INPUTS = len(MeanInputs._fields)

@@ -12,14 +12,13 @@ gradients.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.running_mean import eager
-from slipstream.kernels.running_mean.inputs import NUM_INPUTS, MeanInputs
+from slipstream.kernels.running_mean.inputs import MeanInputs
 from slipstream.runtime import numeric_probe
 from slipstream.runtime.autograd import needs_autograd, transformed
 from slipstream.runtime.custom_op import KernelOp, schema_of
@@ -113,23 +112,11 @@ def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _wide_like(x: Tensor, shape: Any) -> Tensor:
-    return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def _fake_mean(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    inputs, keep = MeanInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS]
-    r, mean = (_wide_like(inputs.k, inputs.k.shape if keep else (0,)) for _ in range(2))
-    v, start = inputs.v, inputs.start
-    return v.new_empty(v.shape), start.new_empty(start.shape), r, mean
-
-
 _LAUNCH = "slipstream.kernels.running_mean.triton.launch"
 _TENSORS = schema_of(MeanInputs)
 _weights = KernelOp(
     "running_weights",
     "(Tensor k, Tensor z, Tensor? cu_seqlens, str impl) -> (Tensor, Tensor, Tensor)",
-    fake=lambda k, z, *_: (k.new_empty(k.shape), _wide_like(k, k.shape), z.new_empty(z.shape)),
     kernel=f"{_LAUNCH}:weights",
     plain=_plain_weights,
     kind=_kind,
@@ -146,7 +133,6 @@ _Weights = _weights.with_gradient(
 _mean = KernelOp(
     "running_mean",
     f"({_TENSORS}, bool keep, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake_mean,
     kernel=f"{_LAUNCH}:means",
     plain=_plain_mean,
     kind=_kind,

@@ -78,7 +78,7 @@ def cases() -> Iterator[tuple[str, Any, tuple]]:
     slots = torch.tensor([2, -1, 0])
     yield (
         "conv update",
-        conv._call_update.overload,
+        conv.call_update.overload,
         (x[0, :3], past, weight, bias, None, slots, True),
     )
     logits, target = torch.randn(5, 11), torch.tensor([0, 5, -100, 2, 3])

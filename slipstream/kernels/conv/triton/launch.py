@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.conv.inputs import UNIT_EPS, UNIT_TENSORS, ConvInputs, GradInputs
+from slipstream.kernels.conv.inputs import (
+    UNIT_EPS,
+    UNIT_TENSORS,
+    ConvInputs,
+    GradInputs,
+    UpdateInputs,
+)
 from slipstream.kernels.conv.triton.backward import conv_bwd_kernel
 from slipstream.kernels.conv.triton.conv import conv_fwd_kernel, conv_update_kernel
 from slipstream.runtime.backends import device_of, sm_count
@@ -38,8 +44,8 @@ def forward(inputs: ConvInputs, sizes: Sequence[int] | None, unit: int, silu: bo
     sizes = sizes or x.shape[2:]
     ys = [torch.empty(*x.shape[:2], n, dtype=x.dtype, device=x.device) for n in sizes]
     with device_of(x.device):
-        P, parts = _parts(FORWARD, inputs, sizes, unit, silu)
-        for y, (_, blocks, arguments) in zip(ys, parts):
+        P, outputs = _outputs(FORWARD, inputs, sizes, unit, silu)
+        for y, (_, blocks, arguments) in zip(ys, outputs):
             cached(conv_fwd_kernel)[(P * blocks,)](**arguments, r_ptr=inputs.residual, y_ptr=y)
     return ys
 
@@ -55,9 +61,9 @@ def backward(t: GradInputs, unit: int, silu: bool) -> list[Tensor]:
         # the first tile of a sequence writes it, and where there are no tokens there are no tiles
         dstate = torch.empty_like(state) if x.numel() else torch.zeros_like(state)
     with device_of(x.device):
-        P, parts = _parts(BACKWARD, inputs, [dy.shape[-1] for dy in dys], unit, silu)
+        P, outputs = _outputs(BACKWARD, inputs, [dy.shape[-1] for dy in dys], unit, silu)
         partial = torch.empty(P, W + 1, x.shape[2], dtype=torch.float32, device=x.device)
-        for dy, (begin, blocks, arguments) in zip(dys, parts):
+        for dy, (begin, blocks, arguments) in zip(dys, outputs):
             n = dy.shape[-1]
             cached(conv_bwd_kernel)[(P * blocks,)](
                 **arguments,
@@ -74,17 +80,10 @@ def backward(t: GradInputs, unit: int, silu: bool) -> list[Tensor]:
     return [t for t in (dx, dweight, dbias, dstate) if t is not None]
 
 
-def update(
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    indices: Tensor | None,
-    silu: bool,
-) -> Tensor:
+def update(t: UpdateInputs, silu: bool) -> Tensor:
     """y [N, D]."""
-    x, weight, bias, residual, indices = _contiguous(x, weight, bias, residual, indices)
+    state = t.state
+    x, weight, bias, residual, indices = _contiguous(t.x, *t[2:])
     N, D = x.shape
     W = weight.shape[1]
     y = torch.empty_like(x)
@@ -109,7 +108,7 @@ def update(
     return y
 
 
-def _parts(
+def _outputs(
     tile: Tile, inputs: ConvInputs, sizes: Sequence[int], unit: int, silu: bool
 ) -> tuple[int, list[tuple[int, int, dict[str, Any]]]]:
     """Programs of each block of channels; and of each of y's tensors the first channel, the blocks
@@ -118,7 +117,7 @@ def _parts(
     tile, P, tiles = _programs(tile, x, cu_seqlens, max(sizes))
     tiles_each = max(-(-tiles // P), 1)
     N = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    begin, parts = 0, []
+    begin, outputs = 0, []
     for i, n in enumerate(sizes):
         # a run that is normalised is a warp's
         is_unit = unit != 0 and i < UNIT_TENSORS
@@ -144,9 +143,9 @@ def _parts(
             "UNIT": is_unit,
             "num_warps": warps,
         }
-        parts.append((begin, -(-n // BD), arguments))
+        outputs.append((begin, -(-n // BD), arguments))
         begin += n
-    return -(-tiles // tiles_each), parts
+    return -(-tiles // tiles_each), outputs
 
 
 def _contiguous(*tensors: Tensor | None) -> Any:

@@ -90,7 +90,7 @@ def forward(
 ) -> Tensor:
     x = _features_in_row(x)
     g = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    _run(x, A_log, dt_bias, lower_bound, _sizes(x).row_blocks, g=g)
+    _run(x, A_log, dt_bias, lower_bound, _sizes(x).row_blocks, g_ptr=g)
     return g
 
 
@@ -110,7 +110,7 @@ def backward(
     P = min(sizes.row_blocks, max_programs)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(P, 2, C, dtype=torch.float32, device=x.device)
-    _run(x, A_log, dt_bias, lower_bound, P, dg=dg, dx=dx, partial=partial)
+    _run(x, A_log, dt_bias, lower_bound, P, dg_ptr=dg, dx_ptr=dx, partial_ptr=partial)
     dA, dbias = (
         None if p is None else torch.empty(p.shape, dtype=p.dtype, device=p.device)
         for p in (A_log, dt_bias)
@@ -130,22 +130,17 @@ def _run(
     dt_bias: Tensor | None,
     lower_bound: float | None,
     programs: int,
-    *,
-    dg: Tensor | None = None,
-    g: Tensor | None = None,
-    dx: Tensor | None = None,
-    partial: Tensor | None = None,
+    **tensors: Tensor,
 ) -> None:
+    """None what is not among the tensors."""
     sizes = _sizes(x)
+    names = ("dg_ptr", "g_ptr", "dx_ptr", "partial_ptr")
     with device_of(x.device):
         cached(decay_gate_kernel)[programs, sizes.blocks](
-            dg_ptr=dg,
             x_ptr=x,
             a_ptr=None if A_log is None else A_log.contiguous(),
             bias_ptr=None if dt_bias is None else dt_bias.contiguous(),
-            g_ptr=g,
-            dx_ptr=dx,
-            partial_ptr=partial,
+            **(dict.fromkeys(names) | tensors),
             lower_bound=lower_bound or 0.0,
             BOUNDED=lower_bound is not None,
             **sizes.arguments(x),

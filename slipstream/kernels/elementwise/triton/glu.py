@@ -74,7 +74,7 @@ def glu_kernel(
 
 def glu(gate: Tensor, up: Tensor | None, f: str) -> Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    _run(gate, up, None, y, None, None, f)
+    _run(gate, up, f, y_ptr=y)
     return y
 
 
@@ -85,7 +85,7 @@ def glu_backward(
     dy = dy.contiguous()
     dgate = torch.empty_like(dy)
     dup = None if up is None else torch.empty_like(dy)
-    _run(gate, up, dy, None, dgate, dup, f)
+    _run(gate, up, f, dy_ptr=dy, dgate_ptr=dgate, dup_ptr=dup)
     return dgate, dup
 
 
@@ -95,19 +95,12 @@ def glu_bwd_recompute(
     """dgate, dup; dy is contiguous and becomes y."""
     dgate = torch.empty_like(dy)
     dup = None if up is None else torch.empty_like(dy)
-    _run(gate, up, dy, dy, dgate, dup, f)
+    _run(gate, up, f, dy_ptr=dy, y_ptr=dy, dgate_ptr=dgate, dup_ptr=dup)
     return dgate, dup
 
 
-def _run(
-    gate: Tensor,
-    up: Tensor | None,
-    dy: Tensor | None,
-    y: Tensor | None,
-    dgate: Tensor | None,
-    dup: Tensor | None,
-    f: str,
-) -> None:
+def _run(gate: Tensor, up: Tensor | None, f: str, **tensors: Tensor | None) -> None:
+    """None what is not among the tensors."""
     gate = _rows(gate)
     up = None if up is None else _rows(up)
     R, D = gate.shape
@@ -119,10 +112,7 @@ def _run(
         cached(glu_kernel)[(-(-R // BR) * -(-D // BD),)](
             gate_ptr=gate,
             up_ptr=up,
-            dy_ptr=dy,
-            y_ptr=y,
-            dgate_ptr=dgate,
-            dup_ptr=dup,
+            **(dict.fromkeys(("dy_ptr", "y_ptr", "dgate_ptr", "dup_ptr")) | tensors),
             gate_stride=gate.stride(0),
             up_stride=stride,
             R=R,

@@ -141,45 +141,30 @@ def _through_chunks(
     step = logit_chunks.rows_of_chunk(N, V, hidden.element_size())
     # a number of columns that the compiler knows to be a multiple of 16: loads are wide
     buffer = hidden.new_empty(min(step, N), -(-V // 16) * 16)
+    BV, warps = next((BV, warps) for widest, BV, warps in logit_chunks.TILES if widest >= V)
     for i in range(0, N, max(step, 1)):
         rows = slice(i, i + step)
         logits = layer.logits(rows, out=buffer[: min(step, N - i), :V])
-        incoming = None if grads is None else (grads[0][rows], grads[1][rows])
-        results = outputs[0][rows], outputs[1][rows]
-        _launch(logits, target[rows], results, incoming, scale, ignore_index)
+        incoming = (None, None) if grads is None else (grads[0][rows], grads[1][rows])
+        with device_of(logits.device):
+            cached(log_probs_kernel)[(len(logits),)](
+                logits_ptr=logits,
+                target_ptr=target[rows],
+                log_prob_ptr=outputs[0][rows],
+                entropy_ptr=outputs[1][rows],
+                dlog_prob_ptr=incoming[0],
+                dentropy_ptr=incoming[1],
+                grad_ptr=None if grads is None else logits,
+                stride=logits.stride(0),
+                grad_stride=0 if grads is None else logits.stride(0),
+                ignore_index=ignore_index,
+                scale=scale,
+                V=V,
+                BV=BV,
+                INNER=16 // logits.element_size(),
+                STAGES=logit_chunks.STAGES,
+                num_warps=warps,
+            )
         if grads is not None:
             layer.add(rows, logits)
     return [*outputs, layer.dhidden, layer.dweight, layer.dbias.to(weight.dtype)]
-
-
-def _launch(
-    logits: Tensor,
-    target: Tensor,
-    outputs: tuple[Tensor, Tensor],
-    grads: tuple[Tensor, Tensor] | None,
-    scale: float,
-    ignore_index: int,
-) -> None:
-    """One launch over logits [rows, V], which become their gradient where grads are given."""
-    rows, V = logits.shape
-    BV, warps = next((BV, warps) for widest, BV, warps in logit_chunks.TILES if widest >= V)
-    dlog_prob, dentropy = (None, None) if grads is None else grads
-    with device_of(logits.device):
-        cached(log_probs_kernel)[(rows,)](
-            logits_ptr=logits,
-            target_ptr=target,
-            log_prob_ptr=outputs[0],
-            entropy_ptr=outputs[1],
-            dlog_prob_ptr=dlog_prob,
-            dentropy_ptr=dentropy,
-            grad_ptr=None if grads is None else logits,
-            stride=logits.stride(0),
-            grad_stride=0 if grads is None else logits.stride(0),
-            ignore_index=ignore_index,
-            scale=scale,
-            V=V,
-            BV=BV,
-            INNER=16 // logits.element_size(),
-            STAGES=logit_chunks.STAGES,
-            num_warps=warps,
-        )

@@ -123,12 +123,12 @@ def rotate(
 
 
 def join_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of qkv from those of its queries and keys, which turn back, and of its values;
-    cos, sin [B or 1, T, R/2]."""
+    """The gradient of qkv, side by side from those of queries and keys, which are rotated back, and
+    of values; cos, sin [B or 1, T, R/2]."""
     sizes = [x.shape[2] for x in (dq, dk, dv)]
     dqkv = dq.new_empty(*dq.shape[:2], sum(sizes), dq.shape[3])
-    *turned, last = dqkv.split(sizes, 2)
-    for dx, dy in zip(turned, (dq, dk)):
+    *rotated, last = dqkv.split(sizes, 2)
+    for dx, dy in zip(rotated, (dq, dk)):
         rotate(dy, cos, sin, None, False, True, dx)
     _copy(last, dv)
     return dqkv

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.matmul.config import TMA_BYTES, MatmulConfig
-from slipstream.kernels.matmul.inputs import MatmulInputs, row_by_row, tma_swaps
+from slipstream.kernels.matmul.inputs import MatmulInputs, epilogue, row_by_row, tma_swaps
 from slipstream.kernels.matmul.sm90.matmul import matmul_sm90_kernel
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.backends import device_of, sm_count
@@ -38,10 +38,7 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
     size = lhs.element_size()
     lhs, lhs_t = _align_for_tma(lhs, size in (2, 4))
     rhs, rhs_t = _align_for_tma(rhs, size == 2)
-    residual, bias = t.residual, t.bias
-    if residual is not None and residual.stride(1) != 1:
-        residual = residual.contiguous()
-    sa, sb = (None if x is None else x.float().contiguous() for x in (t.scale_a, t.scale_b))
+    tensors, strides = epilogue(t)
     BN, BK = c.block_n, c.block_k
     levels = max((BN * out.element_size() // TMA_BYTES).bit_length() - 1, 0)
     out_block = (BN >> levels, 64) if swapped else (64, BN >> levels)
@@ -51,16 +48,11 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
             a_desc=_descriptor(lhs, (BK, 64) if lhs_t else (64, BK)),
             b_desc=_descriptor(rhs, (BK, BN) if rhs_t else (BN, BK)),
             out_desc=_descriptor(out, out_block),
-            bias_ptr=None if bias is None else bias.contiguous(),
-            r_ptr=residual,
-            sa_ptr=sa,
-            sb_ptr=sb,
+            **tensors,
             M=M,
             N=N,
             K=K,
-            r_stride=0 if residual is None else residual.stride(0),
-            sa_stride=0 if sa is None else sa.dim(),
-            sb_stride=0 if sb is None else sb.dim(),
+            **strides,
             BN=BN,
             BK=BK,
             GROUP=c.group_m,

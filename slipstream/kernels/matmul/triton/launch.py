@@ -1,19 +1,14 @@
 """Launches of the portable matmul: no synchronisation. Memory beyond the result: S times as much in
 float32 where K is split in S, and a copy of a factor neither of whose strides is 1."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from slipstream.kernels.matmul.config import MAX_SPLIT_K, MatmulConfig
-from slipstream.kernels.matmul.inputs import MatmulInputs
+from slipstream.kernels.matmul.inputs import MatmulInputs, epilogue
 from slipstream.kernels.matmul.triton.matmul import matmul_kernel, matmul_sum_kernel
 from slipstream.runtime.backends import INTERPRETED, device_of, supports_pdl
 from slipstream.runtime.launch_cache import cached
-
-# elements of a row that one program of matmul_sum_kernel adds up, by 4 warps
-SUM_COLUMNS = 512
 
 
 def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
@@ -22,31 +17,23 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
     out = torch.empty(M, N, dtype=t.out_dtype, device=t.a.device)
     a, b = (x if 1 in x.stride() else x.contiguous() for x in (t.a, t.b))
     a_t, b_t = a.stride(1) != 1, b.stride(1) != 1
-    residual = _rows(t.residual)
-    sa, sb = (None if x is None else x.float().contiguous() for x in (t.scale_a, t.scale_b))
     # it is of float32 only, and another one would be another kernel
     precision = t.precision if a.dtype == torch.float32 else "tf32"
     if INTERPRETED:
         precision = "ieee"
     tiles = -(-M // c.block_m) * -(-N // c.block_n)
     S = c.split_k
-    bias = None if t.bias is None else t.bias.contiguous()
-    epilogue: dict[str, Any] = {"bias_ptr": bias, "r_ptr": residual, "sa_ptr": sa, "sb_ptr": sb}
-    strides = {
-        "r_stride": 0 if residual is None else residual.stride(0),
-        "sa_stride": 0 if sa is None else sa.dim(),
-        "sb_stride": 0 if sb is None else sb.dim(),
-    }
-    fused_epilogue, target, f = epilogue, out, t.activation
+    tensors, strides = epilogue(t)
+    fused, target, f = tensors, out, t.activation
     if S > 1:
-        fused_epilogue, f = dict.fromkeys(epilogue), ""
+        fused, f = dict.fromkeys(tensors), ""
         target = out.new_empty(S, M, N, dtype=torch.float32)
     overlaps = S > 1 and supports_pdl(a.device)
     with device_of(a.device):
         cached(matmul_kernel)[(tiles, S)](
             a_ptr=a,
             b_ptr=b,
-            **fused_epilogue,
+            **fused,
             out_ptr=target,
             M=M,
             N=N,
@@ -71,16 +58,17 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
             num_stages=c.num_stages,
         )
         if S > 1:
-            cached(matmul_sum_kernel)[(M, -(-N // SUM_COLUMNS))](
+            columns = 512  # of a row, which a program adds up
+            cached(matmul_sum_kernel)[(M, -(-N // columns))](
                 partial_ptr=target,
-                **epilogue,
+                **tensors,
                 out_ptr=out,
                 M=M,
                 N=N,
                 S=S,
                 **strides,
                 BM=1,
-                BN=SUM_COLUMNS,
+                BN=columns,
                 MAX_SPLITS=MAX_SPLIT_K,
                 EVEN_N=N % 16 == 0,
                 PDL=overlaps,
@@ -89,8 +77,3 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
                 **({"launch_pdl": True} if overlaps else {}),
             )
     return out
-
-
-def _rows(x: Tensor | None) -> Tensor | None:
-    """With adjacent elements in a row."""
-    return x if x is None or x.stride(1) == 1 else x.contiguous()
