@@ -233,3 +233,15 @@ def test_autograd_function_passes_no_gradient_on(scaled_and_sum: type[Function])
     x = torch.randn(3, 2, requires_grad=True)
     loss = _WithoutGradient.apply(*scaled_and_sum.apply(x, None, 3.0)).sum()
     assert torch.autograd.grad(loss, x, allow_unused=True) == (None,)
+
+
+@pytest.mark.parametrize("name", sorted(operators()))
+def test_probes_name_arguments_of_the_schema(name: str) -> None:
+    """The tensors of a probe, and the parameters of the functions that make them."""
+    op = operators()[name]
+    probes = op._probe if isinstance(op._probe, tuple) else (op._probe,)
+    for probe in probes:
+        if isinstance(probe, dict):
+            makers = [x for x in probe.values() if callable(x)]
+            named = {*probe} | {y for x in makers for y in inspect.signature(x).parameters}
+            assert named <= {*op._names}

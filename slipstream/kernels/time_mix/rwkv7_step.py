@@ -164,7 +164,7 @@ _call = KernelOp(
     probe={
         **dict.fromkeys(("out", *TOKENS), (3, ...)),
         "state": (4, ...),
-        "state_indices": lambda x: torch.tensor([2, -1, 0], device=x.device),
+        "state_indices": lambda state: torch.tensor([2, -1, 0], device=state.device),
     },
     replay=True,
 )
