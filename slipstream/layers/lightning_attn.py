@@ -35,6 +35,8 @@ class LightningAttention(Mixer):
     Source: Qin et al., Lightning Attention-2, 2024; MiniMax-01, 2025, section 2.
     """
 
+    depends_on_layer = True
+
     def __init__(
         self,
         hidden_size: int,

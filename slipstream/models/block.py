@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream import layers
 from slipstream.layers import RWKV7ChannelMix
+from slipstream.models import played
 from slipstream.models.cache import LayerState
 from slipstream.models.config import MIXERS, SlipstreamConfig, expect_options, mixer_options
 from slipstream.models.mlps import make_mlp
@@ -116,10 +117,23 @@ class Block(GradientCheckpointingLayer):
             return self._advance(h, first_value, layer, positions, fixed, next_norm, normed)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "context": context}
         mixing = options | {"positions": positions, "state": state, "use_cache": use_cache}
+        plain = cu_seqlens is None and context is None and positions is None and state is None
+        if plain and not self.consistent:
+            found = played.play(self, h, first_value, use_cache)
+            if found is not played.MISS:
+                return found
         if not self.consistent:
             return self._mix(h, first_value, mixing, options)
         with consistent():
             return self._mix(h, first_value, mixing, options)
+
+    def from_start(
+        self, h: Tensor, first_value: Tensor | None, use_cache: bool
+    ) -> tuple[Tensor, State | None, Tensor | None]:
+        """Does `forward` for sequences from their first token on, not packed."""
+        options: dict[str, Any] = {"cu_seqlens": None, "context": None}
+        mixing = {**options, "positions": None, "state": None, "use_cache": use_cache}
+        return self._mix(h, first_value, mixing, options)
 
     def _mix(
         self,

@@ -19,8 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from slipstream.runtime.recorded_shapes import (
     BY_DTYPE,
+    CONSTANT,
+    EMPTY,
     IN_PLACE,
+    PARTS,
     VIEWS,
+    ZEROS,
     Address,
     ShapeRules,
     Value,
@@ -35,16 +39,6 @@ from slipstream.runtime.recorded_shapes import (
 )
 from slipstream.runtime.recording import Line, Unrecordable, pointer_of, use_recorder
 from slipstream.runtime.symbolic_sizes import Size, text_of, value_of
-
-# Questions about a tensor whose answer is the same for all sizes.
-_CONSTANT_NAMES = """
-dtype device is_cuda is_cpu is_meta ndim dim ndimension element_size itemsize is_neg is_conj layout
-is_floating_point is_complex requires_grad get_device _is_view is_sparse is_quantized is_leaf
-grad_fn _version is_inference type names has_names
-"""
-_CONSTANT = frozenset(_CONSTANT_NAMES.split())
-_EMPTY = frozenset(("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
-_ZEROS = frozenset(("zeros", "new_zeros", "zeros_like"))
 
 
 class CallRecorder(ShapeRules, TorchFunctionMode):
@@ -154,7 +148,7 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         if name == "__get__":
             name = func.__self__.__name__
         x = args[0] if args and isinstance(args[0], Tensor) else None
-        if x is not None and name in _CONSTANT:
+        if x is not None and name in CONSTANT:
             return func(*args, **kwargs)
         question = getattr(self, f"_ask_{name}", None)
         if x is not None and question is not None:
@@ -228,13 +222,16 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         if any(not isinstance(x, Tensor) or x.device != self.device for x in outs):
             raise Unrecordable(f"{name} gives what is no tensor of the device")
         is_plain = not kwargs.keys() & {"out", "pin_memory", "memory_format"}
-        if is_plain and name in _EMPTY | _ZEROS and self._fresh(name, args, out):
+        if is_plain and name in EMPTY | ZEROS and self._fresh(name, args, out):
             return
         if args and out is args[0] and self._same(name, out):
             return
         if isinstance(out, Tensor) and name in VIEWS and self._view(func, name, args, kwargs, out):
             return
-        self._step(func, name, args, kwargs, out, outs)
+        if name in PARTS and outs and isinstance(args[0], Tensor):
+            self._parts(func, name, args, kwargs, outs)
+        else:
+            self._step(func, name, args, kwargs, out, outs)
 
     def _same(self, name: str, x: Tensor) -> bool:
         """Whether an operation that gave back its argument did nothing."""
@@ -270,7 +267,7 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         text = f"{self._constant(make)}({self._tuple(shape)}, {self._tuple(stride)})"
         size = count * value.itemsize
         late = type(size) is Size and size.late
-        if name in _ZEROS:
+        if name in ZEROS:
             self.operations += 1
             self._write(Line("step", f"{text}.zero_()", value.name))
         else:
@@ -287,21 +284,25 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         found = self.place_of_view(name, base, x, args, kwargs, out)
         if found is None:
             return False
-        offset, shape, stride, dense = found
-        offset = total(base.offset, offset)
-        aligned = base.root.fresh and type(offset) is int and offset % 16 == 0
-        value = self._new(
-            out,
-            root=base.root,
-            offset=offset,
-            shape=shape,
-            stride=stride,
-            dense=dense,
-            fresh=aligned,
-        )
         text = f"{self._constant(func)}({self._arguments(args, kwargs)})"
-        self._write(Line("view", text, value.name))
+        self._write(Line("view", text, self._placed(base, out, *found)))
         return True
+
+    def _parts(self, func: Any, name: str, args: tuple, kwargs: dict, outs: list[Tensor]) -> None:
+        base = self.value_of(args[0])
+        places = self.places_of_parts(name, base, args[0], args, kwargs, len(outs))
+        names = [self._placed(base, *x) for x in zip(outs, *zip(*places))]
+        text = f"{self._constant(func)}({self._arguments(args, kwargs)})"
+        self._write(Line("view", text, "".join(f"{x}, " for x in names)))
+
+    def _placed(
+        self, base: Value, x: Tensor, offset: Any, shape: Any, stride: Any, dense: bool
+    ) -> str:
+        """The name of a view at so many bytes from the base."""
+        offset = total(base.offset, offset)
+        fresh = base.root.fresh and type(offset) is int and offset % 16 == 0
+        place = {"root": base.root, "offset": offset, "fresh": fresh}
+        return self._new(x, shape=shape, stride=stride, dense=dense, **place).name
 
     def _step(
         self, func: Any, name: str, args: tuple, kwargs: dict, out: Any, outs: list[Tensor]

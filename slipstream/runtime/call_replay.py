@@ -312,10 +312,14 @@ def record_decision(
 
 
 def record(
-    call: Callable[..., Any], args: Sequence[Any], max_operations: int | None = MAX_OPERATIONS
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    max_operations: int | None = MAX_OPERATIONS,
+    detach: bool = True,
 ) -> tuple[Any, RecordedCall | None]:
-    """call(*args), and how to do the same for other tensors, if that is possible."""
-    taking, seen = CallRecorder(args), LaunchCounter()
+    """call(*args), and how to do the same for other tensors, if that is possible. detach: as
+    CallRecorder."""
+    taking, seen = CallRecorder(args, detach), LaunchCounter()
     with seen, taking, use_recorder(taking):
         result = call(*taking.args)
     taking.close()

@@ -85,6 +85,9 @@ class DirectCall:
         written: places of the arguments that it writes into, and their names.
     """
 
+    # whether a record gets tensors of its own (call_recorder.py)
+    _detach = True
+
     def __init__(
         self,
         impl: Callable,
@@ -202,7 +205,8 @@ class DirectCall:
 
     def _record(self, known: call_replay.Records, args: tuple) -> Any:
         known.due = False
-        result, record = call_replay.record(self._recorded, args, self._max_operations)
+        most, detach = self._max_operations, self._detach
+        result, record = call_replay.record(self._recorded, args, most, detach)
         written = [n for n in self._written if args[n] is not None]
         if record is not None and not (written and record.is_late):
             if written:

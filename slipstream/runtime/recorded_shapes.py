@@ -14,6 +14,16 @@ from torch import Tensor
 from slipstream.runtime.recording import Unrecordable
 from slipstream.runtime.symbolic_sizes import Size, text_of
 
+# Questions about a tensor whose answer is the same for all sizes.
+_CONSTANT_NAMES = """
+dtype device is_cuda is_cpu is_meta ndim dim ndimension element_size itemsize is_neg is_conj layout
+is_floating_point is_complex requires_grad get_device _is_view is_sparse is_quantized is_leaf
+grad_fn _version is_inference type names has_names
+"""
+CONSTANT = frozenset(_CONSTANT_NAMES.split())
+EMPTY = frozenset(("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"))
+ZEROS = frozenset(("zeros", "new_zeros", "zeros_like"))
+
 # Operations that return a view which begins where their argument does.
 _SAME_PLACE_NAMES = """
 view reshape unsqueeze transpose t T mT permute flatten unflatten detach swapaxes view_as expand
@@ -21,13 +31,16 @@ squeeze movedim
 """
 SAME_PLACE = frozenset(_SAME_PLACE_NAMES.split())
 VIEWS = SAME_PLACE | {"narrow", "select", "__getitem__"}
+# Operations that return several views, of parts along a dimension.
+PARTS = frozenset(("split", "split_with_sizes", "chunk", "unbind"))
 # Operations that give back their argument where it has the dtype that is wanted.
 BY_DTYPE = frozenset(("to", "float", "half", "bfloat16", "double", "type_as"))
 # Besides those with an underscore: x *= y is named as x * y is.
 IN_PLACE = frozenset(("mul", "add", "sub", "div", "wait_tensor"))
 _ELEMENTWISE_NAMES = """
 contiguous clone add sub mul div neg exp exp2 log flip cumsum sigmoid softplus clamp pow rsub
-__mul__ __add__ __sub__ __neg__ __rmul__ __radd__ __rsub__ __truediv__ masked_fill
+silu tanh relu cos sin reciprocal rsqrt masked_fill __mul__ __add__ __sub__ __neg__ __rmul__
+__radd__ __rsub__ __truediv__ __rtruediv__ __pow__ __rpow__
 """
 _ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 
@@ -144,6 +157,32 @@ class ShapeRules(ABC):
             return None
         return self._place_of_index(index, base, shape, stride)
 
+    def places_of_parts(
+        self, name: str, base: Value, x: Tensor, args: tuple, kwargs: dict, count: int
+    ) -> list[tuple[Any, tuple, tuple, bool]]:
+        """place_of_view of each of so many parts."""
+        stride, shape = self._ask_stride(base, x), self._ask_shape(base, x)
+        given = [*args[1:], *kwargs.values()]
+        sizes = None if name == "unbind" else given.pop(0)
+        dim = given[0] % x.dim() if given else 0
+        size = shape[dim]
+        if name == "unbind":
+            sizes = [1] * count
+        elif not isinstance(sizes, tuple | list):
+            step = -(-size // sizes) if name == "chunk" else sizes
+            sizes = [step] * (count - 1) + [size - step * (count - 1)]
+            self.guard(f"0 < {text_of(sizes[-1])} <= {text_of(step)}", _is_late(step, size))
+        if total_of(sizes) != size:
+            raise Unrecordable(f"{name} into other sizes")
+        found, offset = [], 0
+        for n in sizes:
+            of_part = [*shape[:dim], *([] if name == "unbind" else [n]), *shape[dim + 1 :]]
+            strides = [x for d, x in enumerate(stride) if d != dim or name != "unbind"]
+            place = product(product(offset, stride[dim]), base.itemsize)
+            found.append((place, tuple(of_part), tuple(strides), False))
+            offset = total(offset, n)
+        return found
+
     def _place_of_index(
         self, index: list, base: Value, shape: list, stride: tuple
     ) -> tuple[Any, tuple, tuple, bool] | None:
@@ -230,12 +269,21 @@ class ShapeRules(ABC):
     ) -> tuple[tuple | None, bool]:
         """The shape, None if that is not known, and whether it is contiguous for all sizes."""
         given = [self.value_of(x) for x in flat((args, kwargs)) if isinstance(x, Tensor)]
+        if name in ("linear", "cat") and all(x.shape is not None for x in given):
+            if name == "linear":
+                return _shape_of_linear(*given[:2])
+            return _joined(given, args, kwargs)
         if name in ("full", "ones", "arange") and "size" not in kwargs:
             sizes = tuple(sizes_given(args[:1] if name == "full" else args))
-            return (sizes, True) if len(sizes) == out.dim() else (None, False)
+            if len(sizes) == out.dim():
+                return sizes, True
+            varying = any(type(x) is Size for x in flat((args, kwargs)))
+            return (None, False) if varying else (tuple(out.shape), True)
         if not given or given[0].shape is None:
             return None, False
         first = given[0].shape
+        if name in _ELEMENTWISE and (shape := _broadcast(given)) is not None:
+            return shape, False
         if name in BY_DTYPE | _ELEMENTWISE and all(_alike(x.shape, first) for x in given):
             return first, all(x.dense for x in given) or name == "contiguous"
         if name in ("sum", "any", "all", "amax") and given[0].dense and len(args) < 3:
@@ -246,6 +294,41 @@ class ShapeRules(ABC):
                 out_of = {d % len(first) for d in ([dims] if isinstance(dims, int) else dims)}
                 return tuple(n for d, n in enumerate(first) if d not in out_of), True
         return None, False
+
+
+def _shape_of_linear(x: Value, weight: Value) -> tuple[tuple, bool]:
+    assert x.shape is not None and weight.shape is not None
+    return (*x.shape[:-1], weight.shape[0]), x.dense
+
+
+def _joined(given: Sequence[Value], args: tuple, kwargs: dict) -> tuple[tuple | None, bool]:
+    """The shape of cat."""
+    shapes = [x.shape or () for x in given]
+    first = shapes[0]
+    if {*map(len, shapes)} != {len(first)}:
+        return None, False
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % len(first)
+    if not all(
+        _alike((*x[:dim], *x[dim + 1 :]), (*first[:dim], *first[dim + 1 :])) for x in shapes
+    ):
+        return None, False
+    size = total_of([x[dim] for x in shapes])
+    return (*first[:dim], size, *first[dim + 1 :]), all(x.dense for x in given)
+
+
+def _broadcast(given: Sequence[Value]) -> tuple | None:
+    """The common shape, where tensors' are not alike and it is the same for all sizes."""
+    shapes = [x.shape for x in given]
+    if any(x is None for x in shapes) or all(_alike(x, shapes[0] or ()) for x in shapes):
+        return None
+    found: list[Any] = []
+    for d in range(1, max(len(x or ()) for x in shapes) + 1):
+        sizes = [x[-d] for x in shapes if x is not None and len(x) >= d]
+        wide = [n for n in sizes if not (type(n) is int and n == 1)] or [1]
+        if not _alike(wide, wide[:1] * len(wide)):
+            return None
+        found.insert(0, wide[0])
+    return tuple(found)
 
 
 def product(x: Any, y: Any) -> Any:
@@ -261,6 +344,17 @@ def total(x: Any, y: Any) -> Any:
         if type(zero) is int and zero == 0:
             return other
     return x + y
+
+
+def total_of(sizes: Sequence[Any]) -> Any:
+    found: Any = 0
+    for n in sizes:
+        found = total(found, n)
+    return found
+
+
+def _is_late(*sizes: Any) -> bool:
+    return any(type(x) is Size and x.late for x in sizes)
 
 
 def _stride_of_one(shape: Sequence[Any], stride: Sequence[Any], dim: int) -> Any:

@@ -1,0 +1,101 @@
+"""Sizes of what torch makes are known to a record before it has made it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.runtime.call_replay import record
+from slipstream.runtime.symbolic_sizes import Size
+from tests.runtime.test_call_replay import Toy, _on_a_cpu, launch, pytestmark
+
+__all__ = ["_on_a_cpu", "pytestmark"]
+W = torch.randn(6, 4)
+# operations on x [T, 4], and how many tensors they make
+OPERATIONS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
+    "linear": (lambda x: F.linear(x[None], W), 1),
+    "linear with a bias": (lambda x: F.linear(x, W, W[:, 0]), 1),
+    "split": (lambda x: x.split([1, 3], -1), 2),
+    "split of all sizes": (lambda x: x.split([2, x.shape[0] - 2]), 2),
+    "split evenly": (lambda x: x.split(3, dim=1), 2),
+    "split with sizes": (lambda x: x.split_with_sizes([3, 1], 1), 2),
+    "chunk": (lambda x: x.chunk(2), 2),
+    "chunk of columns": (lambda x: x.chunk(2, dim=-1), 2),
+    "unbind": (lambda x: x.unbind(-1), 4),
+    "cat": (lambda x: torch.cat([x, x[:2]]), 1),
+    "cat of columns": (lambda x: torch.cat([x, x * 2], dim=1), 1),
+    "outer product": (lambda x: x[:, None] * x[:, :, None], 1),
+    "a row": (lambda x: x * torch.arange(x.shape[1], device=x.device), 1),
+    "a column": (lambda x: x[:, :1] + x, 1),
+    "powers": (lambda x: 2.0 ** -torch.arange(0, 8, 2, device=x.device), 1),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_shapes_are_known_early(name: str) -> None:
+    """And those of other sizes are torch's."""
+    make, count = OPERATIONS[name]
+
+    def body(x: Tensor) -> list[Tensor]:
+        made = make(x)
+        made = [made] if isinstance(made, Tensor) else list(made)
+        sizes = [n for y in made for n in y.shape]
+        late.append([n for n in sizes if isinstance(n, Size) and n.late])
+        # a launch on memory whose size is that of what torch has made
+        out = [y.new_empty(y.numel()) for y in made]
+        for y, z in zip(made, out, strict=True):
+            launch(y.contiguous().view(-1), z)
+        return [*out, *made]
+
+    late: list[list[Size]] = []
+    toy = Toy(body)
+    for n in (7, 7, 7, 7, 5, 12, 8):
+        x = torch.randn(n, 4)
+        want = make(x)
+        want = [want] if isinstance(want, Tensor) else [*want]
+        got = toy.run(x)
+        assert len(want) == count
+        torch.testing.assert_close(got[count:], want)
+        torch.testing.assert_close(got[:count], [2 * y.flatten() for y in want])
+    assert not late[1]
+    assert toy.calls <= 3  # of chunks, where the last is as long as the first
+
+
+def test_parts_lie_in_their_tensor() -> None:
+    """Launches read parts where they are, also those that begin behind others."""
+
+    def body(x: Tensor) -> tuple[Tensor, ...]:
+        first, second = (x + 0).split([2, x.shape[0] - 2])
+        rows = (x + 1).unbind(0)[3]
+        out = torch.empty_like(second), torch.empty_like(rows)
+        launch(second, out[0])
+        launch(rows, out[1])
+        return *out, first
+
+    toy = Toy(body)
+    for _ in range(5):
+        x = torch.randn(5, 4)
+        got = toy.run(x)
+        torch.testing.assert_close(got, (2 * x[2:], 2 * x[3] + 2, x[:2]))
+    assert toy.calls == 2
+
+
+def test_other_numbers_of_parts_are_another_record() -> None:
+    toy = Toy(lambda x: list(x.split(4)))
+    for n in (8, 8, 8, 12, 12, 12, 6, 7, 8):
+        x = torch.randn(n, 2)
+        torch.testing.assert_close(toy.run(x), [*x.split(4)])
+    assert toy.calls == 4
+
+
+def test_sizes_that_are_too_few_are_refused() -> None:
+    """torch's own error comes where a record's sizes do not add up."""
+    toy = Toy(lambda x: list(x.split([3, 2])))
+    for _ in range(3):
+        toy.run(torch.randn(5))
+    with pytest.raises(RuntimeError, match="split_with_sizes"):
+        toy.run(torch.randn(6))
+    assert record(lambda x: x.nonzero(), (torch.ones(3),))[1] is not None
