@@ -5,7 +5,8 @@ numbers of tokens, sequences or keys take others of a short list (runtime/size_l
 operator that says what its arguments are in other sizes has those compiled after that, in threads
 that leave the processor to whoever waits for a kernel. The calls run on fake tensors: they take
 none of the GPU's memory and launch nothing. A call that needs a kernel that failed here compiles it
-again.
+again. Where the first compilation of a kernel is in a child process (runtime/guarded_launch.py),
+that is done here, too; verdicts are those of real calls alone.
 
     SLIPSTREAM_AHEAD   on, or off
 """
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from slipstream.compiler import triton_cache_key
 from slipstream.compiler.compiler_state import compiler_state
 from slipstream.runtime import backends, parallel_compile
+from slipstream.runtime.launch_cache import of_thread
 
 ENABLED = os.environ.get("SLIPSTREAM_AHEAD", "on") != "off"
 # One processor in so many compiles in the background.
@@ -46,9 +48,8 @@ def begin(call: Callable[..., Any], args: Sequence[Any], at_sizes: AtSizes) -> N
     device = args[0].device
     if not ENABLED or not parallel_compile.is_possible():
         return
-    here = compiler_state(device)
-    if here is None or not here.unguarded:
-        return  # each kernel's first compilation is in a child process, and its first use is probed
+    if compiler_state(device) is None:
+        return
     _BACKGROUND.put((call, tuple(map(_blank, args)), at_sizes, device))
 
 
@@ -154,6 +155,7 @@ class _Background:
 
     def _serve(self) -> None:
         backends._THREAD.bound = True  # what only compiles needs no CUDA context
+        of_thread.ahead = True
         triton_cache_key.finish()
         _leave_filters_alone()
         pool = _Threads(max(1, (os.cpu_count() or 1) // SHARE))

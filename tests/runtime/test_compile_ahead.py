@@ -4,6 +4,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from slipstream.runtime import compile_ahead, parallel_compile, token_ids
+from slipstream.compiler.compiler_state import CompilerState, Unusable
+from slipstream.runtime import compile_ahead, guarded_launch, parallel_compile, token_ids
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.launch_cache import of_thread
@@ -28,9 +30,8 @@ OPERATORS = (
 
 @pytest.fixture
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compilers for any device are verified."""
-    state = SimpleNamespace(unguarded=True)
-    monkeypatch.setattr(compile_ahead, "compiler_state", lambda device: state)
+    """There are compilers for any device."""
+    monkeypatch.setattr(compile_ahead, "compiler_state", lambda device: SimpleNamespace())
 
 
 def halves(args: tuple) -> Iterator[tuple]:
@@ -136,6 +137,35 @@ def test_begin_leaves_the_warning_filters_of_other_threads() -> None:
         warnings.simplefilter("error", ResourceWarning)
         theirs.__exit__(None, None, None)
         assert warnings.filters[0][2] is ResourceWarning and warnings.filters[1:] == before
+
+
+@pytest.mark.usefixtures("trusted")
+def test_guarded_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By compilers that are not verified, too. Nothing is probed, and what fails is no verdict."""
+    state = CompilerState("sm_90", "3.6.0", "0.0.0", remembers=False)
+    assert state.guards and state.probes and not state.unguarded
+    monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: state)
+    state._reasons[("broken",)] = "it is known to fail"
+    seen: list[Any] = []
+
+    def call(x: Tensor) -> None:
+        for name in ("new", "broken"):
+            with guarded_launch.Guard(
+                "triton|eager", x.device, partial(tuple, [name]), probe
+            ) as usable:
+                seen.append((name, usable, len(x)))
+        with guarded_launch.Guard("triton|eager", x.device, lambda: ("refused",), probe):
+            raise Unusable("the child died")
+
+    def probe() -> str | None:
+        seen.append("probed")
+        return "wrong"
+
+    compile_ahead.begin(call, (torch.zeros(16),), halves)
+    compile_ahead.finish()
+    assert seen == [(x, x == "new", n) for n in (8, 4) for x in ("new", "broken")]
+    assert not state.accepted and not state.remembered
+    assert state.unusable(("refused",)) is None
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
