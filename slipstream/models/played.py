@@ -110,7 +110,7 @@ class _Forwards(DirectCall):
 
     def _forward(self, h: Tensor, first_value: Tensor | None, *args: Any) -> tuple:
         use_cache, kind, *_ = args
-        with decoding.shared_tables():  # none that were made before
+        with decoding.own_tables():
             h, state, value = self._here.block.from_start(h, first_value, use_cache)
         if state is not None:
             kind.names = tuple(state)

@@ -140,13 +140,18 @@ def step(drafts: Drafts | None = None) -> Iterator[None]:
 
 def shared_tables() -> AbstractContextManager:
     """A forward of a model's layers, within which tables of the same positions are made once."""
-    return nullcontext() if torch.compiler.is_compiling() else _shared_tables()
+    return nullcontext() if torch.compiler.is_compiling() else _with_tables({})
+
+
+def own_tables() -> AbstractContextManager:
+    """A call within such a forward that makes its tables itself, and leaves none."""
+    return _with_tables(None)
 
 
 @contextmanager
-def _shared_tables() -> Iterator[None]:
+def _with_tables(tables: dict[Any, Any] | None) -> Iterator[None]:
     before = _STEP.tables
-    _STEP.tables = {}
+    _STEP.tables = tables
     try:
         yield
     finally:
