@@ -284,15 +284,14 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         found = self.place_of_view(name, base, x, args, kwargs, out)
         if found is None:
             return False
-        text = f"{self._constant(func)}({self._arguments(args, kwargs)})"
-        self._write(Line("view", text, self._placed(base, out, *found)))
+        self._write(Line("view", self._call(func, args, kwargs), self._placed(base, out, *found)))
         return True
 
     def _parts(self, func: Any, name: str, args: tuple, kwargs: dict, outs: list[Tensor]) -> None:
         base = self.value_of(args[0])
         places = self.places_of_parts(name, base, args[0], args, kwargs, len(outs))
         names = [self._placed(base, *x) for x in zip(outs, *zip(*places))]
-        text = f"{self._constant(func)}({self._arguments(args, kwargs)})"
+        text = self._call(func, args, kwargs)
         self._write(Line("view", text, "".join(f"{x}, " for x in names)))
 
     def _placed(
@@ -307,7 +306,7 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
     def _step(
         self, func: Any, name: str, args: tuple, kwargs: dict, out: Any, outs: list[Tensor]
     ) -> None:
-        text = f"{self._constant(func)}({self._arguments(args, kwargs)})"
+        text = self._call(func, args, kwargs)
         views = bool(outs) and all(x._is_view() and self._lookup(x) is None for x in outs)
         self.operations += not views
         names = []
@@ -319,8 +318,8 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
             shape, dense = self.shape_of_step(name, args, kwargs, x)
             stride = dense_stride(shape) if dense and shape is not None else None
             names.append(self._new(x, shape=shape, stride=stride, dense=dense).name)
-        left = "".join(names) if isinstance(out, Tensor) else "".join(f"{x}, " for x in names)
-        self._write(Line("view" if views else "step", text, "" if set(names) <= {"_"} else left))
+        left = names[0] if isinstance(out, Tensor) else "".join(f"{x}, " for x in names)
+        self._write(Line("view" if views else "step", text, "" if {*names} <= {"_"} else left))
 
     def decision(self, result: Any) -> tuple[Any, str]:
         """A result that is no tensor, and its text. The record holds for the sizes in it alone."""
@@ -459,6 +458,7 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
 
     def _new(self, x: Tensor, **more: Any) -> Value:
         value = Value(self._next("v"), x, **more)
+        value.expect_sizes(x)
         self._values[id(x)] = value
         if value.root is value:
             self._memory.add(x.untyped_storage().data_ptr())
@@ -479,9 +479,9 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         if self._open:
             self.lines.append(line)
 
-    def _arguments(self, args: tuple, kwargs: Mapping[str, Any]) -> str:
+    def _call(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> str:
         named = [f"{name}={self._text(x)}" for name, x in kwargs.items()]
-        return ", ".join([*map(self._text, args), *named])
+        return f"{self._constant(func)}({', '.join([*map(self._text, args), *named])})"
 
     def _text(self, x: Any) -> str:
         if isinstance(x, Tensor):

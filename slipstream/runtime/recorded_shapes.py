@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.runtime.recording import Unrecordable
-from slipstream.runtime.symbolic_sizes import Size, text_of
+from slipstream.runtime.symbolic_sizes import Size, text_of, value_of
 
 # Questions about a tensor whose answer is the same for all sizes.
 _CONSTANT_NAMES = """
@@ -68,6 +68,12 @@ class Value:
         self.name, self.ref, self.itemsize = name, weakref.ref(x), x.element_size()
         self.root, self.offset = root or self, offset
         self.shape, self.stride, self.dense, self.fresh = shape, stride, dense, fresh
+
+    def expect_sizes(self, x: Tensor) -> None:
+        """Compares what the rules say with a tensor that torch has made by them."""
+        for rule, found in ((self.shape, x.shape), (self.stride, x.stride())):
+            if rule is not None and (*map(value_of, rule),) != (*found,):
+                raise Unrecordable(f"a tensor of {(*found,)} that was to be of {rule}")
 
 
 class Address:
@@ -163,7 +169,7 @@ class ShapeRules(ABC):
         """place_of_view of each of so many parts."""
         stride, shape = self._ask_stride(base, x), self._ask_shape(base, x)
         given = [*args[1:], *kwargs.values()]
-        sizes = None if name == "unbind" else given.pop(0)
+        sizes: Any = None if name == "unbind" else given.pop(0)
         dim = given[0] % x.dim() if given else 0
         size = shape[dim]
         if name == "unbind":
@@ -206,7 +212,7 @@ class ShapeRules(ABC):
             elif isinstance(x, slice) and x.step is None and _is_forward(x.start, x.stop):
                 start = 0 if x.start is None else x.start
                 stop = shape[dim] if x.stop is None else x.stop
-                if not start <= stop <= shape[dim]:
+                if not 0 <= start <= stop <= shape[dim]:
                     return None
                 offset = total(offset, product(product(start, stride[dim]), base.itemsize))
                 sizes.append(stop if type(start) is int and start == 0 else stop - start)
