@@ -1,6 +1,5 @@
 """A call that is played from its record does what the call would have done."""
 
-import ctypes
 import math
 import threading
 import weakref
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from slipstream.runtime import backends, call_replay, custom_op, parallel_compile
+from slipstream.runtime import call_replay, custom_op, parallel_compile
 from slipstream.runtime.backends import HAVE_TRITON
-from slipstream.runtime.launch_cache import by_sizes, of_thread
-from slipstream.runtime.symbolic_sizes import value_of
+from slipstream.runtime.launch_cache import by_sizes
+from tests.support.recorded import Toy, launch, record_on_cpu
 
 if HAVE_TRITON:
     from triton import knobs
@@ -28,39 +27,7 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="launches are Triton's")
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_replay, "is_enabled", lambda x: True)
-    monkeypatch.setattr(backends, "INTERPRETED", True)  # kernels run there
-    monkeypatch.setattr(parallel_compile, "compile_kernels", lambda call, args: None)
-
-
-class Toy:
-    """Calls of `body`, and how many of them were not played."""
-
-    def __init__(self, body: Callable[..., Any]) -> None:
-        self.calls = 0
-
-        def counted(*args: Any) -> Any:
-            self.calls += 1
-            return body(*args)
-
-        self.run = custom_op.DirectCall(counted)
-
-
-def double(source: int, target: int, count: int) -> None:
-    """target = 2 source, by address as a kernel has it."""
-    xs, ys = ((ctypes.c_float * count).from_address(p) for p in (source, target))
-    for i in range(count):
-        ys[i] = 2 * xs[i]
-
-
-def launch(x: Tensor, y: Tensor) -> None:
-    """y = 2 x"""
-    n = x.numel()
-    if of_thread.recorder is not None:
-        of_thread.recorder.launched(double, (x, y, n))
-    with torch._C.DisableTorchFunction():
-        knobs.runtime.launch_enter_hook(None)
-        double(x.data_ptr(), y.data_ptr(), value_of(n))
+    record_on_cpu(monkeypatch)
 
 
 def agree(toy: Toy, want: Callable[..., Any], make: Callable[[], tuple], played: int = 3) -> None:

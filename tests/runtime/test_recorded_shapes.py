@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.call_replay import record
 from slipstream.runtime.symbolic_sizes import Size
-from tests.runtime.test_call_replay import Toy, _on_a_cpu, launch, pytestmark
+from tests.support.recorded import Toy, launch, record_on_cpu
 
-__all__ = ["_on_a_cpu", "pytestmark"]
+pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="launches are Triton's")
 W = torch.randn(6, 4)
 # operations on x [T, 4], and how many tensors they make
 OPERATIONS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
@@ -34,6 +35,11 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
     "a column": (lambda x: x[:, :1] + x, 1),
     "powers": (lambda x: 2.0 ** -torch.arange(0, 8, 2, device=x.device), 1),
 }
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_on_cpu(monkeypatch)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
