@@ -283,12 +283,15 @@ TABLES: dict[str, Table] = {
         "bench/training.py --only checkpointed", by="who",
         lines=("attention", "retention", "gla", "gated_deltanet", "kda", "rwkv7"),
     ),
-    "packed": Table(
-        """SELECT * FROM varying WHERE "case" = 'packed, tokens/s' ORDER BY n""", "name",
+    "varying": Table(
+        """SELECT *, iif("case" = 'prefill, ms', 'prompt', tokens) AS way FROM varying
+            WHERE "case" = 'packed, tokens/s' OR "case" = 'prefill, ms' AND date > '2026-11-28'
+            ORDER BY n""", "name",
         {"mixer": "{name}", "32768 tokens, tokens/s": "{32768@ours:4}",
          "of whole rows": "{32768@ratio:3}", "8192 tokens, tokens/s": "{8192@ours:4}",
-         "of its whole rows": "{8192@ratio:3}"},
-        "bench/varying.py", by="tokens",
+         "of its whole rows": "{8192@ratio:3}", "prompts, ms": "{prompt@ours:3}",
+         "1000 tokens again, ms": "{prompt@same_or_whole:3}"},
+        "bench/varying.py", by="way",
     ),
     "convergence": Table(
         CONVERGENCE, "model",
