@@ -151,7 +151,7 @@ def play(block: Any, h: Tensor, first_value: Tensor | None, use_cache: bool) -> 
     if seen is None or not tensors:
         seen = _SEEN[block] = _Seen(block)
         tensors = seen.tensors()
-    kind = seen.kind
+    kind = seen.kind if tensors else None
     if kind is None or any(x is not None and x.device != h.device for x in tensors):
         return MISS
     found = _FORWARDS.play(block, h, first_value, use_cache, kind, *tensors)

@@ -151,14 +151,15 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         if x is not None and name in CONSTANT:
             return func(*args, **kwargs)
         question = getattr(self, f"_ask_{name}", None)
-        if x is not None and question is not None:
-            return question(self.value_of(x), x, *args[1:], **kwargs)
-        out = func(*plain(args), **plain(kwargs))
+        asks = x is not None and question is not None
+        out = None if asks else func(*plain(args), **plain(kwargs))
         try:
+            if x is not None and question is not None:
+                return question(self.value_of(x), x, *args[1:], **kwargs)
             self._operation(func, name, args, kwargs, out)
         except Unrecordable as error:
             self.failed = self.failed or str(error) or name
-        return out
+        return func(*args, **kwargs) if asks else out
 
     def _ask_shape(self, value: Value, x: Tensor) -> tuple:
         if value.shape is None:
@@ -365,19 +366,6 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         """Arguments of a launch, with this call's sizes; a descriptor is made again."""
         return tuple(map(concrete, x))
 
-    def guard_number(self, x: Any, specialized: bool) -> None:
-        """Guards what Triton looks at in a number of a launch: its width and, if it specializes
-        for, whether it is 1 or a multiple of 16."""
-        if type(x) is not Size:
-            return
-        self.guard(f"-2147483648 <= {x.text} <= 2147483647", x.late)
-        if not specialized:
-            return
-        if x.value == 1 or x.value % 16 == 0:
-            self.guard(f"{x.text} == 1" if x.value == 1 else f"{x.text} % 16 == 0", x.late)
-        else:
-            self.guard(f"{x.text} % 16 != 0 and {x.text} != 1", x.late)
-
     def launched(
         self, run: Callable[..., Any] | None, args: Sequence[Any], maps: Sequence[Any] = ()
     ) -> None:
@@ -446,8 +434,8 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         known = self._lookup(x)
         if known is not None:
             return known
-        if x.untyped_storage().data_ptr() in self._memory:
-            raise Unrecordable("a tensor of the call that it was not seen to make")
+        if type(x) is torch.nn.Parameter or x.untyped_storage().data_ptr() in self._memory:
+            raise Unrecordable("a tensor that is no argument, or that was not seen to be made")
         name = self._next("c")
         value = Value(
             name, x, shape=tuple(x.shape), stride=tuple(x.stride()), dense=x.is_contiguous()

@@ -139,6 +139,19 @@ class ShapeRules(ABC):
     @abstractmethod
     def _ask_numel(self, value: Value, x: Tensor) -> Any: ...
 
+    def guard_number(self, x: Any, specialized: bool) -> None:
+        """Guards what Triton looks at in a number of a launch: its width and, if it specializes
+        for, whether it is 1 or a multiple of 16."""
+        if type(x) is not Size:
+            return
+        self.guard(f"-2147483648 <= {x.text} <= 2147483647", x.late)
+        if not specialized:
+            return
+        if x.value == 1 or x.value % 16 == 0:
+            self.guard(f"{x.text} == 1" if x.value == 1 else f"{x.text} % 16 == 0", x.late)
+        else:
+            self.guard(f"{x.text} % 16 != 0 and {x.text} != 1", x.late)
+
     def place_of_view(
         self, name: str, base: Value, x: Tensor, args: tuple, kwargs: dict, out: Tensor
     ) -> tuple[Any, tuple | None, tuple | None, bool] | None:

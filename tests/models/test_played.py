@@ -176,6 +176,17 @@ def test_changed_block_is_not_played_as_it_was(
     assert (before - after).abs().max() > 1e-3 or change is widen
 
 
+def test_shared_weight_is_no_argument_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of blocks in which two layers have one weight would take one of them for both."""
+    model = model_of("attention", "attention")
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight = layer.mlp.gate_proj.weight
+    agree(model, monkeypatch)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight = nn.Parameter(torch.randn(48, 32))
+    agree(model, monkeypatch)
+
+
 def test_other_model_of_the_kind_has_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("retention", "retention")
     agree(model, monkeypatch)

@@ -107,3 +107,14 @@ def test_sizes_that_are_too_few_are_refused() -> None:
     with pytest.raises(RuntimeError, match="split_with_sizes"):
         toy.run(torch.randn(6))
     assert record(lambda x: x.nonzero(), (torch.ones(3),))[1] is not None
+
+
+def test_parameter_that_is_no_argument_is_refused() -> None:
+    """A record would hold its address. Asked for its shape, it says so to the recorder alone."""
+    weight = torch.nn.Parameter(torch.randn(3))
+    for ask in (lambda x: x * weight, lambda x: x + weight.shape[0], lambda x: x + weight.numel()):
+        toy = Toy(ask)
+        for _ in range(4):
+            x = torch.randn(3)
+            torch.testing.assert_close(toy.run(x), ask(x))
+        assert toy.calls == 4
