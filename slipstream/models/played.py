@@ -1,10 +1,9 @@
-"""Blocks without gradients, played from a record of all that they launch (runtime/call_replay.py).
+"""Plays a block without gradients from a record of its launches (runtime/call_replay.py).
 
 A short prompt takes the host longer than the GPU: its time is Python's, from the block to the
 launches. What a block launches follows from its modules, their options and the sizes of tensors. So
 blocks that are alike share a record, whose arguments are the block's inputs, parameters and
-buffers. A block is played as it was when it was recorded; one whose options, modules or hooks have
-changed since is another kind.
+buffers. A block whose options, modules or hooks have changed since it was recorded is another kind.
 """
 
 import threading
@@ -54,21 +53,23 @@ class _Seen:
         self._was: list[Any] = []
         self._tensors: list[dict[str, Any]] = []
         try:
-            signature = tuple(part for m in block.modules() for part in self._parts(m))
+            places = {module: i for i, module in enumerate(block.modules())}
+            signature = tuple(part for m in places for part in self._parts(m, places))
         except _Unlike:
             self.kind = None
         else:
             self.kind = _KINDS.setdefault(signature, _Kind())
 
-    def _parts(self, module: nn.Module) -> Iterator[Any]:
+    def _parts(self, module: nn.Module, places: dict[Any, int]) -> Iterator[Any]:
         own = vars(module)
-        known = type(module).__module__.startswith(("slipstream.", "torch.nn."))
+        known = type(module).__module__.startswith(("slipstream.", "torch.nn.modules."))
         self._watch(own, *(own[name] for name in (*_HOOKS, "_modules")))
         if not known or module.training or "forward" in own or any(own[x] for x in _HOOKS):
             raise _Unlike
         self._tensors += own["_parameters"], own["_buffers"]
         yield type(module)
-        yield from (tuple(x) for x in (own["_modules"], *self._tensors[-2:]))
+        yield tuple((name, places.get(child)) for name, child in own["_modules"].items())
+        yield from map(tuple, self._tensors[-2:])
         unread = () if getattr(module, "depends_on_layer", False) else _NOT_READ
         yield from ((x, self._value(own[x])) for x in sorted(own.keys() - _OWN - {*unread}))
 
@@ -138,6 +139,7 @@ def play(block: Any, h: Tensor, first_value: Tensor | None, use_cache: bool) -> 
         torch.is_grad_enabled()
         or not call_replay.is_enabled(h)
         or not is_plain_call(h)
+        or torch._C._len_torch_function_stack()
         or h.numel() == 0
         or torch.is_autocast_enabled(h.device.type)
         or consistent_scope.on

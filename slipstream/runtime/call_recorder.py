@@ -298,7 +298,7 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
     def _placed(
         self, base: Value, x: Tensor, offset: Any, shape: Any, stride: Any, dense: bool
     ) -> str:
-        """The name of a view at so many bytes from the base."""
+        """Names a view that begins `offset` bytes behind the base."""
         offset = total(base.offset, offset)
         fresh = base.root.fresh and type(offset) is int and offset % 16 == 0
         place = {"root": base.root, "offset": offset, "fresh": fresh}

@@ -40,7 +40,7 @@ class _OfThread(threading.local):
         recorder: is told of each (runtime/call_replay.py).
         warmup: where launches only compile their kernels (runtime/parallel_compile.py): what the
             first of them waits for.
-        ahead: whether nobody waits for the kernels (runtime/compile_ahead.py).
+        ahead: whether the kernels are for later calls (runtime/compile_ahead.py).
     """
 
     recorder: "Recorder | None" = None

@@ -180,11 +180,11 @@ class ShapeRules(ABC):
     def places_of_parts(
         self, name: str, base: Value, x: Tensor, args: tuple, kwargs: dict, count: int
     ) -> list[tuple[Any, tuple, tuple, bool]]:
-        """place_of_view of each of so many parts."""
+        """Lists what place_of_view says of each part; count: how many there are."""
         stride, shape = self._ask_stride(base, x), self._ask_shape(base, x)
-        given = [*args[1:], *kwargs.values()]
+        given = [*args[1:], *(y for n, y in kwargs.items() if n != "dim")]
         sizes: Any = None if name == "unbind" else given.pop(0)
-        dim = given[0] % x.dim() if given else 0
+        dim = kwargs.get("dim", given[0] if given else 0) % x.dim()
         size = shape[dim]
         if name == "unbind":
             sizes = [1] * count

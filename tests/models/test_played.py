@@ -143,6 +143,11 @@ def widen(model: Any) -> None:
     model.double()
 
 
+def parametrize(model: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.model.layers[1].mixer.o_proj)
+    model.model.layers[1].mixer.o_proj.parametrizations.weight.original0.data.mul_(2)
+
+
 def hook_everything(model: Any) -> Any:
     return nn.modules.module.register_module_forward_hook(
         lambda module, args, y: 2 * y if type(module) is RMSNorm else None
@@ -151,7 +156,7 @@ def hook_everything(model: Any) -> Any:
 
 CHANGES = [
     *(replace_weight, change_weight, replace_module, change_option, hook, replace_forward),
-    *(add_bias, share_weight, widen, hook_everything),
+    *(add_bias, share_weight, widen, parametrize, hook_everything),
 ]
 
 
@@ -216,6 +221,8 @@ def test_calls_that_are_more_than_a_forward_are_made(
         with torch.autocast("cpu", torch.bfloat16):
             model(input_ids=ids)
         with consistent():
+            model(input_ids=ids)
+        with torch.device("cpu"):  # a mode that is to see each operation
             model(input_ids=ids)
         cache = model(input_ids=ids[:0]).past_key_values
         model.train()(input_ids=ids)

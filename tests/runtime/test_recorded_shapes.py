@@ -25,6 +25,7 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
     "split with sizes": (lambda x: x.split_with_sizes([3, 1], 1), 2),
     "chunk": (lambda x: x.chunk(2), 2),
     "chunk of columns": (lambda x: x.chunk(2, dim=-1), 2),
+    "chunk by names": (lambda x: x.chunk(dim=1, chunks=2), 2),
     "unbind": (lambda x: x.unbind(-1), 4),
     "last columns": (lambda x: x[..., -(x.shape[1] // 2) :] + 0, 1),
     "first columns": (lambda x: x[:, : x.shape[1] // 2] + 0, 1),

@@ -36,7 +36,7 @@ def contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def channel_blocks(inputs: ScanInputs, width: int) -> int:
-    """Blocks of so many channels, none of which has channels of two groups."""
+    """Counts the blocks of `width` channels, each within one group."""
     groups = inputs.B.shape[2]
     return groups * -(-inputs.u.shape[2] // groups // width)
 
