@@ -241,7 +241,8 @@ class _Watch:
             self.slots = torch.zeros(
                 1 + SLOTS * WORDS, dtype=torch.int64, device="cpu", pin_memory=index >= 0
             )
-        self.word = ctypes.c_int64.from_address(self.slots.data_ptr())
+        self.address = self.slots.data_ptr()  # while calls are recorded it gives no number
+        self.word = ctypes.c_int64.from_address(self.address)
 
     def wait(self) -> None:
         if self.index >= 0:
@@ -255,7 +256,7 @@ class _Watch:
         found = min(slots[slots[:, 0] > 0].tolist())
         # not an operation of torch: a mode may keep those from memory that was there before
         # (parallel_compile.py), and the same error would come once more
-        ctypes.memset(self.slots.data_ptr(), 0, self.slots.nbytes)
+        ctypes.memset(self.address, 0, self.slots.nbytes)
         _last.clear()  # the same wrong ones again are reported again
         after, i, size, last, name = found
         flat = after - 1

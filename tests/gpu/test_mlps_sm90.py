@@ -281,9 +281,10 @@ def test_no_host_sync() -> None:
             run(mlp, x.to(BF16), dy.to(BF16))
 
 
-def test_few_rows_are_refused() -> None:
+def test_few_rows_are_multiplied_by_torch() -> None:
     with torch.device("cuda"):
         mlp, x = GatedMLP(512, 1408).to(BF16), torch.randn(20000, 512).to(BF16)
     weights = [getattr(mlp, f"{name}_proj").weight for name in ("gate", "up", "down")]
-    assert gated_mlp.unsupported_reason(x, *weights, "silu") is None
-    assert "fewer" in (gated_mlp.unsupported_reason(x[:128], *weights, "silu") or "")
+    assert gated_mlp.unsupported_reason(x[:128], *weights, "silu") is None
+    found = [gated_mlp.impls_for(x[:n], weights[0]).partition("|")[0] for n in (128, 20000)]
+    assert found == ["triton", "sm90"]

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from slipstream.runtime import token_ids
+from slipstream.runtime.call_recorder import CallRecorder
+from slipstream.runtime.recording import use_recorder
 
 
 @pytest.mark.parametrize("value", [None, "sync"])
@@ -45,3 +47,11 @@ def test_other_ways_to_check_ids_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert spec is not None and spec.loader is not None
     with pytest.raises(ValueError, match="SLIPSTREAM_CHECK: want sync or nothing, got 'snyc'"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_earlier_wrong_id_is_raised_while_recording() -> None:
+    watch, taking = token_ids._Watch(-1), CallRecorder(())
+    watch.slots[:6] = torch.tensor([1, 1 + 2, 9, 8, 0, token_ids.NAMES.index("cu_seqlens")])
+    with taking, use_recorder(taking), pytest.raises(token_ids.WrongId, match="got 9"):
+        watch.read()
+    assert watch.word.value == 0 and not watch.slots.any()

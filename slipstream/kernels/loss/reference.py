@@ -47,4 +47,6 @@ def reduced(rows: Tensor, target: Tensor, options: LossInputs, reduction: str) -
         return rows
     if reduction == "sum":
         return rows.sum()
-    return rows.sum() / (target != options.ignore_index).sum().clamp(min=1)
+    # times 1 / count, as where loss and gradient are made together
+    count = (target != options.ignore_index).sum().clamp(min=1)
+    return rows.sum() * count.to(rows.dtype).reciprocal()
