@@ -1,9 +1,11 @@
-"""The signatures that fla's functions and modules have, of those that slipstream.compat.fla has.
+"""The signatures that fla's functions and modules have, of those that slipstream.compat.fla has,
+and those of the configs of the models that convert reads.
 
     python tools/fla_signatures.py FOLDER > tests/compat/fla_signatures.json
 
 FOLDER is where fla-core is installed. Its files are read, not imported.
-tests/compat/test_fla_signatures.py compares slipstream.compat.fla with the result.
+tests/compat/test_fla_signatures.py compares slipstream.compat.fla with the result, and
+tests/models/test_convert.py the defaults of slipstream.models.convert.
 """
 
 import ast
@@ -15,6 +17,7 @@ from pathlib import Path
 import own_checkout  # noqa: F401
 
 import slipstream.compat.fla as compat
+from slipstream.models.convert import FAMILIES
 
 METHODS = ("__init__", "forward", "step")
 
@@ -57,5 +60,19 @@ def found(folder: Path) -> dict[str, str]:
     return result
 
 
+def configs(folder: Path) -> dict[str, str]:
+    """model_type -> the signature of the config's class."""
+    types, result, model_type = {x.model_type for x in FAMILIES.values()}, {}, ""
+    for path in sorted((folder / "fla/models").glob("*/configuration_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Assign([ast.Name("model_type")], ast.Constant(str(name))):
+                    model_type = name
+                case ast.FunctionDef("__init__") if model_type in types:
+                    result[model_type] = parameters(node)
+    return result
+
+
 if __name__ == "__main__":
-    print(json.dumps({"fla": compat.__version__, **found(Path(sys.argv[1]))}, indent=1))
+    of_fla = {"fla": compat.__version__, "configs": configs(Path(sys.argv[1]))}
+    print(json.dumps({**of_fla, **found(Path(sys.argv[1]))}, indent=1))

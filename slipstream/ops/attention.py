@@ -195,9 +195,7 @@ def window_of(window_size: int | tuple[int, int] | None, causal: bool) -> tuple[
     else:
         given = window_size.tolist() if isinstance(window_size, Tensor) else window_size
         left, right = (max(x, -1) for x in given)
-    if causal:
-        right = 0 if right < 0 else min(right, 0)
-    return left, right
+    return left, 0 if causal else right
 
 
 def scale_of(scale: float | None, q: Tensor) -> float:

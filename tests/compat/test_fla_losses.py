@@ -2,6 +2,8 @@
 torch."""
 
 import math
+import runpy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +112,10 @@ def test_activations() -> None:
     close(activations.powglu_linear(x, y, w, b), F.linear(want, w, b))
     x = x.double().requires_grad_()
     assert torch.autograd.gradcheck(lambda v: activations.powglu(v, y.double()), x)
+    zeros = torch.zeros(3, requires_grad=True)  # where branches meet
+    for gated in (activations.swiglu, activations.sigmoidglu, activations.powglu):
+        (grad,) = torch.autograd.grad(gated(zeros, torch.ones(3)).sum(), zeros)
+        assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -204,6 +210,7 @@ def test_input_guard_makes_contiguous() -> None:
 def test_assert_close() -> None:
     x = torch.randn(100)
     utils.assert_close("x", x, x + 1e-7, 1e-9)
+    utils.assert_close("x", x, x, 0.0, err_atol=0.0)
     utils.assert_close("x", x, x * 1.001, 0.01)
     with pytest.raises(AssertionError, match="x: difference"):
         utils.assert_close("x", x, x * 1.1, 0.01)
@@ -227,3 +234,36 @@ def test_utilities() -> None:
     if not torch.cuda.is_available():
         assert utils.get_available_device() == utils.device_name == "cpu"
         assert utils.get_multiprocessor_count() == 1 and not utils.check_shared_mem("hopper")
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "families"),
+    [
+        (None, (8, 9), (False, False, True)),
+        (None, (9, 0), (True, False, True)),
+        (None, (12, 0), (False, True, True)),
+        (None, (7, 5), (False, False, False)),
+        ("7.0", (9, 4), (False, False, False)),
+    ],
+)
+def test_constants_of_a_gpu(
+    hip: str | None, capability: tuple, families: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is known as the module is imported, on machines that this one may not be."""
+    shared = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: shared)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    made = runpy.run_path(utils.__file__)
+    assert made["device_platform"] == made["get_available_device"]() == ("hip" if hip else "cuda")
+    assert made["device_name"] == "cuda" and (made["is_amd"], made["is_nvidia"]) == (
+        bool(hip), not hip,
+    )  # fmt: skip
+    names = "is_nvidia_hopper", "is_nvidia_blackwell", "is_tf32_supported"
+    assert tuple(made[x] for x in names) == tuple(made[x.upper()] for x in names) == families
+    assert made["get_multiprocessor_count"]() == 132
+    found = [made["check_shared_mem"](x) for x in ("none", "ada", "hopper")]
+    shared.shared_memory_per_block_optin -= 1
+    found.append(made["check_shared_mem"]("hopper"))
+    assert found == [True, True, True, False]

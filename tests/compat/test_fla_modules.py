@@ -328,12 +328,3 @@ def test_xpos_scores_depend_on_the_distance() -> None:
     q, k = made(x, x)
     scores = torch.einsum("bthd,bshd->ts", q, k)
     close(scores[1:, 1:], scores[:-1, :-1], 1e-4)
-
-
-# losses
-
-
-# activations, MLPs, feature maps
-
-
-# fla.utils

@@ -15,7 +15,7 @@ from slipstream.compat.fla.operators import OPERATORS
 from slipstream.compat.fla.paths import ALIASES, FUNCTIONS, MISSING
 
 SNAPSHOT = json.loads((Path(__file__).parent / "fla_signatures.json").read_text())
-VERSION = SNAPSHOT.pop("fla")
+VERSION, _ = SNAPSHOT.pop("fla"), SNAPSHOT.pop("configs")
 ROOT = "slipstream.compat.fla"
 # what is other on purpose, and why
 DIFFERENT = {

@@ -128,10 +128,12 @@ def test_worker_that_cannot_start(
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "Popen", fails)
         assert Worker().compile(job).status == "absent"
-    monkeypatch.setattr(module, "_SERVE", "import nothing_of_that_name")
-    worker = Worker()
-    try:
-        outcome = worker.compile(job)
-    finally:
-        worker.close()
-    assert outcome.status == "absent" and "nothing_of_that_name" in outcome.reason
+    missing = "import nothing_of_that_name"
+    for serve, words in ((missing, "nothing_of_that_name"), ("pass", "died, exit status 0")):
+        monkeypatch.setattr(module, "_SERVE", serve)
+        worker = Worker()
+        try:
+            outcome = worker.compile(job)
+        finally:
+            worker.close()
+        assert outcome.status == "absent" and words in outcome.reason

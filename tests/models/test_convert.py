@@ -1,15 +1,17 @@
 """convert by itself: every family there and back, what is refused, what is left on the disk."""
 
 import json
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
-from slipstream.models.convert import FAMILIES, convert
+from slipstream.models.convert import FAMILIES, convert, families, files
 from tests.support.conversion import randomize
 
 # the keys of a small config of each family; test_convert_fla.py has more of fla's
@@ -73,6 +75,60 @@ def config_of(name: str) -> dict[str, Any]:
     return {**given, "model_type": FAMILIES[name].model_type}
 
 
+# what transformers' classes make of other keys where it is not given
+DERIVED = ("num_heads", "num_key_value_heads", "layer_types", "mlp_layer_types")
+DERIVED = (*DERIVED, "mlp_only_layers", "rope_parameters")
+
+
+def defaults_of_theirs(name: str) -> dict[str, Any]:
+    """Of the class that writes the config.json; fla's is not there."""
+    kind = FAMILIES[name].model_type
+    if name in ("mamba2", "qwen3_next", "kimi_linear"):
+        return {key: x for key, x in vars(CONFIG_MAPPING[kind]()).items() if key not in DERIVED}
+    snapshot = Path(__file__).parents[1] / "compat/fla_signatures.json"
+    scope: dict[str, Any] = {}
+    exec(f"def init{json.loads(snapshot.read_text())['configs'][kind]}: ...", scope)
+    return {x.name: x.default for x in signature(scope["init"]).parameters.values()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_left_out_have_their_defaults(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+    make = families.ForeignConfig.__init__
+
+    def note(self: Any, given: Any, defaults: dict[str, Any], *rest: Any) -> None:
+        found.update(defaults)
+        make(self, given, defaults, *rest)
+
+    monkeypatch.setattr(families.ForeignConfig, "__init__", note)
+    FAMILIES[name].read(config_of(name))
+    theirs = defaults_of_theirs(name)
+    shared = found.keys() & theirs.keys()
+    assert len(shared) > 10
+    assert {x: found[x] for x in shared} == {x: theirs[x] for x in shared}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "ranks", "inner"),
+    [
+        ("rwkv7", {"head_dim": 64}, (128, 224, 128, 64), 8192),
+        ("rwkv7", {"head_dim": 128, "hidden_ratio": 3.0}, (224, 224, 224, 160), 6144),
+        ("gla", {}, None, 5632),
+        ("retnet", {}, None, 2816),
+        ("kda", {"hidden_ratio": 3}, None, 4096),
+    ],
+)
+def test_sizes_left_out_follow_from_the_width(
+    name: str, keys: dict[str, Any], ranks: tuple[int, ...] | None, inner: int
+) -> None:
+    given = dict.fromkeys(f"{x}_low_rank_dim" for x in ("decay", "gate", "a", "v") if ranks)
+    given |= {"model_type": name, "hidden_size": 2048, "num_hidden_layers": 1, **keys}
+    found = FAMILIES[name].read(dict(given))
+    assert found["intermediate_size"] == inner
+    (mixer,) = found["mixers"]
+    assert ranks is None or tuple(mixer[x] for x in given if x.endswith("rank_dim")) == ranks
+
+
 def saved(folder: Path, name: str, **changes: Any) -> SlipstreamForCausalLM:
     torch.manual_seed(0)
     options = {**FAMILIES[name].read(config_of(name)), **changes}
@@ -112,6 +168,15 @@ def test_progress_goes_to_the_end(tmp_path: Path) -> None:
     convert(tmp_path / "ours", tmp_path / "theirs", "gla", shown=lambda *x: steps.append(x))
     count = steps[0][1]
     assert count > 3 and steps == [(i, count) for i in range(count + 1)]
+
+
+def test_files_are_filled_up_to_their_bound(tmp_path: Path) -> None:
+    tensors = [(name, torch.zeros(2)) for name in "abc"]
+    for shard_bytes, counts in ((24, [3]), (16, [2, 1]), (15, [1, 1, 1])):
+        folder = tmp_path / str(shard_bytes)
+        folder.mkdir()
+        assert files.write(folder, iter(tensors), shard_bytes) == 24
+        assert [len(load_file(x)) for x in sorted(folder.glob("*.safetensors"))] == counts
 
 
 def test_dtypes_stay(tmp_path: Path) -> None:
