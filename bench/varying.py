@@ -5,6 +5,8 @@
     python bench/varying.py --only prefill        prompts of lengths not seen before
     python bench/varying.py --only decode         a token of one sequence after another
     python bench/varying.py --only host           the host's time of one operator
+    python bench/varying.py --only sizes          a thousand calls of random sizes
+    python bench/varying.py --only operator       packed operators beside the same as a batch
 
 packed MIXER TOKENS: a training step with AdamW of 12 layers, hidden size 1024, bf16: one row of
 documents whose lengths are new in every step (log-normal, means 700 and 300), in tokens/s beside 8
@@ -13,7 +15,10 @@ of a step beside the same offsets again, each waited for, the median of all, and
 its own repeat. prefill MIXER: 24 layers, one prompt of 60 to 2000 tokens, ms beside a prompt of
 1000 tokens again. decode MIXER: 24 layers, ms a token of one sequence without CUDA graphs, beside
 the same positions of a second sequence. host OPERATOR: microseconds of a call of a size not seen
-before, beside the same size again; both: with backward. compilations: kernel variants asked for
+before, beside the same size again; both: with backward. sizes MIXER: calls of 2 layers with random
+rows and lengths, a training step of a batch, of a packed row, a prompt and 4 tokens after it in
+turn, ms of the slowest beside the median. operator OPERATOR: ms on the device of sequences of equal
+lengths in one row, beside the same as a batch. compilations: kernel variants asked for
 after the first steps (slipstream.runtime.compilations) and those that are compiled in the
 background after them; host_us: until a step returns. A case run with SLIPSTREAM_REPLAY=off says so.
 """
@@ -26,7 +31,7 @@ from random import Random
 from typing import Any
 
 import torch
-from harness import DEVICE, Report, Row, language_model, parser, synchronize
+from harness import DEVICE, Provider, Report, Row, language_model, parser, synchronize
 from torch import Tensor
 
 from slipstream.runtime import call_replay, compilations, compile_ahead
@@ -39,6 +44,8 @@ MIXERS = {
 }
 PACKED = {8192: 300, 32768: 700}  # tokens of a step, and of a document on average
 OPERATORS = ("chunk_gated_delta_rule", "chunk_kda", "chunk_gla", "chunk_simple_gla", "attention")
+BATCHED = (*OPERATORS, "chunk_delta_rule", "chunk_rwkv6", "chunk_rwkv7", "chunk_gsa", "chunk_gdn2")
+BATCHES = (8, 1024, 32), (4, 4096, 32), (32, 256, 16), (100, 80, 8)
 WARM, STEPS, TURNS, CALLS = 4, 4, 5, 40
 
 
@@ -230,6 +237,70 @@ def host(operator: str, report: Report) -> Iterator[Row]:
         yield row(operator, case, cells, ours * 1e6, same * 1e6)
 
 
+def sizes(mixer: str, report: Report) -> Iterator[Row]:
+    small = report.options.small
+    model = model_of(mixer, max(2, len(MIXERS[mixer])), small)
+    random, longest, vocabulary = Random(0), 40 if small else 4000, 64 if small else 32000
+
+    def ids(rows: int, tokens: int) -> Tensor:
+        return torch.randint(1, vocabulary, (rows, tokens), device=DEVICE)
+
+    def trained(given: Tensor, **inputs: Tensor) -> None:
+        model.train()
+        model(input_ids=given, labels=given, use_cache=False, **inputs).loss.backward()
+        model.zero_grad()
+
+    @torch.no_grad()
+    def generated(given: Tensor) -> None:
+        model.eval()
+        cache = model(input_ids=given, use_cache=True, logits_to_keep=1).past_key_values
+        for _ in range(4):
+            model(input_ids=given[:, :1], past_key_values=cache, use_cache=True)
+
+    def call(i: int) -> Callable[[], object]:
+        rows, tokens = random.randint(1, 4), random.randint(longest // 60 + 1, longest)
+        if i % 3 == 1:
+            texts = offsets(tokens, max(8, tokens // random.randint(1, 20)), random)
+            return partial(trained, ids(1, tokens), cu_seqlens=texts)
+        return partial((trained, generated)[i % 3 // 2], ids(rows, tokens // rows + 1))
+
+    for i in range(3 * WARM):
+        timed(call(i))
+    if report.options.once:
+        return
+    before = asked_for()
+    count = 9 if small else 1000
+    found = [timed(call(i)) for i in range(count)]
+    seconds = [x for _, x in found]
+    cells = {
+        "tokens": longest,
+        "sequences": count,
+        "compilations": asked_for() - before,
+        "host_us": round(statistics.median(x for x, _ in found) * 1e6),
+    }
+    yield row(
+        mixer, "random sizes, ms", cells, max(seconds) * 1e3, statistics.median(seconds) * 1e3
+    )
+
+
+def batch(operator: str, B: int, T: int, H: int, report: Report) -> Iterator[Row]:
+    if report.options.small:
+        B, T, H = 3, 20, 2
+    sample, width = chosen([operator])[0], 16 if report.options.small else 128
+    calls: dict[str, Callable[[], object]] = {}
+    for way in ("packed", "batch"):
+        shape = Shape(
+            B=B, T=T, H=H, K=width, V=width, lengths=(T,) * B if way == "packed" else None
+        )
+        given = Provider(lambda **x: sample.call(x), sample.inputs(shape, DEVICE))
+        calls |= {f"{way}, forward": given.forward, f"{way}, both": given.gradients}
+    before, ms, size = asked_for(), report.times(calls), f"{B} x {T} x {H} heads"
+    for what in ("forward", "both") if ms else ():
+        cells = {"tokens": B * T, "sequences": B, "compilations": asked_for() - before}
+        case = f"{size} packed, {what}, ms"
+        yield row(operator, case, cells, ms[f"packed, {what}"], ms[f"batch, {what}"])
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     report = Report(parser(__doc__).parse_args(argv))
     cases: list[Any] = [(f"host {x}", "varying", partial(host, x, report)) for x in OPERATORS]
@@ -237,7 +308,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         cases += [
             (f"packed {x} {total}", "varying", partial(packed, x, total, report)) for x in MIXERS
         ]
-    for what in (prefill, decode):
+    for x in BATCHED:
+        for shape in BATCHES:
+            cases.append((f"operator {x} {shape}", "varying", partial(batch, x, *shape, report)))
+    for what in (prefill, decode, sizes):
         cases += [(f"{what.__name__} {x}", "varying", partial(what, x, report)) for x in MIXERS]
     report.measure(cases)
 

@@ -64,7 +64,8 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("linear", "--memory", 16),
         ("linear", "--memory --packed --only kda", 1),
         ("training", "--only gated_deltanet|packed", 5),
-        ("varying", "--only gated_delta", 5),
+        ("varying", "--only (packed|prefill|decode|host).*gated_delta", 5),
+        ("varying", "--only sizes.gla|operator.chunk_gdn2", 9),
         # each way is a process of its own, which imports transformers
         ("transformers_models", "--cpu --only nemotron_h.*patched", 1),
         pytest.param("convergence", "--seeds 2 --only qwen3_next", 4, marks=pytest.mark.slow),

@@ -259,7 +259,8 @@ def both_compiled(call: Any, args: Args) -> list[Tensor]:
     """Outputs and gradients."""
     args, inputs = leaves(args)
     outputs = call(args)
-    total = torch.stack([x.float().square().sum() for x in outputs]).sum()
+    # a loss has its gradient before anything is known of what scales it
+    total = torch.stack([x.float().square().sum() if x.dim() else x for x in outputs]).sum()
     return [*(x.detach() for x in outputs), *torch.autograd.grad(total, inputs)]
 
 

@@ -113,6 +113,8 @@ def in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(segments, "MIN_SEGMENT_CHUNKS", 1)
     monkeypatch.setattr(segments, "MIN_CHUNKS_SAVED", 1)
+    anew = vars(segments._delta_sm90_tokens)["__wrapped__"]  # answers are remembered by sizes
+    monkeypatch.setattr(segments, "_delta_sm90_tokens", anew)
     return {
         "solve_tril",
         "chunk_fwd",
