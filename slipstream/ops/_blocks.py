@@ -15,12 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.common import checks
-from slipstream.common.varlen import check_cu_seqlens_values
-from slipstream.kernels.linear import prefix_states
-from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.runtime.backends import INTERPRETED
-from slipstream.runtime.consistent import BLOCK
+from slipstream.common import checks, varlen
+from slipstream.kernels.linear import inputs, prefix_states
+from slipstream.runtime import backends, consistent
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,7 +25,7 @@ R = TypeVar("R")
 
 def is_plain(x: Tensor, impl: str | None) -> bool:
     """Whether plain torch runs a call, for whose tensors no kernel would be asked."""
-    return impl == "eager" or (impl is None and not (x.is_cuda or INTERPRETED))
+    return impl == "eager" or (impl is None and not (x.is_cuda or backends.INTERPRETED))
 
 
 def by_blocks(fn: Callable[P, R]) -> Callable[P, R]:
@@ -72,7 +69,7 @@ class _Blocks(NamedTuple):
         if offsets is None:
             places = [(b, 0, q.shape[1]) for b in range(q.shape[0])]
         elif offsets.dim() == 1 and q.shape[0] == 1:
-            check_cu_seqlens_values(offsets, q.shape[1])
+            varlen.check_cu_seqlens_values(offsets, q.shape[1])
             places = [(0, *ends) for ends in pairwise(offsets.tolist())]
         else:
             return None
@@ -85,7 +82,7 @@ class _Blocks(NamedTuple):
         prefix = self.given.get("prefix_states")
         if prefix is not None:
             q = self.given["q" if "q" in self.given else "r"]
-            terms = LinearInputs(q, self.given["k"], self.given["v"])
+            terms = inputs.LinearInputs(q, self.given["k"], self.given["v"])
             terms = terms._replace(cu_seqlens=self.given.get("cu_seqlens"))
             others = (x for x in self.given.values() if isinstance(x, Tensor))
             prefix = prefix_states.check(prefix, terms, *others)
@@ -111,15 +108,15 @@ class _Blocks(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """prefix: a pool, and its rows for the states after blocks."""
         parts = []
-        for at in range(begin, max(end, begin + 1), BLOCK):  # one of an empty sequence
-            stop = min(at + BLOCK, end)
+        for at in range(begin, max(end, begin + 1), consistent.BLOCK):  # one of an empty sequence
+            stop = min(at + consistent.BLOCK, end)
             block = {n: self._block(n, x[row : row + 1, at:stop]) for n, x in self.tokens.items()}
             ends: dict[str, Any] = {"initial_state": state, "output_final_state": True}
             ends |= {"cu_seqlens": None, "prefix_states": None}
             o, state = fn(**{**self.given, **block, **ends})
             parts.append(o[:, : stop - at])
-            if prefix is not None and state is not None and stop - at == BLOCK:
-                self._store(state, prefix[0], prefix[1][(at - begin) // BLOCK])
+            if prefix is not None and state is not None and stop - at == consistent.BLOCK:
+                self._store(state, prefix[0], prefix[1][(at - begin) // consistent.BLOCK])
         assert state is not None
         return torch.cat(parts, dim=1), state
 
@@ -128,7 +125,7 @@ class _Blocks(NamedTuple):
             pool[to] = state[0] if self.given.get("state_v_first") else state[0].mT
 
     def _block(self, name: str, x: Tensor) -> Tensor:
-        missing = BLOCK - x.shape[1]
+        missing = consistent.BLOCK - x.shape[1]
         raw = name in ("g", "gk") and self.given.get("use_gate_in_kernel", False)
         # of which softplus and sigmoid are 0
         value = torch.finfo(x.dtype).min / 2**16 if raw and x.dtype != torch.float16 else 0.0

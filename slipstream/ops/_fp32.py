@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common.checks import autocast_dtype
-from slipstream.kernels.linear.dispatch import LinearOptions, run
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear import dispatch, inputs
 
 
 def result_dtype(q: Tensor) -> torch.dtype:
@@ -30,8 +29,8 @@ def alike(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def run_wide(
-    terms: LinearInputs,
-    options: LinearOptions,
+    terms: inputs.LinearInputs,
+    options: dispatch.LinearOptions,
     *,
     recurrent: bool,
     names: Mapping[str, str] | None = None,
@@ -39,6 +38,6 @@ def run_wide(
     """run() with q, k and v in float32 at least, also under autocast; o is as wide as they are."""
     terms = terms._replace(q=widen(terms.q), k=widen(terms.k), v=widen(terms.v))
     if autocast_dtype(terms.q) is None:
-        return run(terms, options, recurrent=recurrent, names=names)
+        return dispatch.run(terms, options, recurrent=recurrent, names=names)
     with torch.autocast(terms.q.device.type, enabled=False):
-        return run(terms, options, recurrent=recurrent, names=names)
+        return dispatch.run(terms, options, recurrent=recurrent, names=names)

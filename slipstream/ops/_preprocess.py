@@ -14,10 +14,8 @@ from slipstream.common import checks
 from slipstream.kernels.elementwise.decay_gate import decay_gate
 from slipstream.kernels.elementwise.glu import glu
 from slipstream.ops.norm import l2_norm
-from slipstream.runtime.autograd import needs_autograd
-from slipstream.runtime.consistent import consistent_scope
+from slipstream.runtime import autograd, consistent, dispatch
 from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.dispatch import plain_impl
 
 
 def expect_inputs(
@@ -90,7 +88,7 @@ def l2_normalised(impl: str | None, **tensors: Tensor) -> tuple[Tensor, ...]:
     for name, x in tensors.items():
         checks.expect_rank(name, x, 4, "[B, T, H, K]")
     checks.expect_floating(tensors)
-    return tuple(l2_norm(x, impl=plain_impl(impl)) for x in tensors.values())
+    return tuple(l2_norm(x, impl=dispatch.plain_impl(impl)) for x in tensors.values())
 
 
 def delta_gate(
@@ -143,9 +141,9 @@ def beta_sigmoid(beta: Tensor, is_raw: bool, allow_neg_eigval: bool) -> Tensor:
         )
     checks.expect_floating({"beta": beta})
     narrow = beta.dtype.itemsize == 2
-    if narrow and consistent_scope.on and beta.is_cuda:
+    if narrow and consistent.consistent_scope.on and beta.is_cuda:
         beta = glu(beta, None, "sigmoid", None)
-    elif narrow and needs_autograd(beta):
+    elif narrow and autograd.needs_autograd(beta):
         beta = beta.float().sigmoid().to(beta.dtype)
     else:
         beta = beta.sigmoid()

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gated_scan.dispatch import run as gated_scan
-from slipstream.kernels.running_mean import eager, op
-from slipstream.kernels.running_mean.inputs import MeanInputs
+from slipstream.kernels.running_mean import eager, inputs, op
 from slipstream.ops._fp32 import result_dtype, widen
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.context_parallel import ContextParallel, Share
@@ -43,7 +42,7 @@ def running_mean(
         if impl is not None:
             if packing.cu_seqlens is not None:
                 expect_offsets("cu_seqlens", packing.cu_seqlens, k.shape[1])
-            return op.running_mean(MeanInputs(k, v, w, u, start, packing.cu_seqlens), impl)
+            return op.running_mean(inputs.MeanInputs(k, v, w, u, start, packing.cu_seqlens), impl)
     wide = widen(k), widen(v)
     sums = running_sums(*wide, w, start, packing)
     return eager.outputs(u, *wide, sums).to(result_dtype(v)), sums.final

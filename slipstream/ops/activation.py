@@ -9,7 +9,6 @@ kernel of them and of what is around them, unless "triton" is asked for.
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.elementwise import glu_linear as linear
 from slipstream.kernels.elementwise.glu import glu
 
@@ -111,7 +110,7 @@ def glu_linear(
     given = {"gate": gate, "up": up, "weight": weight, "bias": bias}
     checks.expect_floating(given)
     checks.expect_one_device(given)
-    if (dtype := autocast_dtype(gate)) is None:
+    if (dtype := checks.autocast_dtype(gate)) is None:
         checks.expect_one_dtype(given)
         return linear.glu_linear(gate, up, weight, bias, f, impl)
     cast = [None if x is None else x.to(dtype) for x in (up, bias)]

@@ -6,15 +6,12 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.conv import eager, op
+from slipstream.kernels.conv import eager, op, reference
 from slipstream.kernels.conv.inputs import UNIT_TENSORS, ConvInputs, UpdateInputs
-from slipstream.kernels.conv.reference import conv_reference
 from slipstream.ops.norm import l2_norm
-from slipstream.runtime.autograd import wants_gradient
+from slipstream.runtime import autograd, dispatch, token_ids
 from slipstream.runtime.context_exchange import states_of_pieces, tie
 from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.dispatch import choose, is_triton
-from slipstream.runtime.token_ids import expect_below, expect_offsets
 
 
 @checks.operator
@@ -122,7 +119,7 @@ def _convolve(
         checks.expect_cu_seqlens(cu_seqlens, *x.shape[:2])
         sequences = cu_seqlens.shape[0] - 1 if share is None else share.sequences
         if not torch.compiler.is_compiling():
-            expect_offsets("cu_seqlens", cu_seqlens, x.shape[1])
+            token_ids.expect_offsets("cu_seqlens", cu_seqlens, x.shape[1])
     if initial_state is not None:
         checks.expect_shape("initial_state", initial_state, (sequences, *weight.shape))
     if residual is not None:
@@ -134,9 +131,9 @@ def _convolve(
     if share is not None:
         initial_state, past = states_of_pieces(x, weight.shape[1], initial_state, share)
     inputs = ConvInputs(x, weight, bias, residual, initial_state, cu_seqlens)
-    impl = choose(op.CANDIDATES, inputs, impl, "short_convolution", x).impls
+    impl = dispatch.choose(op.CANDIDATES, inputs, impl, "short_convolution", x).impls
     silu = activation is not None
-    if is_triton(impl):
+    if dispatch.is_triton(impl):
         # rows of a part begin at multiples of 16 bytes, as the kernels' loads want them
         apart = sizes is not None and past is None and not any(n % 8 for n in sizes)
         parts = sizes if apart else None
@@ -204,7 +201,7 @@ def short_convolution_update(
         checks.expect_index("state_indices", state_indices, x.shape[:1])
         slots = state.shape[0]
         if state_indices.is_cuda:  # plain torch looks on the CPU
-            expect_below("state_indices", state_indices, slots, "states")
+            token_ids.expect_below("state_indices", state_indices, slots, "states")
     checks.expect_shape("state", state, (slots, *weight.shape))
     checks.expect_floating({"state": state, "residual": residual})
     checks.expect_own_memory("state", state)
@@ -214,13 +211,13 @@ def short_convolution_update(
         checks.expect_shape("residual", residual, x.shape)
     token = x.reshape(x.shape[0], x.shape[-1])
     call = (x, weight, bias, residual, state)
-    impl = choose(op.UPDATE_CANDIDATES, call, impl, "short_convolution_update", x).impls
+    impl = dispatch.choose(op.UPDATE_CANDIDATES, call, impl, "short_convolution_update", x).impls
     extra = None if residual is None else residual.reshape(token.shape)
     inputs = UpdateInputs(token, state, weight, bias, extra, state_indices)
     silu = activation is not None
     # which states there are is not known to a trace, or on meta
-    traced = (torch.compiler.is_compiling() and not wants_gradient(*inputs)) or x.is_meta
-    if traced or is_triton(impl):
+    traced = (torch.compiler.is_compiling() and not autograd.wants_gradient(*inputs)) or x.is_meta
+    if traced or dispatch.is_triton(impl):
         return op.call_update(*inputs, silu=silu, impl=impl).view(x.shape)
     return eager.update(inputs, silu).view(x.shape)
 
@@ -232,7 +229,7 @@ def unit_heads(ys: list[Tensor], unit: int) -> list[Tensor]:
 
 
 def _by_definition(*args: Any) -> Tensor:
-    return conv_reference(*args)[0]
+    return reference.conv_reference(*args)[0]
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.loss import distill
 from slipstream.runtime.dispatch import choose, triton_or_eager
 
@@ -77,7 +76,7 @@ def linear_kl_div(
     checks.expect_one_device({**students, **teachers, "mask": mask})
     given = {**students, **teachers}
     checks.expect_floating(given)
-    dtype = autocast_dtype(student)
+    dtype = checks.autocast_dtype(student)
     if dtype is None:
         checks.expect_one_dtype(given)
     else:

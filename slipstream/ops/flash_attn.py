@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks, rounded_keys
-from slipstream.kernels.attention import op
+from slipstream.kernels.attention import inputs, op
 from slipstream.kernels.attention.cache import Cache, check_values, gather, present
 from slipstream.kernels.attention.dispatch import decode, plan_cache
-from slipstream.kernels.attention.inputs import AttentionOptions, check_slopes
 from slipstream.ops.attention import attention, scale_of, softcap_of, window_of
 from slipstream.ops.rotary import rotary_embedding
 from slipstream.runtime.token_ids import expect_offsets
@@ -242,7 +241,7 @@ def flash_attn_with_kvcache(
         raise ValueError("rotary_cos: wants k and v beside it, got None")
     scale = scale_of(softmax_scale, q)
     cache = cache._replace(q=q, lengths=lengths)
-    o, lse = decode(cache, AttentionOptions(scale, left, right, float(softcap or 0.0)), impl)
+    o, lse = decode(cache, inputs.AttentionOptions(scale, left, right, float(softcap or 0.0)), impl)
     return (o, lse) if return_softmax_lse else o
 
 
@@ -370,7 +369,7 @@ def _check_biases(
     checks.expect_one_device({"q": q, **given})
     if sinks is not None:
         checks.expect_shape("sinks", sinks, (q.shape[2],))
-    check_slopes(slopes, q.shape[2], q.shape[0])
+    inputs.check_slopes(slopes, q.shape[2], q.shape[0])
     softcap_of(softcap)
 
 

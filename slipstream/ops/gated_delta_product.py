@@ -4,11 +4,9 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype
+from slipstream.kernels.linear import householder, inputs
 from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, check, plan_for, run
 from slipstream.kernels.linear.gated_delta_product import Steps, product
-from slipstream.kernels.linear.householder import at_step
-from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.modes.wide_heads import groups_of
 from slipstream.ops._preprocess import l2_normalised
 from slipstream.runtime.context_parallel import ContextParallel
@@ -130,7 +128,7 @@ def _run(
         return _reads(o, n, options.reverse), state
     key = signature((*given, cu_seqlens), n, *options[1:], recurrent)
     if key is not None:
-        key = (*key, autocast_dtype(given.q))
+        key = (*key, checks.autocast_dtype(given.q))
     tensors = (*given, cu_seqlens)
     impl = _PLANS.get(key, lambda: _impl(given, n, cu_seqlens, options, recurrent), tensors)
     if not impl:
@@ -149,7 +147,7 @@ def _impl(
     _check(given, n)
     q, v = given.q, given.v
     turned = options.reverse or options.state_v_first or options.impl == "reference"
-    plain = not turned and cu_seqlens is None and autocast_dtype(q) is None
+    plain = not turned and cu_seqlens is None and checks.autocast_dtype(q) is None
     # as one operator its states are float32
     plain = plain and q.dtype != torch.float64
     if not (plain and q.is_cuda and q.numel() and v.numel()):
@@ -160,7 +158,7 @@ def _impl(
     return "" if groups_of(laid).is_split else plan_for(laid, options.impl).impls
 
 
-def _steps(given: Steps, n: int, reverse: bool, cu_seqlens: Tensor | None) -> LinearInputs:
+def _steps(given: Steps, n: int, reverse: bool, cu_seqlens: Tensor | None) -> inputs.LinearInputs:
     """Every Householder step as a token of the gated delta rule.
 
     The first step of a token decays, its last reads. Time turned back would turn the steps of a
@@ -168,15 +166,15 @@ def _steps(given: Steps, n: int, reverse: bool, cu_seqlens: Tensor | None) -> Li
     """
     q, k, v, beta, g, state = given
     tokens = q.shape[1]
-    q = at_step(q, n, last=not reverse)
+    q = householder.at_step(q, n, last=not reverse)
     if g is not None:
-        g = at_step(g, n, last=reverse)
+        g = householder.at_step(g, n, last=reverse)
     if reverse:
         k, v, beta = (x.unflatten(1, (tokens, n)).flip(2).flatten(1, 2) for x in (k, v, beta))
     if cu_seqlens is not None:
         checks.expect_tensor("cu_seqlens", cu_seqlens)
         cu_seqlens = cu_seqlens * n
-    return LinearInputs(q, k, v, g=g, beta=beta, initial_state=state, cu_seqlens=cu_seqlens)
+    return inputs.LinearInputs(q, k, v, g=g, beta=beta, initial_state=state, cu_seqlens=cu_seqlens)
 
 
 def _reads(o: Tensor, n: int, reverse: bool) -> Tensor:

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.elementwise.erase import erase
-from slipstream.kernels.linear.channel_gates import as_dplr, takes_as_they_are
+from slipstream.kernels.linear import channel_gates, inputs
 from slipstream.kernels.linear.dispatch import LinearOptions, run
-from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops._preprocess import expect_inputs, l2_normalised
 from slipstream.ops.kda import channel_gate
 from slipstream.runtime.context_parallel import ContextParallel
@@ -76,8 +75,8 @@ def chunk_gdn2(
         )
     g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
     terms = _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel, impl)
-    if context is not None or not takes_as_they_are(terms, impl):
-        terms = as_dplr(terms, partial(erase, impl=impl))
+    if context is not None or not channel_gates.takes_as_they_are(terms, impl):
+        terms = channel_gates.as_dplr(terms, partial(erase, impl=impl))
     return run(
         terms._replace(initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl, context),
@@ -114,7 +113,7 @@ def fused_recurrent_gdn2(
     Arguments, result and errors as chunk_gdn2. Cost: 8 T HV K V flops, one after the other.
     """
     g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
-    terms = as_dplr(
+    terms = channel_gates.as_dplr(
         _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel, impl), partial(erase, impl=impl)
     )
     return run(
@@ -133,11 +132,11 @@ def _terms(
     w: Tensor,
     normalise: bool,
     impl: str | None,
-) -> LinearInputs:
+) -> inputs.LinearInputs:
     expect_inputs(
         None, None, q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"),
         g=(g, "B T HV K"), b=(b, "B T HV K"), w=(w, "B T HV V"),
     )  # fmt: skip
     if normalise:
         q, k = l2_normalised(impl, q=q, k=k)
-    return LinearInputs(q, k, v, g=g, erase=b, write=w)
+    return inputs.LinearInputs(q, k, v, g=g, erase=b, write=w)

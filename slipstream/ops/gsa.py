@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, check, plan_for
 from slipstream.kernels.linear.gsa import GSAInputs, attend
 from slipstream.kernels.linear.modes.wide_heads import groups_of
@@ -132,7 +131,7 @@ def _run(
         return _run_wide(given, options, recurrent)
     key, dtype = signature(given, *options[1:], recurrent), None
     if key is not None:
-        dtype = autocast_dtype(q)
+        dtype = checks.autocast_dtype(q)
         key = (*key, dtype)
     plan = _PLANS.get(key, lambda: _plan(given, options, recurrent), given)
     if not plan:
@@ -234,7 +233,7 @@ def _check(given: GSAInputs, options: LinearOptions) -> None:
         },
     )  # fmt: skip
     checks.expect_multiple("heads of q", q.shape[2], "heads of k", k.shape[2])
-    if autocast_dtype(q) is None:
+    if checks.autocast_dtype(q) is None:
         checks.expect_one_dtype({"q": q, "k": k, "v": v, "s": s})
     if g is None and (cu_seqlens is not None or keys is not None):
         given_too = "initial_state" if cu_seqlens is None else "cu_seqlens"

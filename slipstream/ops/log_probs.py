@@ -5,13 +5,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype
-from slipstream.common.linear_rows import ClassifierInputs
+from slipstream.common import checks, linear_rows
 from slipstream.kernels.elementwise import log_probs as op
 from slipstream.ops.loss import linear_cross_entropy
-from slipstream.runtime.dispatch import choose, triton_or_eager
-from slipstream.runtime.guarded_launch import known_failure
+from slipstream.runtime import dispatch, guarded_launch
 
 
 @overload
@@ -89,14 +86,14 @@ def linear_log_probs(
     if not return_entropy:
         return -linear_cross_entropy(hidden, weight, target, bias, impl=impl, **options)
     _check(hidden, weight, target, bias)
-    dtype = autocast_dtype(hidden)
+    dtype = checks.autocast_dtype(hidden)
     if dtype is not None:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     call = (hidden, weight.shape[0])
-    impls = choose(_CANDIDATES, call, impl, "linear_log_probs", hidden).impls
+    impls = dispatch.choose(_CANDIDATES, call, impl, "linear_log_probs", hidden).impls
     rows, ids = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
-    given = ClassifierInputs(rows, weight, bias, ids)
+    given = linear_rows.ClassifierInputs(rows, weight, bias, ids)
     found = op.log_probs(given, 1 / float(temperature), ignore_index, impls)
     log_prob, entropy = (x.view(target.shape) for x in found)
     return log_prob, entropy
@@ -105,10 +102,10 @@ def linear_log_probs(
 def _unsupported_reason(x: Tensor, classes: int) -> str | None:
     if x.shape[-1] == 0:
         return "there are no features"
-    return known_failure(lambda: op.kind(x.dtype, classes), x.device)
+    return guarded_launch.known_failure(lambda: op.kind(x.dtype, classes), x.device)
 
 
-_CANDIDATES = triton_or_eager(_unsupported_reason)
+_CANDIDATES = dispatch.triton_or_eager(_unsupported_reason)
 
 
 def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
@@ -123,7 +120,7 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) 
         checks.expect_shape("bias", bias, (V,))
     given = {"hidden": hidden, "weight": weight, "bias": bias}
     checks.expect_floating(given)
-    if autocast_dtype(hidden) is None:
+    if checks.autocast_dtype(hidden) is None:
         checks.expect_one_dtype(given)
     checks.expect_one_device({**given, "target": target})
     checks.expect_shape("target", target, hidden.shape[:-1])

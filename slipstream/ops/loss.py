@@ -6,12 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype
-from slipstream.common.linear_rows import ClassifierInputs
-from slipstream.kernels.loss import op
-from slipstream.kernels.loss.launch import kind
-from slipstream.kernels.loss.reference import LossInputs
+from slipstream.common import checks, linear_rows
+from slipstream.kernels.loss import launch, op, reference
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.dispatch import choose, triton_or_eager
 
@@ -141,7 +137,7 @@ def linear_cross_entropy(
         checks.expect_shape("bias", bias, weight.shape[:1])
     given = {"hidden": hidden, "weight": weight, "bias": bias}
     checks.expect_floating(given)
-    if (dtype := autocast_dtype(hidden)) is not None:
+    if (dtype := checks.autocast_dtype(hidden)) is not None:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     else:
@@ -154,7 +150,7 @@ def linear_cross_entropy(
     call = (hidden, weight.shape[0])
     impl = choose(_CANDIDATES, call, impl, "linear_cross_entropy", hidden).impls
     rows, ids = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
-    inputs = ClassifierInputs(rows, weight, bias, ids)
+    inputs = linear_rows.ClassifierInputs(rows, weight, bias, ids)
     if group is not None:
         from slipstream.kernels.loss import shard
 
@@ -169,7 +165,7 @@ def linear_cross_entropy(
 def _unsupported_reason(x: Tensor, size: int) -> str | None:
     if x.shape[-1] == 0:
         return "there are no features"
-    return guarded_launch.known_failure(lambda: kind(x.dtype, size), x.device)
+    return guarded_launch.known_failure(lambda: launch.kind(x.dtype, size), x.device)
 
 
 _CANDIDATES = triton_or_eager(_unsupported_reason)
@@ -193,7 +189,7 @@ def _terms(
     softcap: float | None,
     z_loss: float,
     logit_scale: float,
-) -> LossInputs:
+) -> reference.LossInputs:
     checks.expect_shape("target", target, shape)
     if target.dtype != torch.int64:
         raise TypeError(f"target: want torch.int64, got {target.dtype}")
@@ -201,7 +197,7 @@ def _terms(
         raise ValueError(f"label_smoothing: want a number in [0, 1], got {label_smoothing}")
     if softcap is not None and not softcap > 0.0:
         raise ValueError(f"softcap: want None or a number above 0, got {softcap}")
-    return LossInputs(
+    return reference.LossInputs(
         ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss),
         float(logit_scale),
     )  # fmt: skip

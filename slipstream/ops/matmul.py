@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.matmul import op
 from slipstream.kernels.matmul.config import MatmulConfig as MatmulConfig
 from slipstream.kernels.matmul.inputs import ACTIVATIONS, FP8, PRECISIONS, MatmulInputs
@@ -65,7 +64,7 @@ def matmul(
     checks.expect_one_device({**given, "scale_a": scale_a, "scale_b": scale_b})
     checks.expect_floating(given)
     _check_options(activation, precision, config)
-    if (dtype := autocast_dtype(a)) is not None and a.dtype not in FP8:
+    if (dtype := checks.autocast_dtype(a)) is not None and a.dtype not in FP8:
         a, b = a.to(dtype), b.to(dtype)
     _check_dtypes(a, b)
     if bias is not None:

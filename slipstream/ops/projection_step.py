@@ -5,8 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.projection_step.inputs import ProjectionInputs
-from slipstream.kernels.projection_step.op import run
+from slipstream.kernels.projection_step import inputs, op
 from slipstream.runtime.consistent import consistent_scope
 
 
@@ -65,5 +64,5 @@ def projection_step(
         raise TypeError(f"biases: want tensors or None, got {type(biases).__name__} of others")
     glu = activation == "swiglu"
     options = norm_eps, zero_centered, glu, consistent_scope.on
-    t = ProjectionInputs(x, layers, bias, norm_weight, residual, *options)
-    return run(t, impl)
+    t = inputs.ProjectionInputs(x, layers, bias, norm_weight, residual, *options)
+    return op.run(t, impl)

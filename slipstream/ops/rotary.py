@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from slipstream.common import checks
-from slipstream.common.checks import cast
-from slipstream.common.varlen import bounded_offsets
+from slipstream.common import checks, varlen
 from slipstream.kernels.elementwise.rotary import (
     rotary,
     rotary_by_table,
@@ -14,11 +12,9 @@ from slipstream.kernels.elementwise.rotary import (
     table_rows,
     unsupported_reason,
 )
-from slipstream.runtime.autograd import by_operation, needs_autograd
-from slipstream.runtime.dispatch import choose, is_triton, triton_or_eager
-from slipstream.runtime.token_ids import clamped, expect_ids, expect_offsets
+from slipstream.runtime import autograd, dispatch, token_ids
 
-_CANDIDATES = triton_or_eager(unsupported_reason)
+_CANDIDATES = dispatch.triton_or_eager(unsupported_reason)
 
 
 @checks.operator
@@ -68,17 +64,17 @@ def rotary_embedding(
     if impl is None and torch.compiler.is_compiling():
         impl = "eager"  # torch.compile makes one kernel of it and of what is around it
     call = (x, cos.shape[-1], interleaved)
-    impl = choose(_CANDIDATES, call, impl, "rotary_embedding", x).impls
-    if is_triton(impl):
+    impl = dispatch.choose(_CANDIDATES, call, impl, "rotary_embedding", x).impls
+    if dispatch.is_triton(impl):
         return rotary_by_table(x, cos, sin, positions, interleaved, impl)
     if positions is not None and not torch.compiler.is_compiling():
-        expect_ids("positions", positions, cos.shape[0])
-        positions = clamped(positions, cos.shape[0])
+        token_ids.expect_ids("positions", positions, cos.shape[0])
+        positions = token_ids.clamped(positions, cos.shape[0])
     cos, sin = (table_rows(table, x, positions) for table in (cos, sin))
     run = rotary_reference if impl == "reference" else rotary
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    cos, sin = cast(cos, wide)[:, :, None], cast(sin, wide)[:, :, None]
-    return cast(run(cast(x, wide), cos, sin, interleaved), x.dtype)
+    cos, sin = checks.cast(cos, wide)[:, :, None], checks.cast(sin, wide)[:, :, None]
+    return checks.cast(run(checks.cast(x, wide), cos, sin, interleaved), x.dtype)
 
 
 def rotary_heads(
@@ -87,10 +83,10 @@ def rotary_heads(
     """q, k and v of qkv [B, T, H, D], sizes[i] heads of each, the first two turned as
     rotary_embedding does; tables: cos and sin [B or 1, T, R/2]."""
     cos, sin = tables
-    if not by_operation() and needs_autograd(qkv):
+    if not autograd.by_operation() and autograd.needs_autograd(qkv):
         call = (qkv, cos.shape[-1], False)
-        impl = choose(_CANDIDATES, call, None, "rotary_embedding", qkv).impls
-        if is_triton(impl):
+        impl = dispatch.choose(_CANDIDATES, call, None, "rotary_embedding", qkv).impls
+        if dispatch.is_triton(impl):
             return split_rotary(qkv, cos, sin, sizes, impl)
     qk, v = qkv.split([sizes[0] + sizes[1], sizes[2]], dim=2)
     q, k = rotary_embedding(qk, cos, sin).split(sizes[:2], dim=2)
@@ -165,9 +161,9 @@ def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None 
     """
     checks.expect_cu_seqlens(cu_seqlens, 1, tokens)
     if not torch.compiler.is_compiling():
-        expect_offsets("cu_seqlens", cu_seqlens, tokens)
+        token_ids.expect_offsets("cu_seqlens", cu_seqlens, tokens)
     token = torch.arange(tokens, device=cu_seqlens.device)
-    begin = bounded_offsets(cu_seqlens, tokens)
+    begin = varlen.bounded_offsets(cu_seqlens, tokens)
     start = begin[:-1]
     if offsets is not None:
         checks.expect_shape("offsets", offsets, start.shape)

@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.selective_scan.dispatch import run
-from slipstream.kernels.selective_scan.inputs import ScanInputs
+from slipstream.kernels.selective_scan import dispatch, inputs
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -64,5 +63,5 @@ def selective_scan(
     algorithm 2. mamba_ssm has channels before tokens: slipstream.compat.mamba_ssm.
     """
     B, C = (x[:, :, None] if x.dim() == 3 else x for x in (B, C))
-    tensors = ScanInputs(u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens)
-    return run(tensors, delta_softplus, output_final_state, impl, context)
+    tensors = inputs.ScanInputs(u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens)
+    return dispatch.run(tensors, delta_softplus, output_final_state, impl, context)

@@ -56,7 +56,7 @@ def turned(cu: Tensor) -> None:
 
 
 def positions(cu: Tensor) -> None:
-    with mock.patch.object(rotary, "expect_offsets"):
+    with mock.patch.object(rotary.token_ids, "expect_offsets"):
         assert rotary.packed_positions(cu, T).shape == (1, T)
 
 
