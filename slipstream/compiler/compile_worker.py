@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.compiler.aot import Compiled, Job
-from slipstream.compiler.smem_hazards import find_hazard
+from slipstream.compiler import aot, smem_hazards
 
 # Seconds for one kernel, after which its compiler counts as one that hangs, and for a child to
 # bring in torch and Triton from a slow disk.
@@ -35,7 +34,7 @@ class Outcome:
 
     status: str
     reason: str = ""
-    compiled: Compiled | None = None
+    compiled: aot.Compiled | None = None
 
 
 class Worker:
@@ -59,7 +58,7 @@ class Worker:
         self.about: Mapping[str, str] = {}
         atexit.register(self.close)
 
-    def compile(self, job: Job, timeout: float = TIMEOUT) -> Outcome:
+    def compile(self, job: aot.Job, timeout: float = TIMEOUT) -> Outcome:
         """The outcome of one job; never raises for what the compiler does."""
         with self._lock:
             try:
@@ -69,7 +68,7 @@ class Worker:
                 return Outcome("absent", f"no process to compile in: {error}")
             return self._ask(job, timeout)
 
-    def _ask(self, job: Job, timeout: float) -> Outcome:
+    def _ask(self, job: aot.Job, timeout: float) -> Outcome:
         assert self._process is not None and self._process.stdin is not None
         try:
             pickle.dump(job, self._process.stdin)
@@ -193,12 +192,12 @@ def _answer(stream: Any, answer: Any) -> None:
     stream.flush()
 
 
-def _compiled(job: Job) -> Outcome:
+def _compiled(job: aot.Job) -> Outcome:
     try:
         compiled = job.compile()
     except Exception as error:  # whatever a compiler raises is the answer
         return Outcome("refused", f"{type(error).__name__}: {_telling(str(error))}")
-    if hazards := find_hazard(str(compiled.asm.get("ttgir", ""))):
+    if hazards := smem_hazards.find_hazard(str(compiled.asm.get("ttgir", ""))):
         return Outcome("refused", hazards[0])
     return Outcome("ok", compiled=replace(compiled, asm={}))
 

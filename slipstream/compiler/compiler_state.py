@@ -24,15 +24,12 @@ from typing import Any
 
 import torch
 
+from slipstream.compiler import aot, source_digest, toolchain, triton_hooks
 from slipstream.compiler import arch as arches
-from slipstream.compiler import toolchain
-from slipstream.compiler.aot import cached, job_of
 from slipstream.compiler.compile_worker import TIMEOUT, Worker
 from slipstream.compiler.kernel_key import CORE, FEATURE_RULES, describe, family, features_of
 from slipstream.compiler.kernel_key import KernelKey as KernelKey
 from slipstream.compiler.known_bugs import INTERPRETER, KnownBug, blocking, suspected, version
-from slipstream.compiler.source_digest import digests
-from slipstream.compiler.triton_hooks import before_compiling
 from slipstream.runtime.files import write_text
 
 # Seconds that a process waits for another that writes down what it has learnt.
@@ -141,7 +138,7 @@ def families(gluon: bool = True) -> dict[str, str]:
 
     gluon: those in Gluon, too.
     """
-    return digests(files_of(gluon), cache_dir() / "source_digests.json")
+    return source_digest.digests(files_of(gluon), cache_dir() / "source_digests.json")
 
 
 def files_of(gluon: bool) -> dict[str, list[Path]]:
@@ -336,8 +333,8 @@ class CompilerState:
         always = os.environ.get("SLIPSTREAM_GUARD") == "always"
         if not always and family_of(module) in self.verified:
             return
-        job = job_of(module, name, compile, self.arch)
-        if cached(job):
+        job = aot.job_of(module, name, compile, self.arch)
+        if aot.cached(job):
             return
         outcome = self._worker.compile(job, TIMEOUT)
         if outcome.status == "absent":
@@ -452,4 +449,4 @@ def watch(
         if served and fn.module.startswith(package):
             state.compiles(fn.module, fn.name, compile)
 
-    return before_compiling(hook)
+    return triton_hooks.before_compiling(hook)

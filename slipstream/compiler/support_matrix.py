@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slipstream.compiler import compile_worker, known_bugs, toolchain
 from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.arch import ARCHS, Arch, expect_fits
-from slipstream.compiler.compile_worker import TIMEOUT, Outcome, Worker
-from slipstream.compiler.known_bugs import applying
-from slipstream.compiler.toolchain import ptxas_of
 
 # Best first.
 STATUSES = ("ok", "slow", "refused", "hang", "crash")
@@ -60,7 +58,7 @@ def run(
     tasks: Iterable[Task],
     *,
     processes: int = 2,
-    timeout: float = TIMEOUT,
+    timeout: float = compile_worker.TIMEOUT,
     path: Sequence[str] = (),
     env: Mapping[str, str | None] | None = None,
     done: Callable[[Job, Row], None] = lambda job, row: None,
@@ -81,7 +79,7 @@ def run(
     one_at_a_time = threading.Lock()
 
     def serve() -> None:
-        worker = Worker(path, env)
+        worker = compile_worker.Worker(path, env)
         try:
             while (task := waiting.get()) is not None and not errors:
                 row = compile_row(worker, task, timeout)
@@ -116,7 +114,7 @@ def ordered(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda x: (x.arch, x.kernel, str(x.constants)))
 
 
-def compile_row(worker: Worker, task: Task, timeout: float) -> Row:
+def compile_row(worker: compile_worker.Worker, task: Task, timeout: float) -> Row:
     """One row; where shared memory does not suffice, the nearest number of stages that fits."""
     job, operators = task
     outcome = worker.compile(job, timeout)
@@ -128,7 +126,7 @@ def compile_row(worker: Worker, task: Task, timeout: float) -> Row:
     row = Row(
         arch=job.arch,
         triton=worker.about.get("triton", ""),
-        ptxas=ptxas_of(job.arch, worker.about) if worker.about else "",
+        ptxas=toolchain.ptxas_of(job.arch, worker.about) if worker.about else "",
         module=job.kernel.rpartition(":")[0],
         kernel=job.name,
         operators=operators,
@@ -153,7 +151,7 @@ def dtype_of(job: Job) -> str:
     return re.sub(r"^(\*|tensordesc<)|[:\[].*", "", first)
 
 
-def judge(job: Job, outcome: Outcome) -> tuple[str, str]:
+def judge(job: Job, outcome: compile_worker.Outcome) -> tuple[str, str]:
     """Status and reason of an outcome."""
     if outcome.compiled is None:
         return outcome.status, outcome.reason
@@ -187,7 +185,7 @@ def _missing(arch: Arch, got: Compiled, job: Job) -> str:
     return ""
 
 
-def _too_large(worker: Worker, job: Job, got: Compiled, timeout: float) -> str:
+def _too_large(worker: compile_worker.Worker, job: Job, got: Compiled, timeout: float) -> str:
     arch, nearest = ARCHS[job.arch], ""
     for stages in range(job.stages - 1, 0, -1):
         other = worker.compile(replace(job, stages=stages), timeout).compiled
@@ -203,7 +201,7 @@ def _too_large(worker: Worker, job: Job, got: Compiled, timeout: float) -> str:
 
 def _known_bug(row: Row) -> str:
     """The known fault behind a crash or a refusal, if the table has one of that effect."""
-    for fault in applying(row.arch, row.triton, row.ptxas or None):
+    for fault in known_bugs.applying(row.arch, row.triton, row.ptxas or None):
         if fault.effect == row.status and not fault.avoided:
             return f"{fault.name}: {fault.way_out}"
     return ""

@@ -20,12 +20,10 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.compiler import triton_hooks
-from slipstream.compiler.aot import Job, gpu_target, job_of
+from slipstream.compiler import aot, triton_hooks
 from slipstream.compiler.arch import Arch, named
 from slipstream.compiler.compiler_state import CompilerState, state_for
-from slipstream.runtime import backends, guarded_launch
-from slipstream.runtime.compile_ahead import AtSizes
+from slipstream.runtime import backends, compile_ahead, guarded_launch
 from slipstream.runtime.custom_op import NAMESPACE, DirectCall
 
 # Devices no machine has, one for each architecture and release: launches remember tiles by device.
@@ -48,7 +46,7 @@ def trace(
     remembers: bool = False,
     compilers: Mapping[str, str] | None = None,
     any_size: bool = False,
-) -> list[Job]:
+) -> list[aot.Job]:
     """The compilations of call(device) and, if asked for, of its gradients; each once.
 
     Args:
@@ -58,9 +56,9 @@ def trace(
 
     Raises whatever the call raises for such tensors, PlainTorch where it compiles nothing.
     """
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, aot.Job] = {}
     state = state_for(arch, remembers, compilers)
-    called: list[tuple[DirectCall, AtSizes, tuple]] = []
+    called: list[tuple[DirectCall, compile_ahead.AtSizes, tuple]] = []
     noting = mock.patch.object(DirectCall, "__call__", _noting(called))
     with _pretending(named(arch), jobs, state) as (device, functions):
         with noting if any_size else nullcontext(), torch.set_grad_enabled(backward):
@@ -80,7 +78,7 @@ def trace(
     return list(jobs.values())
 
 
-def _noting(called: list[tuple[DirectCall, AtSizes, tuple]]) -> Callable[..., Any]:
+def _noting(called: list[tuple[DirectCall, compile_ahead.AtSizes, tuple]]) -> Callable[..., Any]:
     """DirectCall.__call__, which adds the calls of those that have other sizes to `called`."""
     plain = DirectCall.__call__
 
@@ -160,7 +158,7 @@ class _Implementations(TorchDispatchMode):
 
 @contextmanager
 def _pretending(
-    arch: Arch, jobs: dict[str, Job], state: CompilerState
+    arch: Arch, jobs: dict[str, aot.Job], state: CompilerState
 ) -> Iterator[tuple[torch.device, list]]:
     from triton.runtime import driver
 
@@ -180,7 +178,7 @@ def _pretending(
         return out
 
     def record_job(*, fn: Any, compile: dict, **_: Any) -> bool:
-        job = job_of(fn.module, fn.name, compile, arch.name)
+        job = aot.job_of(fn.module, fn.name, compile, arch.name)
         jobs.setdefault(job.key, job)
         return True  # nothing to launch
 
@@ -253,7 +251,7 @@ class _Driver:
         self._arch = arch
 
     def get_current_target(self) -> Any:
-        return gpu_target(self._arch)
+        return aot.gpu_target(self._arch)
 
     def get_current_device(self) -> str:
         return f"traced {self._arch}"

@@ -17,31 +17,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from slipstream.runtime.recorded_shapes import (
-    BY_DTYPE,
-    CONSTANT,
-    EMPTY,
-    IN_PLACE,
-    PARTS,
-    VIEWS,
-    ZEROS,
-    Address,
-    ShapeRules,
-    Value,
-    concrete,
-    dense_stride,
-    flat,
-    plain,
-    product,
-    sizes_given,
-    total,
-    tuple_text,
-)
+from slipstream.runtime import recorded_shapes
+from slipstream.runtime.recorded_shapes import ZEROS, Address, Value, dense_stride, flat, plain
 from slipstream.runtime.recording import Line, Unrecordable, pointer_of, use_recorder
 from slipstream.runtime.symbolic_sizes import Size, text_of, value_of
 
 
-class CallRecorder(ShapeRules, TorchFunctionMode):
+class CallRecorder(recorded_shapes.ShapeRules, TorchFunctionMode):
     """The mode under which a call is recorded.
 
     Attributes:
@@ -148,7 +130,7 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         if name == "__get__":
             name = func.__self__.__name__
         x = args[0] if args and isinstance(args[0], Tensor) else None
-        if x is not None and name in CONSTANT:
+        if x is not None and name in recorded_shapes.CONSTANT:
             return func(*args, **kwargs)
         question = getattr(self, f"_ask_{name}", None)
         asks = x is not None and question is not None
@@ -179,7 +161,7 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
     def _ask_numel(self, value: Value, x: Tensor) -> Any:
         count: Any = 1
         for n in self._ask_shape(value, x):
-            count = product(count, n)
+            count = recorded_shapes.product(count, n)
         return count
 
     _ask_nelement = _ask_numel
@@ -223,13 +205,17 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         if any(not isinstance(x, Tensor) or x.device != self.device for x in outs):
             raise Unrecordable(f"{name} gives what is no tensor of the device")
         is_plain = not kwargs.keys() & {"out", "pin_memory", "memory_format"}
-        if is_plain and name in EMPTY | ZEROS and self._fresh(name, args, out):
+        if is_plain and name in recorded_shapes.EMPTY | ZEROS and self._fresh(name, args, out):
             return
         if args and out is args[0] and self._same(name, out):
             return
-        if isinstance(out, Tensor) and name in VIEWS and self._view(func, name, args, kwargs, out):
+        if (
+            isinstance(out, Tensor)
+            and name in recorded_shapes.VIEWS
+            and self._view(func, name, args, kwargs, out)
+        ):
             return
-        if name in PARTS and outs and isinstance(args[0], Tensor):
+        if name in recorded_shapes.PARTS and outs and isinstance(args[0], Tensor):
             self._parts(func, name, args, kwargs, outs)
         else:
             self._step(func, name, args, kwargs, out, outs)
@@ -237,12 +223,12 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
     def _same(self, name: str, x: Tensor) -> bool:
         """Whether an operation that gave back its argument did nothing."""
         # of one dimension alone, flatten gives it back for all sizes
-        if name in BY_DTYPE or name == "flatten":
+        if name in recorded_shapes.BY_DTYPE or name == "flatten":
             return True
         if name == "contiguous":
             self._ask_is_contiguous(self.value_of(x), x)
             return True
-        if name.endswith("_") or name in IN_PLACE:
+        if name.endswith("_") or name in recorded_shapes.IN_PLACE:
             return False
         raise Unrecordable(f"{name} gives back its argument")
 
@@ -256,7 +242,7 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
             shape = self._ask_shape(like, args[0])
         else:
             rest = args[1:] if like is not None else args
-            shape = tuple(sizes_given(rest))
+            shape = tuple(recorded_shapes.sizes_given(rest))
         stride = tuple(args[2] if like is not None else args[1]) if strided else dense_stride(shape)
         if len(shape) != out.dim():
             return False
@@ -264,7 +250,7 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         make = torch.empty(0, dtype=out.dtype, device=out.device).new_empty_strided
         count: Any = 1
         for n in shape:
-            count = product(count, n)
+            count = recorded_shapes.product(count, n)
         text = f"{self._constant(make)}({self._tuple(shape)}, {self._tuple(stride)})"
         size = count * value.itemsize
         late = type(size) is Size and size.late
@@ -299,7 +285,7 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
         self, base: Value, x: Tensor, offset: Any, shape: Any, stride: Any, dense: bool
     ) -> str:
         """Names a view that begins `offset` bytes behind the base."""
-        offset = total(base.offset, offset)
+        offset = recorded_shapes.total(base.offset, offset)
         fresh = base.root.fresh and type(offset) is int and offset % 16 == 0
         place = {"root": base.root, "offset": offset, "fresh": fresh}
         return self._new(x, shape=shape, stride=stride, dense=dense, **place).name
@@ -364,7 +350,7 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
 
     def plain(self, x: Any) -> Any:
         """Arguments of a launch, with this call's sizes; a descriptor is made again."""
-        return tuple(map(concrete, x))
+        return tuple(map(recorded_shapes.concrete, x))
 
     def launched(
         self, run: Callable[..., Any] | None, args: Sequence[Any], maps: Sequence[Any] = ()
@@ -401,7 +387,10 @@ class CallRecorder(ShapeRules, TorchFunctionMode):
 
     def _tuple(self, sizes: Sequence[Any]) -> str:
         """A tuple of sizes, which is made with the sizes where all of them are known early."""
-        text, late = tuple_text(sizes), any(type(x) is Size and x.late for x in sizes)
+        text, late = (
+            recorded_shapes.tuple_text(sizes),
+            any(type(x) is Size and x.late for x in sizes),
+        )
         if late or not any(type(x) is Size for x in sizes):
             return text
         return self._once("let", text, "u", False)

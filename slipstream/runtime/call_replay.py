@@ -23,15 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from slipstream.runtime import recording
 from slipstream.runtime.call_recorder import CallRecorder
-from slipstream.runtime.recording import (
-    LaunchCounter,
-    Line,
-    Unrecordable,
-    names_in,
-    pointer_of,
-    use_recorder,
-)
 
 Key = tuple
 ENABLED = os.environ.get("SLIPSTREAM_REPLAY", "on") != "off"
@@ -142,12 +135,12 @@ class _Writer:
     def __init__(self, taken: CallRecorder, result: str) -> None:
         self._result, self._args = result, taken.given
         self._lines = _needed(taken.lines, result)
-        used = {x for line in self._lines for x in line.reads} | {*names_in(result)}
+        used = {x for line in self._lines for x in line.reads} | {*recording.names_in(result)}
         self._used = used
         self._ranks = taken.ranks
         pointed = {x for x in used if x[0] == "p"}
         seen = {x for line in self._lines if line.kind != "launch" for x in line.reads}
-        seen.update(names_in(result))
+        seen.update(recording.names_in(result))
         self._packed = [
             line
             for line in self._lines
@@ -155,7 +148,7 @@ class _Writer:
             and line.size
             and not line.late_size
             and line.left not in seen
-            and pointer_of(line.left) in pointed
+            and recording.pointer_of(line.left) in pointed
         ]
 
     def text(self) -> str:
@@ -167,10 +160,10 @@ class _Writer:
             for i, line in enumerate(self._packed):
                 before = f"o{i}" if i else "0"
                 size = f"{before} + (({line.size}) + {_ALIGNED - 1} & -{_ALIGNED})"
-                early.append(Line("let", size, f"o{i + 1}", late=False))
+                early.append(recording.Line("let", size, f"o{i + 1}", late=False))
             together = ["    " + x for x in self._body(self._packed, room)]
             body = [f"if {room} <= {MAX_WORKSPACE_BYTES}:", *together, *body]
-        read = {x for line in body for x in names_in(line)}
+        read = {x for line in body for x in recording.names_in(line)}
         raw = self._raw()
         inside = [x for line in early for x in line.defines] + [
             x for _, names in raw for x in names
@@ -198,7 +191,7 @@ class _Writer:
     def _raw(self) -> list[tuple[str, list[str]]]:
         """Shapes, strides and numbers of the arguments that are read, and the names of each."""
         found: list[tuple[str, list[str]]] = []
-        used = self._used | {x for line in self._packed for x in names_in(line.size)}
+        used = self._used | {x for line in self._packed for x in recording.names_in(line.size)}
         for name in sorted(self._args):
             for letter, what in (("x", "shape"), ("t", "stride()")):
                 sizes = [f"{letter}{name[1:]}_{d}" for d in range(self._ranks[name])]
@@ -210,14 +203,14 @@ class _Writer:
         own = (f"x{n}", f"y{n}")
         return any(x in own or x.startswith((f"x{n}_", f"t{n}_")) for x in self._used)
 
-    def _body(self, packed: Sequence[Line], room: str = "") -> list[str]:
+    def _body(self, packed: Sequence[recording.Line], room: str = "") -> list[str]:
         """packed: fresh memory that comes in one allocation of so much room."""
         lines: list[str] = []
         if packed:
             lines += [f"w = W(({room},), (1,))", "o0 = w.data_ptr()"]
             for i, line in enumerate(packed):
                 place = "o0" if i == 0 else f"o0 + o{i}"
-                lines.append(f"{pointer_of(line.left)} = {place}")
+                lines.append(f"{recording.pointer_of(line.left)} = {place}")
         if any("stream" in line.text for line in self._lines if line.kind == "launch"):
             lines.append("stream = stream_of()")
         inside = {line.left for line in packed}
@@ -226,16 +219,16 @@ class _Writer:
 
         def after(i: int) -> Iterator[str]:
             for name in late[i].defines:
-                if name[0] == "v" and (pointer := pointer_of(name)) in self._used:
+                if name[0] == "v" and (pointer := recording.pointer_of(name)) in self._used:
                     yield f"{pointer} = {name}.data_ptr()"
             if dropped := last.get(i):
                 yield " = ".join([*dropped, "None"])
 
         return [*lines, *_written(late, after), f"return {self._result}"]
 
-    def _last_uses(self, lines: Sequence[Line]) -> dict[int, list[str]]:
+    def _last_uses(self, lines: Sequence[recording.Line]) -> dict[int, list[str]]:
         """The tensors to let go after each line."""
-        lasting, last = {*names_in(self._result)}, {}
+        lasting, last = {*recording.names_in(self._result)}, {}
         # a launch that takes a descriptor reads the memory that it describes
         described = {x.left: x.reads for x in lines if x.kind == "map"}
         for i, line in enumerate(lines):
@@ -253,7 +246,7 @@ class _Writer:
 
 
 def _written(
-    lines: Sequence[Line], after: Callable[[int], Iterable[str]] | None = None
+    lines: Sequence[recording.Line], after: Callable[[int], Iterable[str]] | None = None
 ) -> list[str]:
     """Lines as Python, guards in a row as one. after: what follows line i."""
     found: list[str] = []
@@ -278,12 +271,12 @@ def _remember(known: dict, key: tuple, sizes: Any) -> Any:
     return sizes
 
 
-def _needed(lines: Sequence[Line], result: str) -> list[Line]:
+def _needed(lines: Sequence[recording.Line], result: str) -> list[recording.Line]:
     """Lines without views, sizes and fresh memory that nothing reads."""
-    wanted, found = {*names_in(result)}, []
+    wanted, found = {*recording.names_in(result)}, []
     for line in reversed(lines):
         names = {*line.defines}
-        names |= {pointer_of(x) for x in names if x[0] == "v"}
+        names |= {recording.pointer_of(x) for x in names if x[0] == "v"}
         if line.kind in ("let", "view", "fresh", "map") and not wanted & names:
             continue
         wanted.update(line.reads)
@@ -302,7 +295,7 @@ def record_decision(
         return decide(), None  # a size of one is taken for that of the other
     taking = CallRecorder(tensors, detach=False)
     try:
-        with taking, use_recorder(taking):
+        with taking, recording.use_recorder(taking):
             result, text = taking.decision(decide())
     finally:
         taking.close()
@@ -319,8 +312,8 @@ def record(
 ) -> tuple[Any, RecordedCall | None]:
     """call(*args), and how to do the same for other tensors, if that is possible. detach: as
     CallRecorder."""
-    taking, seen = CallRecorder(args, detach), LaunchCounter()
-    with seen, taking, use_recorder(taking):
+    taking, seen = CallRecorder(args, detach), recording.LaunchCounter()
+    with seen, taking, recording.use_recorder(taking):
         result = call(*taking.args)
     taking.close()
     if taking.failed or seen.count != taking.launches:
@@ -329,6 +322,6 @@ def record(
         return result, None
     try:
         text = taking.result(result)
-    except Unrecordable:
+    except recording.Unrecordable:
         return result, None
     return result, RecordedCall(taking, text)

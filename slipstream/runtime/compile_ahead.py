@@ -30,8 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.compiler import triton_cache_key
 from slipstream.compiler.compiler_state import compiler_state
-from slipstream.runtime import backends, parallel_compile
-from slipstream.runtime.launch_cache import of_thread
+from slipstream.runtime import backends, launch_cache, parallel_compile
 
 ENABLED = os.environ.get("SLIPSTREAM_AHEAD", "on") != "off"
 # One processor in so many compiles in the background.
@@ -155,7 +154,7 @@ class _Background:
 
     def _serve(self) -> None:
         backends._THREAD.bound = True  # what only compiles needs no CUDA context
-        of_thread.ahead = True
+        launch_cache.of_thread.ahead = True
         triton_cache_key.finish()
         _leave_filters_alone()
         pool = _Threads(max(1, (os.cpu_count() or 1) // SHARE))

@@ -10,16 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.runtime.context_exchange import (
-    Messages,
-    all_gather,
-    all_to_all,
-    gather,
-    sum_of_ranks,
-    tie,
-    wait,
-)
-from slipstream.runtime.launch_cache import of_thread
+from slipstream.runtime import context_exchange, launch_cache
+from slipstream.runtime.context_exchange import Messages, all_gather, all_to_all, gather, tie, wait
 
 
 class Share:
@@ -222,7 +214,7 @@ class Share:
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place."""
-        if of_thread.warmup is not None:  # of one rank: the others are not asked
+        if launch_cache.of_thread.warmup is not None:  # of one rank: the others are not asked
             return x
         dist.all_reduce(x, group=self.group)
         return x
@@ -262,7 +254,7 @@ class Share:
         if not found:
             return blank[:0]
         # where no sequence ends backward has a part, too
-        return sum_of_ranks(tie(torch.cat(found), after), self)
+        return context_exchange.sum_of_ranks(tie(torch.cat(found), after), self)
 
 
 class Crossings(NamedTuple):

@@ -28,20 +28,13 @@ from slipstream.runtime import (
     compile_ahead,
     dispatch,
     gradient,
+    kernel_pair,
     parallel_compile,
 )
 from slipstream.runtime.autograd import Function, Saved, is_tracing, once_differentiable, untraced
 from slipstream.runtime.backends import device_of, is_current, is_plain_call
 from slipstream.runtime.guarded_launch import known_failure
-from slipstream.runtime.kernel_pair import (
-    KernelPair,
-    Mismatch,
-    Probe,
-    by_name,
-    compare,
-    fresh,
-    gradients_in_torch,
-)
+from slipstream.runtime.kernel_pair import KernelPair, Mismatch, Probe, by_name, compare, fresh
 from slipstream.runtime.launch_cache import of_thread
 from slipstream.runtime.token_ids import raise_pending
 
@@ -384,7 +377,7 @@ class KernelOp(DirectCall):
             return [x.new_empty(x.shape) for x in given if x is not None]
 
         if plain is None:
-            plain = gradients_in_torch(
+            plain = kernel_pair.gradients_in_torch(
                 pair.in_torch,
                 names,
                 [x for x in taken if x != "impl"],

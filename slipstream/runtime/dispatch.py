@@ -21,10 +21,8 @@ from torch import Size, Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from slipstream.runtime import call_replay
+from slipstream.runtime import backends, call_replay, launch_cache
 from slipstream.runtime.autograd import is_tracing, untraced
-from slipstream.runtime.backends import is_fake, is_plain_call, triton_unsupported
-from slipstream.runtime.launch_cache import of_thread
 
 FALLBACK = "SLIPSTREAM_FALLBACK"
 PLAIN = ("eager", "reference")
@@ -92,8 +90,8 @@ def forget_choice() -> None:
     """Nothing of the call that runs is remembered: the next looks at SLIPSTREAM_FALLBACK again."""
     global _fallbacks
     _fallbacks += 1
-    if of_thread.recorder is not None:
-        of_thread.recorder.launched(None, ())
+    if launch_cache.of_thread.recorder is not None:
+        launch_cache.of_thread.recorder.launched(None, ())
 
 
 def report_fallback(plan: Selection, family: str, x: Any) -> None:
@@ -106,7 +104,7 @@ def report_fallback(plan: Selection, family: str, x: Any) -> None:
     """
     if plan.impl not in PLAIN or not plan.rejected:
         return
-    if not is_plain_call(x) or x.numel() == 0:
+    if not backends.is_plain_call(x) or x.numel() == 0:
         return
     reasons = "; ".join(f"{name}: {reason}" for name, reason in plan.rejected)
     if fallback_is_error():
@@ -200,9 +198,9 @@ def triton_or_eager(kernel_reason: Callable[..., str | None]) -> tuple[Candidate
 
     def unsupported_reason(call: tuple) -> str | None:
         x = call[0]
-        if is_fake(x):
+        if backends.is_fake(x):
             return "the tensors are fake"
-        return triton_unsupported(x, "the input") or kernel_reason(*call)
+        return backends.triton_unsupported(x, "the input") or kernel_reason(*call)
 
     plain = Candidate("eager", "plain torch, on any device")
     elsewhere = Selection(plain.name, plain.why, (("triton", "it runs on CUDA devices"),))
@@ -252,7 +250,7 @@ class ValidationCache:
     ) -> Any:
         """make(), or what it returned for the same key. Not remembered is what it raises, and which
         calls on a GPU run in plain torch. tensors: those of the key, all that make looks at."""
-        if key is None or of_thread.recorder is not None:
+        if key is None or launch_cache.of_thread.recorder is not None:
             return make()
         found = self._by_key.get(key)
         if found is None:

@@ -17,14 +17,7 @@ from torch import Tensor
 from torch._library.utils import fill_defaults
 
 from slipstream.common.checks import name_of_caller
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    once_differentiable,
-    refuse_tangents,
-    refuse_transforms,
-    save,
-)
+from slipstream.runtime import autograd
 
 if TYPE_CHECKING:
     from slipstream.runtime.custom_op import KernelOp
@@ -44,7 +37,7 @@ def autograd_kernel(overload: Any) -> Callable:
     is_list = len(returns) == 1 and str(returns[0].type) != "Tensor"
 
     def call(keyset: Any, *args: Any) -> Any:
-        refuse_tangents(overload.name(), args)
+        autograd.refuse_tangents(overload.name(), args)
 
         def below(*args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
@@ -54,7 +47,7 @@ def autograd_kernel(overload: Any) -> Callable:
         needs = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
         if not needs or not returns:
             return below(*args)
-        refuse_transforms(overload.name(), args)
+        autograd.refuse_transforms(overload.name(), args)
         # the dispatcher removes arguments that are equal to their defaults
         results = _with_gradients(overload, below, fill_defaults(overload._schema, args, {})[0])
         if is_list:
@@ -93,7 +86,7 @@ class _WithoutGradient(torch.autograd.Function):
 
 def autograd_function(
     op: "KernelOp", backward_op: "KernelOp", *, results: str, wrt: str, **fixed: Any
-) -> type[Function]:
+) -> type[autograd.Function]:
     """The Function of an operator whose gradients are one call of another operator. It becomes the
     gradient of the operator itself as well (set_gradient).
 
@@ -135,14 +128,14 @@ def autograd_function(
         found: Any = op(*([all_args[n] for n in op_from] if values else args))
         found = (found,) if isinstance(found, torch.Tensor) else found
         known = args + found
-        save(ctx, *[known[n] for n in saved_from])
+        autograd.save(ctx, *[known[n] for n in saved_from])
         ctx.options = [known[n] for n in options_from]
         ctx.like = [(found[n].shape, found[n].dtype, found[n].device) for n in required]
         ctx.set_materialize_grads(False)
         outputs: Any = tuple([found[n] for n in returned])
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def backward(ctx: Any, saved: Saved, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, saved: autograd.Saved, *grads: torch.Tensor | None) -> Any:
         if grads[0] is None and all(dy is None for dy in grads):
             return (None,) * len(taken)
         douts = [*grads]
@@ -157,9 +150,9 @@ def autograd_function(
 
     name = op.overload.name()
     body = {"operator": name, "forward": staticmethod(forward)}
-    body["backward"] = staticmethod(once_differentiable(backward))
-    metaclass: Any = type(Function)
-    function = metaclass(name.partition("::")[2], (Function,), body)
+    body["backward"] = staticmethod(autograd.once_differentiable(backward))
+    metaclass: Any = type(autograd.Function)
+    function = metaclass(name.partition("::")[2], (autograd.Function,), body)
     taken_from = [n for n, x in enumerate(op._names) if x not in fixed]
     op.set_gradient(lambda *args: function.apply(*[args[n] for n in taken_from]))
     if names[1:]:

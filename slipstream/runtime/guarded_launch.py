@@ -28,8 +28,7 @@ from slipstream.compiler.compiler_state import (
     describe,
 )
 from slipstream.compiler.known_bugs import applying
-from slipstream.runtime import dispatch
-from slipstream.runtime.launch_cache import of_thread
+from slipstream.runtime import dispatch, launch_cache
 from slipstream.runtime.token_ids import WrongId, raise_pending
 
 T = TypeVar("T")
@@ -91,7 +90,7 @@ class Guard:
         if here is None or here.unguarded:
             return True
         kind = self._kind = self._kind_of()
-        if of_thread.ahead:
+        if launch_cache.of_thread.ahead:
             return here.unusable(kind) is None
         if kind not in here.accepted and kind not in here.probing:
             try:
@@ -108,7 +107,7 @@ class Guard:
     def _takes_over(self, error: Exception) -> bool:
         """Whether something else runs after this error, of which the user and the next hear."""
         here = self._here
-        if here is None or of_thread.ahead:
+        if here is None or launch_cache.of_thread.ahead:
             return False
         reason = _compiler_error(error)
         kind = self._kind or self._kind_of()

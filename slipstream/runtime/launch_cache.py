@@ -23,9 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 from slipstream.compiler.aot import FUSION, common_options
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, is_plain_call
+from slipstream.runtime import backends, symbolic_sizes
 from slipstream.runtime.launch_replay import c_launcher, flat_launcher, maps_of
-from slipstream.runtime.symbolic_sizes import Size
 
 if TYPE_CHECKING:
     from slipstream.runtime.recording import Recorder
@@ -96,7 +95,7 @@ def launches_as_plain(x: Tensor) -> bool:
     stands for one whose launches are only compiled (parallel_compile.py)."""
     if torch.compiler.is_compiling():
         return False
-    return is_plain_call(x) or of_thread.warmup is not None
+    return backends.is_plain_call(x) or of_thread.warmup is not None
 
 
 def cached(kernel: Any) -> Any:
@@ -105,7 +104,7 @@ def cached(kernel: Any) -> Any:
         return _CACHED[id(kernel)]
     except KeyError:
         pass
-    if INTERPRETED or not HAVE_TRITON:
+    if backends.INTERPRETED or not backends.HAVE_TRITON:
         return kernel
     from triton import JITFunction
 
@@ -199,7 +198,7 @@ def _wants_memory(launcher: Any) -> bool:
 def wrap_compiled(compiled: Any) -> CompiledEntry | None:
     """None where there is nothing to keep: compiler/trace.py or a hook has stopped the launch, or
     it was not compiled for what its key says."""
-    if not HAVE_TRITON or INTERPRETED or torch.version.hip:
+    if not backends.HAVE_TRITON or backends.INTERPRETED or torch.version.hip:
         return None
     from triton.compiler import CompiledKernel
 
@@ -249,7 +248,7 @@ class CachedKernel:
                 return
             # a kernel that is probed within a recorded call gets that call's sizes
             plain, plain_grid, options = (
-                [x.value if isinstance(x, Size) else x for x in given]
+                [x.value if isinstance(x, symbolic_sizes.Size) else x for x in given]
                 for given in (args, grid, named.values())
             )
             named = dict(zip(named, options))

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from slipstream.common.checks import plain_int
 from slipstream.common.varlen import check_cu_seqlens_values
-from slipstream.runtime.autograd import is_tracing, untraced
+from slipstream.runtime import autograd, launch_cache
 from slipstream.runtime.backends import HAVE_TRITON, is_fake
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.launch_cache import of_thread
 
 CHECK = os.environ.get("SLIPSTREAM_CHECK", "")
 if CHECK not in ("", "sync"):
@@ -151,7 +150,7 @@ def _looked_at(name: str, *given: Any) -> bool:
     for x in tensors:
         if type(x) is not Tensor or x.is_inference():
             return False
-    if of_thread.warmup is not None:  # launches only compile
+    if launch_cache.of_thread.warmup is not None:  # launches only compile
         return False
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return False
@@ -176,7 +175,7 @@ def _on_device(name: str, indices: Tensor, scan: str, rest: tuple) -> None:
         lambda: (f"ids.{scan}", indices.dtype, *(x is not None for x in rest)),
     ) as usable:
         if usable:
-            with untraced() if is_tracing() else nullcontext():
+            with autograd.untraced() if autograd.is_tracing() else nullcontext():
                 getattr(_kernels(), scan)(name, indices, *rest)
     launched()
 
@@ -195,7 +194,7 @@ def raise_pending() -> None:
     Raises:
         ValueError: as expect_ids.
     """
-    if torch.compiler.is_compiling() or of_thread.warmup is not None:
+    if torch.compiler.is_compiling() or launch_cache.of_thread.warmup is not None:
         return
     for watch in _watches:
         if watch.word.value:
@@ -288,7 +287,7 @@ def _scan(name: str, ids: Tensor, size: int, ignore_index: int | None) -> None:
         TRITON_OR_EAGER, ids.device, lambda: ("ids.triton", ids.dtype, ignore_index is not None)
     ) as usable:
         if usable:
-            with untraced() if is_tracing() else nullcontext():
+            with autograd.untraced() if autograd.is_tracing() else nullcontext():
                 _kernels().scan(name, ids, size, ignore_index)
 
 

@@ -228,7 +228,9 @@ def test_matrix_raises_errors_of_done() -> None:
 
     tasks: list[support_matrix.Task] = [(replace(JOB, arch="sm_80"), ("op",))] * 3
     with (
-        mock.patch.object(support_matrix, "Worker", return_value=_Worker({3: outcome()})),
+        mock.patch.object(
+            support_matrix.compile_worker, "Worker", return_value=_Worker({3: outcome()})
+        ),
         pytest.raises(OSError, match="no space left"),
     ):
         support_matrix.run(tasks, processes=2, done=full)
