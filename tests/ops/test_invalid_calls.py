@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream import ops
+from slipstream.runtime.dispatch import ValidationCache
 from slipstream.tools.catalog import SAMPLES, Sample, Shape, flat
 
 Args = dict[str, Any]
@@ -329,6 +331,39 @@ def test_operator_refuses_shapes_by_name(case: Case) -> None:
                 named = re.match(rf"{name}: want shape .*, got \((.*)\)", text)
                 if named and case.sample.op != "selective_scan":  # whose B and C may lack groups
                     assert named[1].rstrip(",") == ", ".join(map(str, wrong.shape))
+
+
+def changes(case: Case) -> list[dict[str, Any]]:
+    """No option, and every one alone that is a flag or chooses kernels, other than it is."""
+    defaults = {name: x.default for name, x in case.sample.takes.items()}
+    options: dict[str, Any] = {**defaults, **case.sample.options}
+    others: list[dict[str, Any]] = [{name: not x} for name, x in options.items() if type(x) is bool]
+    others += [{"impl": x} for x in ("eager", "reference") if "impl" in options]
+    return [{}, *others]
+
+
+@every_case
+def test_remembered_call_is_of_the_same_flags(case: Case) -> None:
+    """A call is refused, or has its results, whatever calls of other options came before. Of heads
+    with K != V, where a state's orientation shows in its shape."""
+
+    def outcome(change: dict[str, Any]) -> list[Tensor] | str:
+        torch.manual_seed(0)
+        args = case.args(Shape(B=2, T=5, H=2, K=8, V=12, dtype=torch.float32, state=True))
+        try:
+            with torch.no_grad():
+                return flat(case.sample.fn(**args, **{**case.sample.options, **change}))
+        except ERRORS as error:
+            return str(error)
+
+    with mock.patch.object(ValidationCache, "get", lambda self, key, make, *_: make()):
+        want = [outcome(x) for x in changes(case)]
+    got = [outcome(x) for x in changes(case)]
+    for change, x, y in zip(changes(case), got, want, strict=True):
+        if isinstance(x, str) or isinstance(y, str):
+            assert x == y, change
+        else:
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True, msg=str(change))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import ast
 import importlib
 import pkgutil
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -97,6 +98,21 @@ def unverified(
     forget_plans()
 
 
+def looked_up_by_plans(here: compiler_state.CompilerState) -> list[bool]:
+    """Whether the kernels that a plan asks for are known to fail, call by call."""
+    found: list[bool] = []
+    unusable = here.unusable
+
+    def noted(kind: compiler_state.KernelKey) -> str | None:
+        reason = unusable(kind)
+        if sys._getframe(1).f_code.co_name == "known_failure":
+            found.append(reason is not None)
+        return reason
+
+    here.unusable = noted
+    return found
+
+
 def results(family: Family) -> list[Tensor]:
     torch.manual_seed(3)
     return family.call()
@@ -125,6 +141,7 @@ def test_failing_kernel_falls_back(
     plant(monkeypatch, family, fate)
     for is_new in (True, False):
         here = unverified()
+        looked_up = looked_up_by_plans(here)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", guarded_launch.KernelDisabledWarning)
             got = results(family)
@@ -134,6 +151,8 @@ def test_failing_kernel_falls_back(
         assert any(kind.startswith(family.name) for kind in here.remembered["unusable"])
         if not is_new:
             assert not any(str(kind[0]) in family.name for kind in here.accepted)
+            # a plan that looks for what failed looks for the kind that did
+            assert all(looked_up)
 
 
 @every_family

@@ -389,6 +389,36 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+# tensors whose dtype is that of another, or any
+OTHER_DTYPES = {
+    "attention": "k v",
+    "linear": "k v g beta",
+    "linear of gates": "k v g beta",
+    "linear by token": "k",
+    "block_inputs": "g",
+    "block_inputs of a width": "g",
+    "mixer_step": "k v g",
+    "mixer_step of widths": "k v g",
+    "norm of a gate": "gate",
+    "projection_norm": "weight",
+    "rotation": "theta",
+    "rotation of a width": "theta",
+    "rwkv7_step": "r_k",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kinds_differ_by_each_dtype(case: str) -> None:
+    kind, first, _ = CASES[case]
+    before = kind(**first)
+    for name, x in first.items():
+        if name in OTHER_DTYPES.get(case, "").split():
+            continue
+        if isinstance(x, Tensor):
+            assert kind(**{**first, name: x.to(torch.float16)}) != before, name
+        elif isinstance(x, list):
+            assert kind(**{**first, name: [y.to(torch.float16) for y in x]}) != before, name
+
 
 @pytest.mark.parametrize("case", CASES)
 def test_kinds_differ_by_each_field(case: str) -> None:

@@ -28,6 +28,16 @@ def test_ones_sum_gates_up_to_an_edge() -> None:
                 assert kind[t] @ g == g[span].sum(), (t, edge)
 
 
+def test_kept_ones_are_of_the_call() -> None:
+    from slipstream.kernels.linear.triton.common import gate_ones
+
+    calls = [("cpu", C, torch.float32), ("meta", C, torch.float32), ("cpu", 16, torch.float32)]
+    for device, size, dtype in [*calls, ("cpu", C, torch.bfloat16)]:
+        for _ in range(2):
+            ones = gate_ones.gate_ones(torch.device(device), size, dtype)
+            assert (ones.device.type, ones.shape[-1], ones.dtype) == (device, size, dtype)
+
+
 def test_ones_of_graphs_are_not_kept() -> None:
     """Nothing would be there until its replay, nor after its end."""
     from slipstream.kernels.linear.triton.common import gate_ones
