@@ -148,6 +148,8 @@ def test_feature_maps_of_the_second_order() -> None:
           1 + (q * k).sum(-1) + (q * k).sum(-1) ** 2 / 2)  # fmt: skip
     with pytest.raises(ValueError, match="use_gamma: want it without normalize"):
         feature_map.RebasedFeatureMap(6, use_gamma=False, normalize=False)
+    sizes = [n for n in range(-2, 17) if feature_map.is_power_of_2(n)]
+    assert sizes == [1, 2, 4, 8, 16]
 
 
 def test_other_feature_maps() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from slipstream.integrations import linear_mixers, patching
 from slipstream.integrations.transformers import NAME, patch, unpatch
+from slipstream.ops import rms_norm_gated
 from tests.support.linear_models import alone, linear_classes, packed_inputs, tiny
 from tests.support.tiny_models import build, difference, runs_of
 
@@ -273,9 +275,13 @@ def test_patch_leaves_the_rest_to_transformers(caplog: pytest.LogCaptureFixture)
 
 def test_gated_norms_are_found_by_what_they_compute() -> None:
     patch()
-    for module in (modeling_qwen3_next, modeling_mamba2):
+    for module, sizes in ((modeling_qwen3_next, (8,)), (modeling_mamba2, (8, 4))):
         (norm,) = (cls for n, cls in vars(module).items() if n.endswith("RMSNormGated"))
-        assert hasattr(norm.forward, patching.ORIGINAL), norm
+        x = torch.randn(2, 3, 8)
+        with mock.patch.object(patching, "rms_norm_gated", wraps=rms_norm_gated) as ours:
+            norm(*sizes)(x, x)
+        assert ours.called, norm
+    assert not hasattr(modeling_qwen3_next.Qwen3NextMLP.forward, patching.ORIGINAL)
 
     class Other(torch.nn.Module):
         def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:

@@ -137,3 +137,10 @@ def test_models_have_mixers_of_both_directions(block_size: int | None) -> None:
 
     first = 0 if block_size is None else 4
     assert changed(ids, other) == [t >= first for t in range(12)]
+
+
+def test_blocks_have_at_least_one_token() -> None:
+    with pytest.raises(ValueError, match="block_size: want at least 1 token"):
+        Bidirectional(make("HGRN"), block_size=0)
+    y, _ = Bidirectional(make("HGRN"), block_size=1)(torch.randn(1, 3, D))
+    assert y.isfinite().all()

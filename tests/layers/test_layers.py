@@ -407,6 +407,26 @@ def test_layer_rejects_sizes_that_do_not_fit(name: str, options: dict[str, Any],
         make(name, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "least"),
+    [
+        ("Attention", "window_size", 1),
+        ("ForgettingAttention", "window_size", 1),
+        ("MLA", "rope_head_dim", 2),
+        ("GatedDeltaProduct", "num_householder", 1),
+        ("Mamba3", "mimo_rank", 1),
+        ("RWKV4", "num_layers", 1),
+        ("HGRN", "lower_bound", 0),
+    ],
+)
+def test_layer_takes_the_least_size(name: str, option: str, least: int) -> None:
+    with pytest.raises(ValueError, match=option):
+        make(name, **{option: least - 1})
+    layer, x = make(name, **{option: least}), torch.randn(2, 5, D)
+    whole, state = layer(x)[0], layer(x[:, :4], use_cache=True)[1]
+    torch.testing.assert_close(layer(x[:, 4:], state=state)[0], whole[:, 4:], rtol=1e-4, atol=1e-4)
+
+
 @every_layer
 def test_layer_rejects_no_index(name: str) -> None:
     for layer_idx in (None, -1, "3"):

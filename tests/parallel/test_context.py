@@ -3,7 +3,9 @@
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +150,21 @@ def test_shares_partition_every_batch() -> None:
                 assert share.ends_here(i) == (tokens[n] == cut.sequences[n])
             assert share.reversed().reversed().local_offsets == share.local_offsets
         assert tokens == list(cut.sequences)
+
+
+def test_shares_differ_by_each_argument() -> None:
+    """Calls that are remembered by them are played for no others."""
+    given: dict[str, Any] = {
+        "rank": 1, "lengths": (4, 4), "offsets": (0, 3, 8), "group": None, "backwards": False,
+        "segment_tokens": None,
+    }  # fmt: skip
+    others: dict[str, Any] = {
+        "rank": 0, "lengths": (3, 5), "offsets": (0, 4, 8), "backwards": True, "segment_tokens": 4,
+        "group": SimpleNamespace(group_name="other"),
+    }  # fmt: skip
+    assert given.keys() == others.keys() == signature(Share).parameters.keys()
+    found = {Share(**given), *(Share(**{**given, key: x}) for key, x in others.items())}
+    assert len(found) == 1 + len(others) and Share(**given) in found
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -20,6 +20,7 @@ from slipstream.compiler.known_bugs import KNOWN_BUGS, applying
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime import guarded_launch
+from slipstream.runtime.numeric_probe import relative_error
 from tests.support.planted_fault import plant
 
 CPU = torch.device("cpu")
@@ -188,6 +189,17 @@ def test_probe_keeps_rng_and_modes(here: guarded_launch.CompilerState) -> None:
         assert attempt(lambda: "ran", probe=probe) == "ran"
     assert KIND in here.accepted
     assert torch.equal(torch.rand(1), want)
+
+
+def test_error_of_a_probe_counts_infinities() -> None:
+    """As the log-sum-exp of a query without keys: they are to be where they are wanted."""
+    want = torch.tensor([3.0, 4.0, -torch.inf])
+    assert relative_error(want, want) == 0.0
+    assert relative_error(want + 1, want) == pytest.approx((2 / 25) ** 0.5)
+    assert relative_error(want + torch.tensor([0, 1, 0]), want) == pytest.approx(0.2)
+    for wrong in (0.0, torch.inf, torch.nan):
+        assert not relative_error(torch.tensor([3.0, 4.0, wrong]), want) <= 1e6
+        assert not relative_error(torch.tensor([3.0, wrong + 1e9, -torch.inf]), want) <= 1e6
 
 
 def test_failed_probe_decides_nothing(here: guarded_launch.CompilerState) -> None:

@@ -86,6 +86,27 @@ def test_unrecordable_decisions_are_tried_few_times(monkeypatch: pytest.MonkeyPa
     assert len(tried) == 3
 
 
+def test_tensors_given_twice_leave_room_for_others() -> None:
+    """No record is made of such a call; those of calls that differ are."""
+    asked, cache = 0, ValidationCache()
+
+    def get(x: Tensor, y: Tensor) -> int:
+        def make() -> int:
+            nonlocal asked
+            asked += 1
+            return x.shape[1] + y.shape[1]
+
+        return cache.get(signature((x, y)), make, (x, y))
+
+    for rows in range(1, 3 * call_replay.MAX_RECORDS):
+        x = torch.zeros(rows, 4)
+        assert get(x, x) == 8
+    asked = 0
+    for rows in range(1, 40):
+        assert get(torch.zeros(rows, 4), torch.zeros(rows, 5)) == 9
+    assert asked == 1
+
+
 def test_recorded_decisions_outlast_unrecordable_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that are no record leave those that are."""
     asked, cache = 0, ValidationCache()
