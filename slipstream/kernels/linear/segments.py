@@ -46,6 +46,9 @@ MIN_SCANNED_SEGMENTS = 4
 # Value heads of all sequences from which on the fused backward takes whole sequences.
 FUSED_BWD_MIN_HEADS = 96
 FUSED_BWD_MIN_CHUNKS = 2  # of a segment there
+# Of packed sequences, chunks of a segment there, and in its chunks the time of the launches that
+# go before; a cut has to save a fifth.
+PACKED_BWD_CHUNKS, PACKED_BWD_COST = 16, 8
 # In chunks of a program's loop: combining one more segment with M from memory, and the launches.
 COMBINE_COST, LAUNCH_COST = 4, 18
 MARGIN = 1.04  # what more segments may cost where states do not decay
@@ -267,6 +270,27 @@ def num_fused_bwd(terms: LinearInputs) -> int:
 @by_sizes
 def _num_fused_bwd(heads: int, chunks: int) -> int:
     return max(1, min(NUM_SMS // heads, chunks // FUSED_BWD_MIN_CHUNKS))
+
+
+def packed_bwd_chunks(terms: LinearInputs) -> int:
+    """Chunks of a segment that this backward takes where heads are many but one packed sequence may
+    be so long that most multiprocessors wait for it; 0 for whole sequences.
+
+    Lengths are on the device. Those of documents are about log-normal: of N the longest has about
+    0.8 sqrt(N) times the mean.
+    """
+    HV, V = terms.v.shape[2:]
+    if terms.cu_seqlens is None or V != 2 * TILE_V:
+        return 0
+    return _packed_bwd_chunks(HV, terms.sequences, terms.q.shape[1] // CHUNK)
+
+
+@by_sizes
+def _packed_bwd_chunks(heads: int, sequences: int, chunks: int) -> int:
+    of_a_processor = heads * chunks // NUM_SMS
+    longest = 8 * chunks // isqrt(100 * sequences)
+    cut = of_a_processor + PACKED_BWD_CHUNKS + PACKED_BWD_COST
+    return PACKED_BWD_CHUNKS if 5 * cut < 4 * max(of_a_processor, longest) else 0
 
 
 def _chunks_of_a_sequence(terms: LinearInputs) -> int:

@@ -22,6 +22,7 @@ SHAPES = [
     (1, 20001, 8, 8, 5),
     (1, 8192, 8, 24, 8),
     (1, 30000, 16, 64, 7),
+    (1, 32768, 8, 8, 29),
 ]
 
 
@@ -79,6 +80,17 @@ def test_segments_follow_multiprocessors() -> None:
             assert cut.programs(given) <= segments.NUM_SMS
             wanted = -(-T // C) / segments.num_fused_bwd(given)
             assert cut.segments.tokens // C < -(-wanted // 1) + cut.interval
+
+
+def test_long_row_of_documents_is_cut() -> None:
+    from slipstream.kernels.linear.sm90.delta.bwd_schedule import choose_schedule
+
+    tokens = []
+    for T, heads, N in ((32768, 8, 29), (32768, 32, 29), (8192, 32, 8), (8192, 16, 32)):
+        cut = choose_schedule(terms((1, T, heads, heads, N)))
+        assert cut is not None
+        tokens.append(cut.segments and cut.segments.tokens)
+    assert tokens == [16 * C, None, None, None]
 
 
 def test_parts_are_short_where_memory_is_wanted() -> None:

@@ -1,8 +1,9 @@
 """The schedule of the delta rule's backward on sm_90 (bwd_fused.py), by shapes alone.
 
 A head of a sequence is one program. Where these leave multiprocessors idle, each takes a segment:
-as many as there are multiprocessors for. The gradient of the state at a segment's end is made
-first, of all at once (chunk_dstate.py, segment_transition.py, state_passing.py).
+as many as there are multiprocessors for; so it does where one of many packed sequences may be much
+longer than the others. The gradient of the state at a segment's end is made first, of all at once
+(chunk_dstate.py, segment_transition.py, state_passing.py).
 
 A program goes back in checkpoint blocks of `interval` chunks, the last one first, so that S is in
 memory before the chunks of one block alone; forward leaves S before each block, in 16 bits as it is
@@ -26,6 +27,7 @@ from slipstream.kernels.linear.segments import (
     Segments,
     num_fused_bwd,
     num_sequences,
+    packed_bwd_chunks,
     split_into_segments,
     uses_fused_bwd,
 )
@@ -84,7 +86,12 @@ def choose_schedule(terms: LinearInputs) -> BackwardSchedule | None:
     allowed = (input_bytes + B * T * HV * V * E) * 2 * int(10 * MAX_WORKSPACE_PCT) // 1000
     saved_bytes = B * T * HV * (CHUNK * E + 8)  # R, beta and G
     sizes = B, T, terms.sequences, packed, HV, K, V, E
-    return make_schedule(terms, *_choose_blocks(count, allowed, saved_bytes, *sizes))
+    # of a packed sequence: on average
+    chunks = -(-T // (CHUNK * terms.sequences)) if packed else -(-T // CHUNK)
+    cut = packed_bwd_chunks(terms) if count == 1 else -(-chunks // count)
+    return make_schedule(
+        terms, *_choose_blocks(cut or chunks, cut > 0, allowed, saved_bytes, *sizes)
+    )
 
 
 class Blocks(NamedTuple):
@@ -96,7 +103,8 @@ class Blocks(NamedTuple):
 
 @by_sizes
 def _choose_blocks(
-    count: int,
+    chunks: int,
+    cut: bool,
     allowed: int,
     saved_bytes: int,
     B: int,
@@ -108,9 +116,7 @@ def _choose_blocks(
     V: int,
     E: int,
 ) -> Blocks:
-    # of a packed sequence: on average
-    of_one = -(-T // (CHUNK * N)) if packed else -(-T // CHUNK)
-    chunks = -(-of_one // count)
+    """chunks: of a sequence, or of a segment where they are cut."""
     sizes: dict[Blocks, int] = {}
     times: dict[Blocks, float] = {}
 
@@ -120,7 +126,7 @@ def _choose_blocks(
 
     for blocks in BLOCK_COUNTS:
         interval = -(-chunks // blocks)
-        split = -(-chunks // interval) if count > 1 else 0
+        split = -(-chunks // interval) if cut else 0
         segments = num_segments(interval * split) if split else 0
         programs = min(HV * (segments or N), NUM_SMS)
         run = programs * K * V * (E * max(interval - 2, 0) + (0 if split else 4))
