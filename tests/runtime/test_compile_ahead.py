@@ -14,7 +14,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from slipstream.compiler.compiler_state import CompilerState, Unusable
-from slipstream.runtime import compile_ahead, guarded_launch, parallel_compile, token_ids
+from slipstream.runtime import (
+    compile_ahead,
+    guarded_launch,
+    parallel_compile,
+    token_ids,
+    warm_up,
+)
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.launch_cache import of_thread
@@ -54,6 +60,23 @@ def test_begin_calls_with_fake_tensors_of_other_sizes() -> None:
     compile_ahead.finish()
     assert seen == [(FakeTensor, (n,), 3, True, True) for n in (8, 4)]
     assert of_thread.warmup is None
+
+
+@pytest.mark.usefixtures("trusted")
+def test_warm_up_waits_for_other_sizes() -> None:
+    free, seen = threading.Event(), []
+
+    def call(x: Tensor) -> None:
+        free.wait(60)
+        seen.append(tuple(x.shape))
+
+    def first() -> str:
+        compile_ahead.begin(call, (torch.zeros(16),), halves)
+        threading.Timer(0.2, free.set).start()
+        return "its result"
+
+    assert warm_up(first) == "its result"
+    assert seen == [(8,), (4,)]
 
 
 @pytest.mark.usefixtures("trusted")
