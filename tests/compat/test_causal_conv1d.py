@@ -200,19 +200,23 @@ def test_update_matches_formula(S: int, T: int, is_circular: bool) -> None:
 
 
 @pytest.mark.parametrize("is_circular", [False, True])
-def test_update_of_a_pool(is_circular: bool) -> None:
-    """States of a pool by index; a negative one is nobody's, and nothing else changes."""
+@pytest.mark.parametrize("none", [-1, 6])
+def test_update_of_a_pool(none: int, is_circular: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of a pool by index; a negative one is nobody's, and nothing else changes. So is one
+    past the pool, which a device finds out later."""
+    for module in ("ops.causal_conv1d", "kernels.conv.eager", "runtime.token_ids"):
+        monkeypatch.setattr(f"slipstream.{module}.expect_below", lambda *args: None)
     weight, bias = weights(5, 3)
     x, pool = torch.randn(4, 5, 2).double(), torch.randn(6, 5, 4).double()
     past = torch.tensor([0, 2, 7, 5], dtype=torch.int32) if is_circular else None
-    indices = torch.tensor([4, -1, 0, -1], dtype=torch.int32)
+    indices = torch.tensor([4, none, 0, none], dtype=torch.int32)
     own, ours = pool[[4, 0]], pool.clone()
     want = step_formula(x[[0, 2]], own, weight, bias, None, None if past is None else past[[0, 2]])
     got = causal_conv1d_update(x, ours, weight, bias, None, past, indices)
     torch.testing.assert_close((got[[0, 2]], ours[[4, 0]]), (want, own))
     assert got[[1, 3]].abs().max() == 0
     assert torch.equal(ours[[1, 2, 3, 5]], pool[[1, 2, 3, 5]])
-    nobody = torch.full((4,), -1)
+    nobody = torch.full((4,), none)
     assert causal_conv1d_update(x, ours, weight, bias, None, past, nobody).abs().max() == 0
 
 

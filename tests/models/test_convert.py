@@ -36,7 +36,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "precond_kda": {"num_heads": 4, "head_dim": 8},
     "rwkv7": {"head_dim": 8, "decay_low_rank_dim": None},
     "fla_mamba2": {"head_dim": 16, "state_size": 8},
-    "mamba3": {"head_dim": 16, "state_size": 8, "is_mimo": True, "is_outproj_norm": True},
+    "mamba3": {
+        "head_dim": 16,
+        "state_size": 8,
+        "is_mimo": True,
+        "mimo_rank": 2,
+        "is_outproj_norm": True,
+    },
     "mamba2": {
         "head_dim": 16,
         "state_size": 8,
@@ -165,7 +171,8 @@ def test_every_family_there_and_back(name: str, shard_bytes: int, tmp_path: Path
 def test_progress_goes_to_the_end(tmp_path: Path) -> None:
     saved(tmp_path / "ours", "gla")
     steps: list[tuple[int, int]] = []
-    convert(tmp_path / "ours", tmp_path / "theirs", "gla", shown=lambda *x: steps.append(x))
+    target = tmp_path / "folder" / "theirs"  # the folder is not there yet
+    convert(tmp_path / "ours", target, "gla", shown=lambda *x: steps.append(x))
     count = steps[0][1]
     assert count > 3 and steps == [(i, count) for i in range(count + 1)]
 

@@ -1,7 +1,8 @@
 """The pass of a prompt as a graph: which are made, and what they refuse."""
 
 from contextlib import nullcontext
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,6 +31,19 @@ def test_prompts_in_turns_are_not_captured_again(monkeypatch: pytest.MonkeyPatch
         ids = tokens(2, n)
         assert torch.equal(generate(m, ids), without_graphs(m, ids))
     assert made == [6, 5, 4, 3, 7, 8]
+
+
+def test_graph_of_a_step_is_of_one_room_and_inputs() -> None:
+    decoding, cache = graphs.Decoding(), SimpleNamespace(graphs={})
+    decoding.active = True
+    ids = tokens(2, 1)
+    given = [((ids,), 64), ((ids,), 128), ((ids[:1],), 64), ((ids.int(),), 64), ((ids, ids), 64)]
+    steps = [lambda *inputs, n=n: inputs[0] + n for n in range(len(given))]
+    for _ in range(3):
+        for step, (inputs, room) in zip(steps, given):
+            got = decoding.run(step, cast(Any, cache), inputs, room, ids.device)
+            assert torch.equal(got, step(*inputs))
+    assert decoding.captures == decoding.eager == len(given)
 
 
 def test_wrong_ids_of_a_replayed_prompt_raise() -> None:
