@@ -261,40 +261,11 @@ def softmax_dq_sm90_kernel(
     cu_q_ptr,  # [N + 1]
     cu_k_ptr,  # [N + 1]
     lengths_ptr,  # [N]
-    factor,
-    cap,
-    scale,
-    T,
-    S,
-    H,
-    N,
-    group,
-    tiles,
-    search_steps,
-    section,
-    units,
-    left,
-    right,
-    q_rb,
-    q_rh,
-    q_ch,
-    k_rb,
-    k_rh,
-    k_ch,
-    v_rb,
-    v_rh,
-    v_ch,
-    do_rb,
-    do_rh,
-    do_ch,
-    BN: gl.constexpr,
-    D: gl.constexpr,
-    KS: gl.constexpr,
-    VS: gl.constexpr,
-    FLAGS: gl.constexpr,
-    CONSUMER: gl.constexpr,
-    PRODUCER: gl.constexpr,
-):
+    factor, cap, scale, T, S, H, N, group, tiles, search_steps, section, units, left, right,
+    q_rb, q_rh, q_ch, k_rb, k_rh, k_ch, v_rb, v_rh, v_ch, do_rb, do_rh, do_ch,
+    BN: gl.constexpr, D: gl.constexpr, KS: gl.constexpr, VS: gl.constexpr, FLAGS: gl.constexpr,
+    CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
+):  # fmt: skip
     """grid (programs,). KS, VS: buffers of keys and of values."""
     dtype: gl.constexpr = desc_q.dtype
     bufs_q = gl.allocate_shared_memory(dtype, [2, 64, D], desc_q.layout)

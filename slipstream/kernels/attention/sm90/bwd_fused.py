@@ -530,42 +530,14 @@ def softmax_bwd_sm90_kernel(
     cu_q_ptr,  # [N + 1]
     cu_k_ptr,  # [N + 1]
     lengths_ptr,  # [N]
-    factor,
-    cap,
-    scale,
-    T,
-    S,
-    H,
-    N,
-    group,
-    tiles,
-    search_steps,
-    section,
-    units,
-    left,
-    right,
-    q_rb,
-    q_rh,
-    q_ch,
-    k_rb,
-    k_rh,
-    k_ch,
-    v_rb,
-    v_rh,
-    v_ch,
-    do_rb,
-    do_rh,
-    do_ch,
-    BM: gl.constexpr,
-    D: gl.constexpr,
-    ST: gl.constexpr,
-    FLAGS: gl.constexpr,
-    CONSUMER: gl.constexpr,
-    PRODUCER: gl.constexpr,
+    factor, cap, scale, T, S, H, N, group, tiles, search_steps, section, units, left, right,
+    q_rb, q_rh, q_ch, k_rb, k_rh, k_ch, v_rb, v_rh, v_ch, do_rb, do_rh, do_ch,
+    BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr,
+    CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
     cos_ptr=None,  # [B or 1, S, D / 2], float32: keys were turned, and dk is of those before
     sin_ptr=None,
     table_rows=None,  # S, or 0 for tables of one batch row
-):
+):  # fmt: skip
     """grid (units,); a unit is 128 keys of a head. ST: buffers of queries.
 
     With tables, dk and dv are heads of [KB, S, H + 2 HKV, D].

@@ -250,18 +250,11 @@ def softmax_latent_decode_sm90_kernel(
     lse_ptr,  # [shares, B, H, T], in base 2
     lengths_ptr,  # [B]
     table_ptr,  # [B, pages]
-    factor,
-    T,
-    H,
-    B,
-    tiles,
-    splits,
-    capacity,
-    stride_table,
+    factor, T, H, B, tiles, splits, capacity, stride_table,
     rows_b,  # from a sequence to the next, in rows of the cache
     PAGE: gl.constexpr,  # a multiple of 64, or 0
     HAS_LENGTHS: gl.constexpr,
-):
+):  # fmt: skip
     """grid (tiles * shares * B,): row r of a sequence's tiles is query r / H of head r % H."""
     dtype: gl.constexpr = desc_q.dtype
     q_layout: gl.constexpr = desc_q.layout

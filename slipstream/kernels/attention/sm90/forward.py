@@ -534,8 +534,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
 @gluon.jit(do_not_specialize=["factor", "cap", *_SIZES, *_STRIDES])
 def softmax_fwd_sm90_kernel(
     desc_q,  # matrices with tiles [64, D], [BN, D] and [BN, DV]: common.py says where q, k, v lie
-    desc_k,
-    desc_v,
+    desc_k, desc_v,
     o_ptr,  # [B, T, H, DV]
     lse_ptr,  # [B, H, T]
     sinks_ptr,  # [H]
@@ -543,38 +542,11 @@ def softmax_fwd_sm90_kernel(
     cu_k_ptr,  # [N + 1]
     lengths_ptr,  # [N]
     counter_ptr,  # [1]
-    factor,
-    cap,
-    T,
-    S,
-    H,
-    N,
-    group,
-    tiles,
-    search_steps,
-    section,
-    units,
-    left,
-    right,
-    q_rb,
-    q_rh,
-    q_ch,
-    k_rb,
-    k_rh,
-    k_ch,
-    v_rb,
-    v_rh,
-    v_ch,
-    NC: gl.constexpr,
-    BN: gl.constexpr,
-    D: gl.constexpr,
-    DV: gl.constexpr,
-    ST: gl.constexpr,
-    Q_STAGES: gl.constexpr,
-    FLAGS: gl.constexpr,
-    CONSUMER: gl.constexpr,
-    PRODUCER: gl.constexpr,
-):
+    factor, cap, T, S, H, N, group, tiles, search_steps, section, units, left, right,
+    q_rb, q_rh, q_ch, k_rb, k_rh, k_ch, v_rb, v_rh, v_ch,
+    NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, ST: gl.constexpr,
+    Q_STAGES: gl.constexpr, FLAGS: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
+):  # fmt: skip
     """grid (programs,). NC: 2 warpgroups. Q_STAGES: buffers of queries for each.
     CONSUMER, PRODUCER: registers of a thread."""
     dtype: gl.constexpr = desc_q.dtype

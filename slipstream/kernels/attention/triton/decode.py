@@ -329,15 +329,9 @@ def softmax_combine_kernel(
     sinks_ptr,  # [H]
     o_ptr,  # [B, T, H, DV]
     lse_ptr,  # [B, H, T]
-    T,
-    H,
-    B,
-    splits,
-    DV: tl.constexpr,
-    BV: tl.constexpr,
-    BS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
+    T, H, B, splits,
+    DV: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
     """grid (B * T * H,); BS >= shares."""
     pid = tl.program_id(0).to(tl.int64)
     i_h, i_t, i_b = pid % H, pid // H % T, pid // H // T
@@ -384,23 +378,10 @@ def softmax_append_kernel(
     rows_ptr,  # [B]
     table_ptr,  # [B, pages]
     after_ptr,  # [B], lengths after the new keys
-    T,
-    HKV,
-    capacity,
-    cache_rows,
-    stride_table,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BX: tl.constexpr,
-    PAGE: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-):
+    T, HKV, capacity, cache_rows, stride_table, stride_kb, stride_kt, stride_kh, stride_vb,
+    stride_vt, stride_vh,
+    D: tl.constexpr, DV: tl.constexpr, BX: tl.constexpr, PAGE: tl.constexpr, HAS_ROWS: tl.constexpr,
+):  # fmt: skip
     """grid (HKV * T * B,): one new key behind those there are; none where there is no room, or the
     length, row or page is negative or past the cache."""
     pid = tl.program_id(0).to(tl.int64)

@@ -43,31 +43,12 @@ def softmax_latent_decode_kernel(
     lse_ptr,  # [shares, B, H, T], in base 2
     lengths_ptr,  # [B]
     table_ptr,  # [B, pages]
-    factor,
-    T,
-    H,
-    B,
-    tiles,
-    splits,
-    capacity,
-    cache_rows,
-    stride_table,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    R: tl.constexpr,
-    P: tl.constexpr,
-    BR: tl.constexpr,
-    BP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    UNIT: tl.constexpr,
-    PAGE: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
+    factor, T, H, B, tiles, splits, capacity, cache_rows, stride_table, stride_qb, stride_qt,
+    stride_qh, stride_kb, stride_kt,
+    R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, UNIT: tl.constexpr, PAGE: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """grid (tiles * shares * B,): row r of a sequence's tiles is query r / H of head r % H."""
     pid = tl.program_id(0)
     tile = pid % tiles

@@ -51,15 +51,9 @@ def rows_of_sequence(
 
 @triton.jit
 def visible_tiles(
-    first,
-    last,
-    count,
-    before,
-    after,
-    B: tl.constexpr,
-    HAS_BEFORE: tl.constexpr,
-    HAS_AFTER: tl.constexpr,
-):
+    first, last, count, before, after,
+    B: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr,
+):  # fmt: skip
     """Bounds of rows 0 .. count - 1 that first .. last see, `before` back and `after` ahead:
     from `low` to `high`, and between `inner` and `outer` in whole tiles that all of them see.
     """
@@ -96,16 +90,9 @@ def block(p, stride, o_r, rows, o_c, C: tl.constexpr, BC: tl.constexpr, MASKED: 
 
 @triton.jit
 def scores(
-    s,
-    factor,
-    cap,
-    slope,
-    age,
-    b_gate,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-):
+    s, factor, cap, slope, age, b_gate,
+    HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_GATE: tl.constexpr,
+):  # fmt: skip
     """Scores in base 2 from products q . k, and the softcap's tanh. With no bias and no softcap
     they stay as they are, and are to be scaled under the exponential.
 

@@ -43,17 +43,9 @@ def softmax_delta_kernel(
     base_ptr,  # [B, H, R]: inf for -inf and for no query, under which every p is 0
     delta_ptr,  # [B, H, R]
     cu_q_ptr,  # [N + 1]
-    T,
-    H,
-    N,
-    R,
-    tiles,
-    search_steps,
-    DV: tl.constexpr,
-    BV: tl.constexpr,
-    BM: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    T, H, N, R, tiles, search_steps,
+    DV: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """grid (tiles * H * B,). PACKED: each sequence begins at a new tile, and R is tiles BM."""
     i_h, i_b, begin, queries, row = locate_tile(cu_q_ptr, T, H, N, tiles, search_steps, BM, PACKED)
     o_m = tl.arange(0, BM)
@@ -125,20 +117,13 @@ def softmax_dq_of_sums_kernel(
     semaphores_ptr,  # [B * H * tiles], how many tiles of keys have added
     dq_ptr,  # [B, T, H, D]
     cu_q_ptr,  # [N + 1]
-    scale,
-    T,
-    H,
-    N,
-    tiles,
-    search_steps,
-    D: tl.constexpr,
-    BM: tl.constexpr,
-    PACKED: tl.constexpr,
+    scale, T, H, N, tiles, search_steps,
+    D: tl.constexpr, BM: tl.constexpr, PACKED: tl.constexpr,
     cos_ptr=None,  # [B or 1, T, D / 2], float32: queries were turned, and dq is of those before
     sin_ptr=None,
     table_rows=None,  # T, or 0 for tables of one batch row
     PITCH: tl.constexpr = None,  # with tables dq is the first heads of [B, T, PITCH, D]
-):
+):  # fmt: skip
     """grid (tiles * H * B,)."""
     i_h, i_b, begin, queries, row = locate_tile(cu_q_ptr, T, H, N, tiles, search_steps, BM, PACKED)
     pid = tl.program_id(0).to(tl.int64)
@@ -178,14 +163,9 @@ def softmax_gate_sums_kernel(
     high_ptr,  # [KB, H, S]: G in base 2
     low_ptr,  # [KB, H, S]
     cu_ptr,  # [N + 1]
-    S,
-    H,
-    stride_b,
-    stride_t,
-    stride_h,
-    C: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    S, H, stride_b, stride_t, stride_h,
+    C: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """grid (H * N,)"""
     pid = tl.program_id(0)
     i_h = pid % H
@@ -217,14 +197,9 @@ def softmax_gate_grad_kernel(
     cu_q_ptr,  # [N + 1]
     cu_k_ptr,  # [N + 1]
     lengths_ptr,  # [N]
-    T,
-    S,
-    H,
-    C: tl.constexpr,
-    PACKED_Q: tl.constexpr,
-    PACKED_K: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-):
+    T, S, H,
+    C: tl.constexpr, PACKED_Q: tl.constexpr, PACKED_K: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+):  # fmt: skip
     """grid (H * N,)"""
     pid = tl.program_id(0)
     i_n, i_h = pid // H, pid % H

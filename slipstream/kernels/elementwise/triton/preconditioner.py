@@ -53,8 +53,7 @@ def precondition_kernel(
     beta_ptr,
     centre_ptr,  # [H], or none: `centre`
     s_in_ptr,  # [N, H, K], or none
-    s_out_ptr,
-    y_ptr,
+    s_out_ptr, y_ptr,
     by_ptr,  # 1 / the factors, or none
     sums_ptr,  # A, for backward, or none
     dy_ptr,  # none forward; so are those that follow
@@ -66,16 +65,11 @@ def precondition_kernel(
     dcentre_ptr,  # [N, H, K]: shares
     ds_in_ptr,
     cu_ptr,  # [N + 1]
-    log_x,
-    eps,
-    centre,
-    T,
+    log_x, eps, centre, T,
     tokens,  # of dg's shares
     H,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """grid (N, H * ceil(K / BD)): writes y, by and sums; with dy the gradients instead."""
     i_n, i_h, o_k, m_k = _channels(K, BD)
     if dy_ptr is None:

@@ -113,22 +113,11 @@ def rotation_kernel(
     q_ptr,  # [rows, R, K]; so are k, q_out, k_out, dq_out, dk_out, dq, dk
     k_ptr,
     theta_ptr,  # [rows, P]; so is dtheta
-    q_out_ptr,
-    k_out_ptr,
+    q_out_ptr, k_out_ptr,
     dots_ptr,  # [rows, R, R]; so is ddots
-    dq_out_ptr,
-    dk_out_ptr,
-    ddots_ptr,
-    dq_ptr,
-    dk_ptr,
-    dtheta_ptr,
-    rows,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    P: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
+    dq_out_ptr, dk_out_ptr, ddots_ptr, dq_ptr, dk_ptr, dtheta_ptr, rows,
+    R: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
     """grid (ceil(rows / ROWS),): q_out, k_out and dots, or of ddots the gradients."""
     o_r, o_k, m, b_cos, b_sin = _tile(theta_ptr, rows, K, P, ROWS, PAIRS)
     if ddots_ptr is None:

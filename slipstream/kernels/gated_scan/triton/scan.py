@@ -162,8 +162,7 @@ def _before(prefix_ptr, state_ptr, b_0, i_t, m, D: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "N"])
 def scan_kernel(
     x_ptr,  # [tokens, D]; so are g, y, h, dg
-    g_ptr,
-    y_ptr,
+    g_ptr, y_ptr,
     s_in_ptr,  # [N, D]: y before the first row
     s_out_ptr,  # [N, D]: after the last, and backward through the first token's decay
     word_ptr,  # [1 + 2 * slots * D], zeros: the ticket, what tiles make of y, y after them
@@ -171,14 +170,9 @@ def scan_kernel(
     initial_ptr,  # [N, D]: and its state before the first token
     dg_ptr,
     cu_ptr,  # [N + 1]
-    T,
-    N,
-    D: tl.constexpr,
-    RUN: tl.constexpr,
-    RUNS: tl.constexpr,
-    BD: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    T, N,
+    D: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, BD: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
     """grid (ceil(D / BD) * slots,)"""
     ND: tl.constexpr = (D + BD - 1) // BD
     L: tl.constexpr = RUN * RUNS

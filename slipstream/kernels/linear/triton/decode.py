@@ -39,9 +39,7 @@ def linear_decode_kernel(
     g_ptr,  # [tokens, HV], or [tokens, HV, K] if PER_CHANNEL
     gv_ptr,
     beta_ptr,  # [tokens, HV], or [tokens, HV, V] if PER_COLUMN
-    p_ptr,
-    a_ptr,
-    b_ptr,
+    p_ptr, a_ptr, b_ptr,
     u_ptr,  # [HV, K]
     o_ptr,  # [tokens, HV, V]
     s_in_ptr,  # [cache slots, HV, K, V], or [cache slots, HV, V, K] if IN_V_FIRST
@@ -62,20 +60,11 @@ def linear_decode_kernel(
     row_p: tl.int64,
     row_a: tl.int64,
     row_b: tl.int64,
-    stride_in,
-    in_head,
-    stride_out,
-    out_head,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    PER_COLUMN: tl.constexpr,
-    IN_V_FIRST: tl.constexpr,
-    OUT_V_FIRST: tl.constexpr,
+    stride_in, in_head, stride_out, out_head,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PER_CHANNEL: tl.constexpr,
+    PER_COLUMN: tl.constexpr, IN_V_FIRST: tl.constexpr, OUT_V_FIRST: tl.constexpr,
     L2_NORM: tl.constexpr,
-):
+):  # fmt: skip
     """grid (ceil(V / BV) * HV * N,): one program takes BV columns of one head and sequence."""
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV

@@ -57,21 +57,10 @@ def householder_kernel(
     qs_ptr,  # [tokens * n, H, K]
     gs_ptr,  # [tokens * n, HV]
     dos_ptr,  # [tokens * n, HV, V]
-    blocks,
-    before,
-    tokens,
-    H,
-    HV,
-    n,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    BR: tl.constexpr,
-    BD: tl.constexpr,
-    BG: tl.constexpr,
-    BACK: tl.constexpr,
-):
+    blocks, before, tokens, H, HV, n,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
+    BD: tl.constexpr, BG: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
     """grid: `blocks` = ceil(tokens * H / BR) programs for q, then up to `before` ceil(tokens * HV /
     BG) for g, then ceil(tokens * HV / BD) for do. BACK: writes q, g and do."""
     pid = tl.program_id(0)

@@ -128,41 +128,24 @@ def _added(b_w, b_x, acc, X_LEFT: tl.constexpr):
 def projection_step_kernel(
     x_ptr,  # [M, K]
     w0_ptr,  # [N0, K]
-    w1_ptr,
-    w2_ptr,
-    w3_ptr,
-    w4_ptr,
+    w1_ptr, w2_ptr, w3_ptr, w4_ptr,
     b0_ptr,  # [N0]
-    b1_ptr,
-    b2_ptr,
-    b3_ptr,
-    b4_ptr,
+    b1_ptr, b2_ptr, b3_ptr, b4_ptr,
     norm_weight_ptr,  # [K]
     residual_ptr,  # [M, N]
     y_ptr,  # [M, N]
     eps,
     M: tl.int32,
-    N0,
-    N1,
-    N2,
-    N3,
-    N4,
-    row_x,
-    row_y,
-    row_residual,
+    N0, N1, N2, N3, N4, row_x, row_y, row_residual,
     K: tl.constexpr,
     ONE: tl.constexpr,  # M is 1
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    NORM: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    GLU: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, GLU: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a share of K, a multiple of BK, or K
     X_LEFT: tl.constexpr,  # of several rows, in 16 bits
     PDL: tl.constexpr = False,
     PREFETCH: tl.constexpr = False,  # rows of the weights are whole numbers of 16 bytes
-):
+):  # fmt: skip
     """grid (blocks of the weights' rows, shares of K). Of several shares y is [shares, M, N] in
     float32, without the residual."""
     block, N, column, weight_ptr, bias_ptr, has_bias = tl.program_id(0), N0, 0, w0_ptr, w0_ptr, 0

@@ -59,17 +59,13 @@ def running_mean_bwd_kernel(
     do_ptr,
     dr_ptr,  # without v
     ds_out_ptr,  # [N, 2 D], without v [N, D]; or none
-    dk_ptr,
-    dv_ptr,
+    dk_ptr, dv_ptr,
     dw_ptr,  # [N, D]; so is du
     du_ptr,
     ds_in_ptr,  # as ds_out
-    cu_ptr,
-    T,
-    D,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    cu_ptr, T, D,
+    BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     """grid (N, ceil(D / BD))"""
     i_n = tl.program_id(0)
     begin, count = tokens_of(cu_ptr, i_n, T)

@@ -44,22 +44,10 @@ def selective_scan_forward_sm90_kernel(
     states_ptr,  # [tokens // T, N, D], float32
     cu_ptr,
     total,  # tokens of a row of the batch
-    blocks,
-    u_row,
-    delta_row,
-    z_row,
-    B_row,
-    C_row,
-    D: gl.constexpr,
-    N: gl.constexpr,
-    G: gl.constexpr,
-    SOFTPLUS: gl.constexpr,
-    T: gl.constexpr,
-    NP: gl.constexpr,
-    CHANNELS: gl.constexpr,
-    LANES: gl.constexpr,
-    WARPS: gl.constexpr,
-):
+    blocks, u_row, delta_row, z_row, B_row, C_row,
+    D: gl.constexpr, N: gl.constexpr, G: gl.constexpr, SOFTPLUS: gl.constexpr, T: gl.constexpr,
+    NP: gl.constexpr, CHANNELS: gl.constexpr, LANES: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
     """grid (blocks S), blocks = G ceil(D / G / BD)"""
     BD: gl.constexpr = CHANNELS * 32 // LANES * WARPS
     NB: gl.constexpr = (D // G + BD - 1) // BD

@@ -34,21 +34,12 @@ def selective_scan_forward_kernel(
     y_ptr,  # [tokens, D]
     final_ptr,  # [S, D, N]
     states_ptr,  # [tokens // L, N, D], float32
-    cu_ptr,
-    T,
+    cu_ptr, T,
     rows,  # tokens of all sequences
-    u_row,
-    delta_row,
-    z_row,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    G: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    RUN: tl.constexpr,
-    RUNS: tl.constexpr,
-    BD: tl.constexpr,
-    VEC: tl.constexpr,
-):
+    u_row, delta_row, z_row,
+    D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, SOFTPLUS: tl.constexpr, RUN: tl.constexpr,
+    RUNS: tl.constexpr, BD: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
     """grid (G * ceil(D / G / BD), S)"""
     L: tl.constexpr = RUN * RUNS
     i_n = tl.program_id(1)

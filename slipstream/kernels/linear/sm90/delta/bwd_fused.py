@@ -602,14 +602,9 @@ def load_partition(descs, beta_gates_ptr, tiles, barriers, pad, HV, every, c):
 
 @gluon.jit
 def decay_of(
-    rows,
-    o_i,
-    o_j,
-    al: gl.constexpr,
-    C: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    DIAGONAL: gl.constexpr,
-):
+    rows, o_i, o_j,
+    al: gl.constexpr, C: gl.constexpr, HAS_GATE: gl.constexpr, DIAGONAL: gl.constexpr,
+):  # fmt: skip
     """exp(G_i - G_j) where j < i, and if OWN 1 where j is i; else 0."""
     seen = o_i[:, None] >= o_j[None, :] if DIAGONAL else o_i[:, None] > o_j[None, :]
     if HAS_GATE:
@@ -623,17 +618,9 @@ def decay_of(
 
 @gluon.jit
 def score_partition(
-    os,
-    ws,
-    ys,
-    rows,
-    pair_buffers,
-    none,
-    scale,
-    C: gl.constexpr,
-    WARPS: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-):
+    os, ws, ys, rows, pair_buffers, none, scale,
+    C: gl.constexpr, WARPS: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
     """B and -M of a chunk, and what a token owes itself, into pair_buffers."""
     bs, ms, diags = pair_buffers
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 4 * C // WARPS, 16])
@@ -816,10 +803,7 @@ def delta_chunk_bwd_sm90_kernel(
     states_desc,  # [workspaces * (every - 2) * V, K] by [V, K]: S before a part's chunks
     checkpoints_desc,  # [checkpoints * HV * V, K] by [V, K]: S before each part
     dq_desc,  # [tokens, HV / G * K] by [C, K]
-    dk_desc,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
+    dk_desc, dq_ptr, dk_ptr, dv_ptr,
     park_ptr,  # [workspaces, V, K]: dS, while S is there; if SPLIT it goes where s_in was
     beta_gates_ptr,  # [chunks, HV, ROWS, C]: beta and G
     dbeta_ptr,  # [tokens, HV]
@@ -829,30 +813,12 @@ def delta_chunk_bwd_sm90_kernel(
     cu_ptr,  # [N + 1]
     counts_ptr,  # [workspaces], zeros: which of them a program has; then if GROUPED_HEADS
     # [chunks, HV / G], zeros: how many of G heads have added theirs
-    scale,
-    T,
-    N,
-    HV,
-    H,
-    G,
-    segment,
-    every,
-    workspaces,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BK: gl.constexpr,
-    C: gl.constexpr,
-    ST: gl.constexpr,
-    WARPS: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr,
-    PACKED: gl.constexpr,
-    SPLIT: gl.constexpr,
-    GROUPED_HEADS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    scale, T, N, HV, H, G, segment, every, workspaces,
+    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    WARPS: gl.constexpr, HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr,
+    PACKED: gl.constexpr, SPLIT: gl.constexpr, GROUPED_HEADS: gl.constexpr, REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
-):
+):  # fmt: skip
     """grid (HV * N,), or if SPLIT as many for each segment, of `segment` tokens; WARPS = V / 16
     warps: one program scans one head of a sequence, or of a segment of it.
 

@@ -287,25 +287,13 @@ def delta_chunk_dstate_sm90_kernel(
     s_in_ptr,  # [segments, HV, K, V]: gradient of the state after the segment; for dE [N, HV, K, V]
     s_out_ptr,  # [N, HV, K, V]: of that before the sequence; or dE [segments, HV, K, V]
     cu_ptr,  # [N + 1]
-    scale,
-    T,
-    N,
-    HV,
-    H,
-    segment,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BV: gl.constexpr,
-    C: gl.constexpr,
-    ST: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr,
-    SPLIT: gl.constexpr,
+    scale, T, N, HV, H, segment,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SPLIT: gl.constexpr,
     PACKED: gl.constexpr,
     BLOCKS: gl.constexpr = 0,
     EVERY: gl.constexpr = False,
-):
+):  # fmt: skip
     """grid (V / BV * HV * segments,), 4 warps: as delta_chunk_fwd_sm90_kernel, from the end; dE as
     E of segment_transition.py, EVERY too."""
     TRANSITION_ONLY: gl.constexpr = dv_desc is None

@@ -330,34 +330,19 @@ def delta_chunk_fwd_sm90_kernel(
     o_desc,  # [tokens, HV * V] by [C, BV]: o, or w if SAVE_STATES
     states_desc,  # [chunks * HV * V, K] by [BV, K]: S before each chunk, if SAVE_STATES
     # [checkpoints * HV * V, K] by [BV, K]: S before every so many chunks, if SAVE_CHECKPOINTS
-    checkpoints_desc,
-    o_ptr,
+    checkpoints_desc, o_ptr,
     beta_gates_ptr,  # [chunks, HV, ROWS, C]: beta and G
     s_in_ptr,  # [segments, HV, K, V]
     s_out_ptr,  # [N, HV, K, V]
     cu_ptr,  # [N + 1]
-    scale,
-    T,
-    N,
-    HV,
-    H,
-    segment,
-    every,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BV: gl.constexpr,
-    C: gl.constexpr,
-    ST: gl.constexpr,
-    SAVE_STATES: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr,
-    SPLIT: gl.constexpr,
-    PACKED: gl.constexpr,
+    scale, T, N, HV, H, segment, every,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    SAVE_STATES: gl.constexpr, HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr,
+    HAS_S_OUT: gl.constexpr, SPLIT: gl.constexpr, PACKED: gl.constexpr,
     SAVE_CHECKPOINTS: gl.constexpr = False,
     pool_ptr=None,  # [rows, HV, V, K], a pool
     to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
-):
+):  # fmt: skip
     """grid (V / BV * HV * segments,), 4 warps: one program scans BV columns of V of one head.
 
     Over one of the N sequences, or if SPLIT a segment of it, of `segment` tokens. SAVE_CHECKPOINTS:

@@ -79,15 +79,9 @@ def program_coords(
 
 @gluon.jit
 def effective_chunks(
-    beta_gates_ptr,
-    lognorm_ptr,
-    chunk,
-    HV,
-    n,
-    C: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    BACK: gl.constexpr,
-):
+    beta_gates_ptr, lognorm_ptr, chunk, HV, n,
+    C: gl.constexpr, BLOCKS: gl.constexpr, BACK: gl.constexpr,
+):  # fmt: skip
     """Chunks, of n, that a state at the end comes from (back, at the start); whether it is so."""
     wide: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

@@ -115,17 +115,9 @@ def rounded(x, dtype: gl.constexpr):
 
 @gluon.jit
 def triangular_products(
-    os,
-    ws,
-    vs,
-    p_beta_gate,
-    o_i,
-    o_j,
-    scale,
-    al: gl.constexpr,
-    C: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-):
+    os, ws, vs, p_beta_gate, o_i, o_j, scale,
+    al: gl.constexpr, C: gl.constexpr, HAS_GATE: gl.constexpr,
+):  # fmt: skip
     """As operands [i, j], then [j, i]; what a token owes itself."""
     dtype: gl.constexpr = ws.dtype
     aa: gl.constexpr = gl.DotOperandLayout(0, al, 2)

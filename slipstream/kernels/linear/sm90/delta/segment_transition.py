@@ -71,25 +71,14 @@ def delta_segment_transition_sm90_kernel(
     transition_ptr,  # [segments, HV, K, V + K]: E and M
     m_is_zero_ptr,  # [segments, HV]
     cu_ptr,  # [N + 1]
-    T,
-    N,
-    HV,
-    H,
-    segment,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BV: gl.constexpr,
-    C: gl.constexpr,
-    ST: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    HAS_S_IN: gl.constexpr,
-    PACKED: gl.constexpr,
+    T, N, HV, H, segment,
+    K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    BLOCKS: gl.constexpr, HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, PACKED: gl.constexpr,
     EVERY: gl.constexpr = False,
     HAS_S_OUT: gl.constexpr = False,
     states_ptr=None,  # [segments, HV, K, V], before them; none of segments past a sequence's end
     s_out_ptr=None,  # [N, HV, K, V], with states_ptr
-):
+):  # fmt: skip
     """grid ((V + K) / BV * HV * segments,), 4 warps: BV columns of E, or of M after those; with V 0
     of M alone. EVERY: no segment counts as first or last. With states_ptr: grid (V / BV * HV * N,).
     """

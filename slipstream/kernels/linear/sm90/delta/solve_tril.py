@@ -54,16 +54,10 @@ def delta_solve_tril_sm90_kernel(
     beta_gates_ptr,  # [chunks, HV, 1 + HAS_GATE, C]: beta, G of base 2
     lognorm_ptr,  # [chunks, HV, C // BASE], if there are gates
     cu_ptr,  # [N + 1]
-    T,
-    N,
-    HV,
-    H,
-    K: gl.constexpr,
-    C: gl.constexpr,
-    BASE: gl.constexpr,
-    HAS_GATE: gl.constexpr,
+    T, N, HV, H,
+    K: gl.constexpr, C: gl.constexpr, BASE: gl.constexpr, HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
-):
+):  # fmt: skip
     """grid (chunks * HV,), 4 warps: one program inverts one chunk of one value head."""
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])

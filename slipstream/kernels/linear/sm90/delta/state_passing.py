@@ -27,20 +27,11 @@ def delta_state_passing_sm90_kernel(
     entry_ptr,  # [segments, HV, K, V]
     s_out_ptr,  # [N, HV, K, V]: what sequences end with; back, begin with
     cu_ptr,  # [N + 1]
-    T,
-    N,
-    HV,
-    segment,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    E_WIDTH: tl.constexpr,
-    M_WIDTH: tl.constexpr,
-    BACK: tl.constexpr,
-    HAS_S_IN: tl.constexpr,
-    HAS_S_OUT: tl.constexpr,
+    T, N, HV, segment,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, E_WIDTH: tl.constexpr,
+    M_WIDTH: tl.constexpr, BACK: tl.constexpr, HAS_S_IN: tl.constexpr, HAS_S_OUT: tl.constexpr,
     PACKED: tl.constexpr,
-):
+):  # fmt: skip
     """grid (V / BV * HV * segments,), with HAS_S_OUT (V / BV * HV * (N + segments),): the first
     are of s_out, each as if it were of the segment after the last."""
     NV: tl.constexpr = V // BV

@@ -161,8 +161,7 @@ def state_partition(
 def dplr_chunk_dstate_sm90_kernel(
     do_desc,  # [tokens, HV * V] by [C, 64]
     q_desc,  # [slots * HV * C, K] by [C, K]
-    w_desc,
-    b_desc,
+    w_desc, b_desc,
     qb_desc,  # [slots * HV * C, C] by [C, C]
     r_desc,
     y_desc,  # [slots * HV * V, C] by [64, C]
@@ -171,21 +170,11 @@ def dplr_chunk_dstate_sm90_kernel(
     s_in_ptr,  # [segments, HV, K, V]: gradient of the state after the segment
     s_out_ptr,  # [segments, HV, K, V]: of that before it; dE
     cu_ptr,  # [N + 1]
-    T,
-    N,
-    HV,
-    segment,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    C: gl.constexpr,
-    ST: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr,
-    TRANSITION_ONLY: gl.constexpr,
-    SPLIT: gl.constexpr,
-    PACKED: gl.constexpr,
-):
+    T, N, HV, segment,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, HAS_GATE: gl.constexpr,
+    HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, TRANSITION_ONLY: gl.constexpr,
+    SPLIT: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
     """grid (HV * segments,), 4 warps: one program scans one head of one segment.
 
     Without SPLIT a segment is a sequence. TRANSITION_ONLY: s_out is all that is wanted.

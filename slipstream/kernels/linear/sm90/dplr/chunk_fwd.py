@@ -302,8 +302,7 @@ def write_o(
 @gluon.jit(do_not_specialize=["T", "N", "HV", "token_heads", "segment"])
 def dplr_chunk_fwd_sm90_kernel(
     q_desc,  # [slots * HV * C, K] by [C, K]
-    w_desc,
-    b_desc,
+    w_desc, b_desc,
     k_desc,  # dplr
     qb_desc,  # [slots * HV * C, C] by [C, C]
     qk_desc,  # dplr
@@ -321,25 +320,15 @@ def dplr_chunk_fwd_sm90_kernel(
     w_ptr,  # "ends": what w_desc and b_desc are of
     b_ptr,
     cu_ptr,  # [N + 1]
-    T,
-    N,
-    HV,
+    T, N, HV,
     token_heads,  # of o from one token to the next: HV, or more
     segment,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    C: gl.constexpr,
-    ST: gl.constexpr,
-    DELTA: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr,
-    OUTPUT: gl.constexpr,
-    SPLIT: gl.constexpr,
-    PACKED: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, DELTA: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, OUTPUT: gl.constexpr,
+    SPLIT: gl.constexpr, PACKED: gl.constexpr,
     pool_ptr=None,  # [rows, HV, V, K], a pool
     to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
-):
+):  # fmt: skip
     """grid (tiles * HV * segments,), 4 warps: one program scans one head of one segment.
 
     Without SPLIT a segment is a sequence. OUTPUT: "o", "states" or "ends". Tiles: one of V; for

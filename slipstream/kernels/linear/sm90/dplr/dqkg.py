@@ -432,22 +432,10 @@ def dplr_dqkg_sm90_kernel(
     dg_ptr,  # in the gates' dtype
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, except for the first
     cu_ptr,  # [N + 1]
-    scale,
-    total,
-    T,
-    N,
-    HV,
-    H,
-    tokens,
-    K: gl.constexpr,
-    BK: gl.constexpr,
-    V: gl.constexpr,
-    C: gl.constexpr,
-    NK: gl.constexpr,
-    WIDE: gl.constexpr,
-    DELTA: gl.constexpr,
-    PACKED: gl.constexpr,
-):
+    scale, total, T, N, HV, H, tokens,
+    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, NK: gl.constexpr,
+    WIDE: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
     """grid (programs,), 4 WIDE warps: each does every programs-th of the chunks and value heads.
 
     One block of BK channels after the other: no sum but dbeta is over channels.

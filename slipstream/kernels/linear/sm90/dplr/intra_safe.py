@@ -330,22 +330,11 @@ def dplr_intra_safe_sm90_kernel(
     r_ptr,  # if keep
     strong_ptr,  # [slots, HV]: 2 where the chunk is
     cu_ptr,  # [N + 1]
-    scale,
-    keep,
-    total,
-    T,
-    N,
-    HV,
-    H,
+    scale, keep, total, T, N, HV, H,
     token_heads,  # as in wy.py
-    K: gl.constexpr,
-    V: gl.constexpr,
-    DELTA: gl.constexpr,
-    CHANNEL: gl.constexpr,
-    PACKED: gl.constexpr,
-    LIMIT: gl.constexpr,
-    APART: gl.constexpr,
-):
+    K: gl.constexpr, V: gl.constexpr, DELTA: gl.constexpr, CHANNEL: gl.constexpr,
+    PACKED: gl.constexpr, LIMIT: gl.constexpr, APART: gl.constexpr,
+):  # fmt: skip
     """grid (any,), 4 warps: every num_programs-th chunk a program, so that all have something to do
     where chunks are few and all of them strong. total: slots * HV."""
     c: gl.constexpr = Constants(K, V, DELTA, CHANNEL, PACKED, LIMIT, APART)

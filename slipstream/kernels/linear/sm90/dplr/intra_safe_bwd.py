@@ -394,22 +394,10 @@ def dplr_intra_safe_bwd_sm90_kernel(
     dg_ptr,  # in the gates' dtype
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, except for the first
     cu_ptr,  # [N + 1]
-    scale,
-    total,
-    T,
-    N,
-    HV,
-    H,
-    tokens,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    BK: gl.constexpr,
-    C: gl.constexpr,
-    DELTA: gl.constexpr,
-    PACKED: gl.constexpr,
-    LIMIT: gl.constexpr,
-    SHIFT: gl.constexpr,
-):
+    scale, total, T, N, HV, H, tokens,
+    K: gl.constexpr, V: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr,
+    PACKED: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr,
+):  # fmt: skip
     """grid (any,), 8 warps: BK channels of one chunk and value head at a time, every
     num_programs-th, of total."""
     c: gl.constexpr = Constants(K, V, BK, C, DELTA, PACKED, LIMIT, SHIFT)

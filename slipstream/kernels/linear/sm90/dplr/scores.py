@@ -78,16 +78,9 @@ def dplr_scores_sm90_kernel(
     dak_ptr,
     diag_ptr,  # [chunks, HV, 2, C]: dqb and dqk of pairs (i, i), which are zero there
     cu_ptr,  # [N + 1]
-    scale,
-    T,
-    N,
-    HV,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    C: gl.constexpr,
-    DELTA: gl.constexpr,
-    PACKED: gl.constexpr,
-):
+    scale, T, N, HV,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
     """grid (slots * HV,), 4 warps."""
     act: gl.constexpr = do_desc.dtype
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])

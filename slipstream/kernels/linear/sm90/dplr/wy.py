@@ -315,23 +315,11 @@ def dplr_wy_sm90_kernel(
     r_ptr,  # if keep
     strong_ptr,  # [slots, HV]: 1 if a half decays by more than LIMIT, 2 if further, 3 a quarter too
     cu_ptr,  # [N + 1]
-    scale,
-    keep,
-    T,
-    N,
-    HV,
-    H,
+    scale, keep, T, N, HV, H,
     token_heads,  # of v, write, g and beta from one token to the next: HV, or more
-    K: gl.constexpr,
-    V: gl.constexpr,
-    C: gl.constexpr,
-    DELTA: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    CHANNEL: gl.constexpr,
-    PACKED: gl.constexpr,
-    LIMIT: gl.constexpr,
-    APART: gl.constexpr,
-):
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, DELTA: gl.constexpr, HAS_GATE: gl.constexpr,
+    CHANNEL: gl.constexpr, PACKED: gl.constexpr, LIMIT: gl.constexpr, APART: gl.constexpr,
+):  # fmt: skip
     """grid (slots * HV,), 4 warps."""
     outs = Outs(q_out_ptr, b_out_ptr, k_out_ptr)
     NK: gl.constexpr = K // 64

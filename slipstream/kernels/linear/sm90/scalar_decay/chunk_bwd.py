@@ -202,8 +202,7 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     do_desc,
     dk_desc,  # [tokens, HV * K] by [C, K]
     dv_desc,  # [tokens, HV * V] by [C, HALF]
-    dk_ptr,
-    dv_ptr,
+    dk_ptr, dv_ptr,
     g_ptr,  # [B, T, HV] by strides
     s_in_ptr,  # [segments, HV, K, V]: gradient of the state after the segment; times scale_in
     s_out_ptr,  # the same, of that before it; times scale_out
@@ -211,31 +210,12 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     z_ptr,  # [2, anchors, HV]: sum(S * dS) after an anchor interval
     anchor_ptr,  # [anchors, HV, K, V]
     cu_ptr,  # [N + 1]
-    scale,
-    scale_in,
-    scale_out,
-    T,
-    N,
-    HV,
-    H,
-    tokens,
-    segment,
-    num_anchors,
-    stride_gb,
-    stride_gt,
+    scale, scale_in, scale_out, T, N, HV, H, tokens, segment, num_anchors, stride_gb, stride_gt,
     stride_gh,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    C: gl.constexpr,
-    ST: gl.constexpr,
-    ANCHOR_INTERVAL: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    HAS_DG: gl.constexpr,
-    HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr,
-    SPLIT: gl.constexpr,
-    PACKED: gl.constexpr,
-):
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    ANCHOR_INTERVAL: gl.constexpr, HAS_GATE: gl.constexpr, HAS_DG: gl.constexpr,
+    HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SPLIT: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
     """grid (HV * segments,), 4 warps: one program scans one head of one segment; V is 128.
 
     Without SPLIT a segment is a sequence.

@@ -156,25 +156,10 @@ def scalar_decay_state_scan_sm90_kernel(
     s_out_ptr,  # [N, HV, D, X]
     states_ptr,  # [segments, HV, D, X], before them; none of segments past a sequence's end
     cu_ptr,  # [N + 1]
-    T,
-    N,
-    HV,
-    HR,
-    HX,
-    segment,
-    stride_gb,
-    stride_gt,
-    stride_gh,
-    D: gl.constexpr,
-    X: gl.constexpr,
-    BD: gl.constexpr,
-    C: gl.constexpr,
-    ST: gl.constexpr,
-    HAS_GATE: gl.constexpr,
-    HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr,
-    PACKED: gl.constexpr,
-):
+    T, N, HV, HR, HX, segment, stride_gb, stride_gt, stride_gh,
+    D: gl.constexpr, X: gl.constexpr, BD: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    HAS_GATE: gl.constexpr, HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
     """grid (X / HALF * D / BD * HV * N,), 4 warps: a tile of S of one head and sequence."""
     c: gl.constexpr = Constants(D, X, BD, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT)
     NX: gl.constexpr = X // 64

@@ -217,23 +217,11 @@ def vector_decay_dqk_sm90_kernel(
     anchor_ptr,  # [anchors, HV, K, V]
     decay_ptr,  # [chunks, HV, K]
     cu_ptr,  # [N + 1]
-    scale_in,
-    T,
-    N,
-    HV,
-    H,
-    K: gl.constexpr,
-    V: gl.constexpr,
-    C: gl.constexpr,
-    ST: gl.constexpr,
-    ANCHOR_INTERVAL: gl.constexpr,
-    LOST: gl.constexpr,
-    BOUND: gl.constexpr,
-    REVERSE: gl.constexpr,
-    BEFORE: gl.constexpr,
-    HAS_S_IN: gl.constexpr,
-    PACKED: gl.constexpr,
-):
+    scale_in, T, N, HV, H,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    ANCHOR_INTERVAL: gl.constexpr, LOST: gl.constexpr, BOUND: gl.constexpr, REVERSE: gl.constexpr,
+    BEFORE: gl.constexpr, HAS_S_IN: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
     """grid (HV * N,), 4 warps: one program scans one head of one sequence; K is 128."""
     c: gl.constexpr = Constants(K, V, C, ST, ANCHOR_INTERVAL, LOST, REVERSE, BEFORE, HAS_S_IN)
     output = Output(y_desc, y_ptr)

@@ -214,31 +214,14 @@ def vector_decay_chunk_fwd_sm90_kernel(
     s_in_ptr,  # [segments, HV, K, X]; times scale_in
     s_out_ptr,  # the same; times scale_out; or E
     cu_ptr,  # [N + 1]
-    scale,
-    scale_in,
-    scale_out,
-    T,
-    N,
-    HV,
-    H,
-    segment,
-    K: gl.constexpr,
-    X: gl.constexpr,
-    C: gl.constexpr,
-    ST: gl.constexpr,
-    LEVELS: gl.constexpr,
-    BOUND: gl.constexpr,
-    SHIFT: gl.constexpr,
-    REVERSE: gl.constexpr,
-    HAS_U: gl.constexpr,
-    HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr,
-    SPLIT: gl.constexpr,
-    PACKED: gl.constexpr,
+    scale, scale_in, scale_out, T, N, HV, H, segment,
+    K: gl.constexpr, X: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, LEVELS: gl.constexpr,
+    BOUND: gl.constexpr, SHIFT: gl.constexpr, REVERSE: gl.constexpr, HAS_U: gl.constexpr,
+    HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SPLIT: gl.constexpr, PACKED: gl.constexpr,
     pool_ptr=None,  # [rows, HV, V, K], a pool
     to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
     total_ptr=None,  # [segments, HV, K], with E
-):
+):  # fmt: skip
     """grid (HV * segments,), 4 warps: one program scans one head of one segment, which without
     SPLIT is a sequence; X is 128."""
     c: gl.constexpr = Constants(

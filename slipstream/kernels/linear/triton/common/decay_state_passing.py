@@ -40,19 +40,10 @@ def decay_state_passing_kernel(
     s_in_ptr,  # [N, HV, SIZE], times scale_in
     s_out_ptr,  # the same, times scale_out
     cu_ptr,  # [N + 1]
-    scale_in,
-    scale_out,
-    T,
-    N,
-    HV,
-    segment,
-    D: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REVERSE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    scale_in, scale_out, T, N, HV, segment,
+    D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
+    COLUMNS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
     """grid (ceil(SIZE / BLOCK) * HV * N,): one program follows a part of one state.
 
     A state is [D, SIZE / D], or the other way round if its COLUMNS decay.

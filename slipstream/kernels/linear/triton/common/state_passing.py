@@ -29,19 +29,10 @@ def delta_state_passing_kernel(
     s_in_ptr,  # [N, HV, K, V]
     s_out_ptr,  # [N, HV, K, V]
     cu_ptr,  # [N + 1]
-    T,
-    HV,
-    segment,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    REVERSE: tl.constexpr,
-    HAS_S_IN: tl.constexpr,
-    HAS_S_OUT: tl.constexpr,
-    PACKED: tl.constexpr,
-    INNER: tl.constexpr,
-):
+    T, HV, segment,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
+    HAS_S_IN: tl.constexpr, HAS_S_OUT: tl.constexpr, PACKED: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
     """grid (ceil(V / BV) * HV * N,)"""
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)

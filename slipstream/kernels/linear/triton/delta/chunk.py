@@ -282,8 +282,7 @@ def delta_chunk_fwd_kernel(
 @triton.jit(do_not_specialize=_SIZES)
 def delta_chunk_dstate_kernel(
     q_ptr,  # [tokens, H, K]
-    k_ptr,
-    p_ptr,
+    k_ptr, p_ptr,
     do_ptr,  # [tokens, HV, V]
     rows_ptr,  # [chunks, HV, ROWS, C]: beta and G (solve_tril.py)
     r_ptr,  # [tokens, HV, C]
@@ -292,30 +291,12 @@ def delta_chunk_dstate_kernel(
     s_in_ptr,  # [segments, HV, K, V]: gradient of the state after the segment
     s_out_ptr,  # [segments, HV, K, V]: of that before it
     cu_ptr,  # [N + 1]
-    scale,
-    T,
-    N,
-    HV,
-    H,
-    segment,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    HAS_P: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_S_IN: tl.constexpr,
-    HAS_S_OUT: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    TMA: tl.constexpr,
-    SPLIT_BF16: tl.constexpr,
-    FP32: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    scale, T, N, HV, H, segment,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    OUTPUT: tl.constexpr, HAS_P: tl.constexpr, HAS_GATE: tl.constexpr, HAS_S_IN: tl.constexpr,
+    HAS_S_OUT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
+    TMA: tl.constexpr, SPLIT_BF16: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """grid (ceil(V / BV) * HV * segments,): as delta_chunk_fwd_kernel, from the last token back.
 
     OUTPUT: "states", those and dv; or "ends", s_out alone, which for a start of 0 is what a segment

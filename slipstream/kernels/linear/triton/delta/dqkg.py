@@ -71,19 +71,10 @@ def _state(
 
 @triton.jit
 def _sum_of_states(
-    s_ptr,
-    ds_ptr,
-    i_chunk,
-    i_h,
-    HV,
-    live,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    TMA: tl.constexpr,
+    s_ptr, ds_ptr, i_chunk, i_h, HV, live,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """sum(S * dS') of a chunk: the diagonal of S dS'^T."""
     o_m = tl.arange(0, BV)
     b_z = tl.zeros((BV, BV), tl.float32)

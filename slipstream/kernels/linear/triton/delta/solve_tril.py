@@ -138,21 +138,11 @@ def delta_solve_tril_kernel(
     r_ptr,  # [tokens, HV, C]
     rows_ptr,  # [chunks, HV, ROWS, C]: beta, G of base 2, its rest, exp(G_prev) for p
     cu_ptr,  # [N + 1]
-    T,
-    N,
-    HV,
-    H,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
-    LEVELS: tl.constexpr,
-    HAS_P: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    PACKED: tl.constexpr,
-    FP32: tl.constexpr,
-    PRECISION: tl.constexpr,
+    T, N, HV, H,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, HAS_P: tl.constexpr,
+    HAS_GATE: tl.constexpr, PACKED: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr,
     INNER: tl.constexpr,
-):
+):  # fmt: skip
     """grid (chunks * HV,): one program inverts one chunk of one value head."""
     pid = tl.program_id(0)
     i_h = pid % HV

@@ -32,8 +32,7 @@ _SIZES = ["T", "N", "HV", "segment"]
 def dplr_chunk_fwd_kernel(
     v_ptr,  # [tokens, HV, V], dplr
     q_ptr,  # [chunks, HV, C, WIDE]
-    w_ptr,
-    b_ptr,
+    w_ptr, b_ptr,
     k_ptr,  # dplr
     u_ptr,  # [chunks, HV, V, C]: U, float32
     x_ptr,  # [chunks, HV, V, C]
@@ -46,26 +45,13 @@ def dplr_chunk_fwd_kernel(
     s_out_ptr,  # [segments, HV, K, V]: the final state; E
     m_ptr,  # [segments, HV, K, K]: M
     cu_ptr,  # [N + 1]
-    T,
-    N,
-    HV,
-    segment,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    DELTA: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_S_IN: tl.constexpr,
-    HAS_S_OUT: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    T, N, HV, segment,
+    K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    OUTPUT: tl.constexpr, DELTA: tl.constexpr, HAS_GATE: tl.constexpr, HAS_S_IN: tl.constexpr,
+    HAS_S_OUT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     pool_ptr=None,  # [rows, HV, V, K], a pool
     to_ptr=None,  # [N, T / 64, rounded up]: rows of it for S after 64 tokens; none below 0
-):
+):  # fmt: skip
     """grid (tiles * HV * segments,). Without SPLIT a segment is a sequence.
 
     OUTPUT: "o"; "states", those and x, for backward; or "ends", E and M. Tiles: of V, BV columns
@@ -151,8 +137,7 @@ def dplr_chunk_fwd_kernel(
 def dplr_chunk_dstate_kernel(
     do_ptr,  # [tokens, HV, V]
     q_ptr,  # [chunks, HV, C, WIDE]
-    w_ptr,
-    b_ptr,
+    w_ptr, b_ptr,
     total_ptr,  # [chunks, HV, WIDE]
     qb_ptr,  # [chunks, HV, C, C]
     r_ptr,
@@ -161,23 +146,11 @@ def dplr_chunk_dstate_kernel(
     s_in_ptr,  # [segments, HV, K, V]: gradient of the state after the segment
     s_out_ptr,  # [segments, HV, K, V]: of that before it; dE
     cu_ptr,  # [N + 1]
-    T,
-    N,
-    HV,
-    segment,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_S_IN: tl.constexpr,
-    HAS_S_OUT: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    T, N, HV, segment,
+    K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    OUTPUT: tl.constexpr, HAS_GATE: tl.constexpr, HAS_S_IN: tl.constexpr, HAS_S_OUT: tl.constexpr,
+    SPLIT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """grid (ceil(V / BV) * HV * segments,): one program scans one tile of V of one head back.
 
     OUTPUT: "states", those and y; or "ends", s_out alone.

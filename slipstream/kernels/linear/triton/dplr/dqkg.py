@@ -63,21 +63,10 @@ def _columns_of(p, o_c, o_v, V: tl.constexpr, BV: tl.constexpr):
 
 @triton.jit
 def _of_states_before(
-    p_do,
-    HV,
-    p_y,
-    p_states,
-    p_dstates,
-    o_c,
-    m_c,
-    o_k,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    BV: tl.constexpr,
-    BK: tl.constexpr,
-    HAS_GATE: tl.constexpr,
+    p_do, HV, p_y, p_states, p_dstates, o_c, m_c, o_k,
+    V: tl.constexpr, WIDE: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, HAS_GATE: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """do S^T and y S^T [C, BK], and if HAS_GATE the sum over V of S dS' [BK]."""
     b_dq = tl.zeros((o_c.shape[0], BK), tl.float32)
     b_da = tl.zeros((o_c.shape[0], BK), tl.float32)
@@ -99,20 +88,10 @@ def _of_states_before(
 
 @triton.jit
 def _of_states_after(
-    p_x,
-    p_v,
-    HV,
-    p_dstates,
-    o_c,
-    m_c,
-    o_k,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    BV: tl.constexpr,
-    BK: tl.constexpr,
-    DELTA: tl.constexpr,
+    p_x, p_v, HV, p_dstates, o_c, m_c, o_k,
+    V: tl.constexpr, WIDE: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """x dS'^T and, except for DELTA, v dS'^T [C, BK]."""
     b_db = tl.zeros((o_c.shape[0], BK), tl.float32)
     b_dk = tl.zeros((o_c.shape[0], BK), tl.float32)

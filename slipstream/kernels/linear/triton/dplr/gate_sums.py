@@ -84,19 +84,10 @@ def sums_between(gates, edge, o_c, KIND: tl.constexpr, FP32: tl.constexpr, PRECI
 
 @triton.jit
 def load_channel_gates(
-    ones_ptr,
-    g_ptr,
-    at,
-    stride,
-    o_c,
-    m_g,
-    o_k,
-    CHANNEL: tl.constexpr,
-    STEPS: tl.constexpr,
-    LIMIT: tl.constexpr,
-    FP32: tl.constexpr,
+    ones_ptr, g_ptr, at, stride, o_c, m_g, o_k,
+    CHANNEL: tl.constexpr, STEPS: tl.constexpr, LIMIT: tl.constexpr, FP32: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Values of a chunk and BK channels for the functions below:
 
     g [C, BK] in base 2, split, and gate_ones.py's; its sum [BK], and the first step.
@@ -163,14 +154,10 @@ def is_pair_of_step(i, j, step):
 
 @triton.jit
 def block_factors(
-    gates,
-    o_c,
-    LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BEFORE: tl.constexpr,
-    FP32: tl.constexpr,
+    gates, o_c,
+    LIMIT: tl.constexpr, SHIFT: tl.constexpr, BEFORE: tl.constexpr, FP32: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Decays of reads and of writes relative to the start of their block of 2^BASE tokens, the
     first step besides, and where reads are among them [C, BK]; others read with a decay of 0."""
     b_write = sums_between(gates, BLOCK, o_c, WRITES, FP32, PRECISION)

@@ -41,19 +41,10 @@ WHOLE = tl.constexpr(1.5 * 2.0**23)  # float32 beside it are whole numbers, whic
 
 @triton.jit
 def load_anchored(
-    g_ptr,
-    at,
-    stride,
-    o_c,
-    m_g,
-    o_k,
-    apart,
-    QUARTERS: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    BEFORE: tl.constexpr,
-    FP32: tl.constexpr,
+    g_ptr, at, stride, o_c, m_g, o_k, apart,
+    QUARTERS: tl.constexpr, CHANNEL: tl.constexpr, BEFORE: tl.constexpr, FP32: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """E [C, BK], E without a token's own gate (if BEFORE, else E), early, late, their sum [BK].
 
     apart: what E has less in the first half, and more in the second. By QUARTERS E is relative to
@@ -111,19 +102,10 @@ def half_sums(b_g):
 
 @triton.jit
 def load_from_start(
-    g_ptr,
-    at,
-    stride,
-    o_c,
-    m_g,
-    o_k,
-    CHANNEL: tl.constexpr,
-    BEFORE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    APART: tl.constexpr,
-    FP32: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    g_ptr, at, stride, o_c, m_g, o_k,
+    CHANNEL: tl.constexpr, BEFORE: tl.constexpr, LIMIT: tl.constexpr, APART: tl.constexpr,
+    FP32: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """G - n [C, BK], that without a token's own gate (if BEFORE, else the same); the middle, early,
     late [BK]."""
     C: tl.constexpr = o_c.shape[0]

@@ -141,30 +141,12 @@ def dplr_intra_safe_kernel(
     strong_ptr,  # [chunks, HV]: 2 where the chunk is, 3 where halves may be APART
     ones_ptr,  # gate_ones.py's
     cu_ptr,  # [N + 1]
-    scale,
-    keep,
-    T,
-    N,
-    HV,
-    H,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    BK: tl.constexpr,
-    PIECES: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    STEPS: tl.constexpr,
-    DELTA: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    PACKED: tl.constexpr,
-    FP32: tl.constexpr,
-    LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    APART: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INNER: tl.constexpr,
-):
+    scale, keep, T, N, HV, H,
+    K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, PIECES: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr, STEPS: tl.constexpr, DELTA: tl.constexpr,
+    CHANNEL: tl.constexpr, PACKED: tl.constexpr, FP32: tl.constexpr, LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
     """grid (chunks * HV,). keep, which backward wants, is no constant: one compilation for both."""
     c: tl.constexpr = Constants(
         K, V, WIDE, BK, BV, STEPS, DELTA, CHANNEL, LIMIT, SHIFT, APART, FP32, PRECISION, INNER

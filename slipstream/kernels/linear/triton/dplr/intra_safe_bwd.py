@@ -45,20 +45,10 @@ Partners = namedtuple("Partners", "m dm n dn")
 
 @triton.jit
 def _times_states(
-    p,
-    stride,
-    p_states,
-    o_c,
-    m_c,
-    o_k,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    BV: tl.constexpr,
-    BK: tl.constexpr,
-    C: tl.constexpr,
-    BY_CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    p, stride, p_states, o_c, m_c, o_k,
+    V: tl.constexpr, WIDE: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    BY_CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Rows [C, V] of a chunk, from tokens or BY_CHUNK, transposed, times its states [V, BK]."""
     b_d = tl.zeros((C, BK), tl.float32)
     for n in range(tl.cdiv(V, BV)):
@@ -166,33 +156,17 @@ def dplr_intra_safe_bwd_kernel(
     dq_ptr,  # [tokens, HV, K]
     dk_ptr,
     da_ptr,  # dplr
-    db_ptr,
-    dg_ptr,
+    db_ptr, dg_ptr,
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, except for the first
     strong_ptr,  # [chunks, HV]: of intra_safe.py; 2 is strong unless by QUARTERS
     ones_ptr,  # gate_ones.py's
     cu_ptr,  # [N + 1]
-    scale,
-    T,
-    N,
-    HV,
-    H,
-    tokens,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    STEPS: tl.constexpr,
-    DELTA: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    PACKED: tl.constexpr,
-    FP32: tl.constexpr,
-    LIMIT: tl.constexpr,
-    QUARTERS: tl.constexpr,
+    scale, T, N, HV, H, tokens,
+    K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, STEPS: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
+    PACKED: tl.constexpr, FP32: tl.constexpr, LIMIT: tl.constexpr, QUARTERS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
     c: tl.constexpr = Constants(STEPS, C, FP32, PRECISION)
     NK: tl.constexpr = (K + BK - 1) // BK

@@ -40,19 +40,10 @@ def dplr_scores_kernel(
     dak_ptr,
     diag_ptr,  # [chunks, HV, 2, C]: dqb and dqk of pairs (i, i), which are zero there
     cu_ptr,  # [N + 1]
-    scale,
-    T,
-    N,
-    HV,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    DELTA: tl.constexpr,
-    PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    scale, T, N, HV,
+    V: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    DELTA: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """grid (chunks * HV,): gradients of the scores, of v and of beta, all of V in one program."""
     VM: tl.constexpr = V % BV != 0
     act = dqb_ptr.dtype.element_ty

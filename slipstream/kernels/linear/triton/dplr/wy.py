@@ -148,29 +148,12 @@ def dplr_wy_kernel(
     r_ptr,  # if keep
     strong_ptr,  # [chunks, HV]: 1 if a half decays by more than LIMIT, 2 if it is strong
     cu_ptr,  # [N + 1]
-    scale,
-    keep,
-    T,
-    N,
-    HV,
-    H,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    STEPS: tl.constexpr,
-    DELTA: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    PACKED: tl.constexpr,
-    FP32: tl.constexpr,
-    LIMIT: tl.constexpr,
-    APART: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INNER: tl.constexpr,
-):
+    scale, keep, T, N, HV, H,
+    K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, STEPS: tl.constexpr, DELTA: tl.constexpr, HAS_GATE: tl.constexpr,
+    CHANNEL: tl.constexpr, PACKED: tl.constexpr, FP32: tl.constexpr, LIMIT: tl.constexpr,
+    APART: tl.constexpr, PRECISION: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
     """grid (chunks * HV,). keep, which backward wants, is no constant: one compilation for both."""
     ops = Operands(a_ptr, b_ptr, k_ptr)
     c: tl.constexpr = Constants(

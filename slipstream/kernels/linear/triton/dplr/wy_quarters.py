@@ -67,31 +67,12 @@ def dplr_wy_quarters_kernel(
     r_ptr,  # if keep
     strong_ptr,  # [chunks, HV]: 2 where the chunk is; 3 if a quarter decays by more than 2 LIMIT
     cu_ptr,  # [N + 1]
-    scale,
-    keep,
-    total,
-    T,
-    N,
-    HV,
-    H,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    WIDE: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    BK: tl.constexpr,
-    PIECES: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    STEPS: tl.constexpr,
-    DELTA: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    PACKED: tl.constexpr,
-    FP32: tl.constexpr,
-    LIMIT: tl.constexpr,
-    APART: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INNER: tl.constexpr,
-):
+    scale, keep, total, T, N, HV, H,
+    K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, MAX_CHUNKS: tl.constexpr,
+    BK: tl.constexpr, PIECES: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, STEPS: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, PACKED: tl.constexpr, FP32: tl.constexpr,
+    LIMIT: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
     """grid (at least total / MAX_CHUNKS,). total: chunks times value heads. keep, which backward
     wants, is no constant: one compilation for both."""
     c: tl.constexpr = Constants(

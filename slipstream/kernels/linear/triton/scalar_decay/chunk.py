@@ -102,15 +102,9 @@ def store_rows(
 
 @triton.jit
 def locate_segment(
-    cu_ptr,
-    i_seg,
-    T,
-    N,
-    segment,
-    ANCHOR_INTERVAL: tl.constexpr,
-    PACKED: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    cu_ptr, i_seg, T, N, segment,
+    ANCHOR_INTERVAL: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """A segment's first token, tokens, batch entry, tokens of that before it and first anchor."""
     i_n = i_seg.to(tl.int64)
     if SPLIT:

@@ -111,15 +111,9 @@ def anchor_chunks(
 
 @triton.jit
 def masked_scores(
-    b_a,
-    o_c,
-    b_G,
-    b_low,
-    REVERSE: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    DIAGONAL_LAST: tl.constexpr,
-    FP32: tl.constexpr,
-):
+    b_a, o_c, b_G, b_low,
+    REVERSE: tl.constexpr, HAS_GATE: tl.constexpr, DIAGONAL_LAST: tl.constexpr, FP32: tl.constexpr,
+):  # fmt: skip
     """A [j, i], decayed, where i sees j, else 0; and 0, or with DIAGONAL_LAST the diagonal, which
     A is without."""
     diag = 0.0

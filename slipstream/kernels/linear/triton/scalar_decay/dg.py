@@ -45,25 +45,12 @@ def scalar_decay_dg_kernel(
     g_ptr,  # [B, T, HV] by strides
     dg_ptr,  # [tokens, HV]
     cu_ptr,  # [N + 1]
-    T,
-    N,
-    HV,
-    tokens,
-    segment,
-    num_anchors,
+    T, N, HV, tokens, segment, num_anchors,
     min_chunk_gate,  # of a chunk that nothing crosses, the sum of its gates is less
-    stride_gb,
-    stride_gt,
-    stride_gh,
-    NX: tl.constexpr,
-    NK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    C: tl.constexpr,
-    BT: tl.constexpr,
-    BH: tl.constexpr,
-    PACKED: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    stride_gb, stride_gt, stride_gh,
+    NX: tl.constexpr, NK: tl.constexpr, TOKENS: tl.constexpr, C: tl.constexpr, BT: tl.constexpr,
+    BH: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """grid (ceil(HV / BH) * anchors,): BH heads of an anchor interval of TOKENS, from its last BT
     tokens on."""
     pid = tl.program_id(0)

@@ -97,26 +97,12 @@ def vector_decay_dqkg_kernel(
     cu_ptr,  # [N + 1]
     scale,
     total,  # tiles of K times chunks times value heads; None for PIECES 1
-    T,
-    N,
-    HV,
-    HK,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    ALL: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    C: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BOUND: tl.constexpr,
-    SHIFT: tl.constexpr,
-    APART: tl.constexpr,
-    BEFORE: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    BF16_TERMS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PIECES: tl.constexpr,
-):
+    T, N, HV, HK,
+    K: tl.constexpr, BK: tl.constexpr, ALL: tl.constexpr, MAX_CHUNKS: tl.constexpr, C: tl.constexpr,
+    LEVELS: tl.constexpr, BOUND: tl.constexpr, SHIFT: tl.constexpr, APART: tl.constexpr,
+    BEFORE: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr, BF16_TERMS: tl.constexpr,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
     """BK channels of one chunk and value head at a time, of the chunks that are safe in PIECES.
 
     PIECES: 1 for chunks that are one safe block, 2 for others of which each half is one, 4 for

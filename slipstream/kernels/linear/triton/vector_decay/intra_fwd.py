@@ -124,24 +124,11 @@ def vector_decay_intra_fwd_kernel(
     do_ptr,
     p_ptr,  # [chunks, HV, C, C]; None where that is not wanted
     cu_ptr,  # [N + 1]
-    T,
-    N,
-    HV,
-    HK,
-    HX,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    C: tl.constexpr,
-    BOUND: tl.constexpr,
-    APART: tl.constexpr,
-    BEFORE: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    BF16_TERMS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    T, N, HV, HK, HX,
+    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    BOUND: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr, PACKED: tl.constexpr,
+    GROUPED: tl.constexpr, BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """grid (HV * chunks,): one chunk and value head a program."""
     if not GROUPED:  # what is there of q, k, v and do has HV heads
         HK = HV
@@ -235,26 +222,12 @@ def vector_decay_scores_kernel(
     a_ptr,  # [chunks, HV, C, C]
     ones_ptr,  # gate_ones.py's
     cu_ptr,  # [N + 1]
-    total,
-    T,
-    N,
-    HV,
-    HK,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    ALL: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    C: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BOUND: tl.constexpr,
-    SHIFT: tl.constexpr,
-    APART: tl.constexpr,
-    BEFORE: tl.constexpr,
-    PACKED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    BF16_TERMS: tl.constexpr,
+    total, T, N, HV, HK,
+    K: tl.constexpr, BK: tl.constexpr, ALL: tl.constexpr, MAX_CHUNKS: tl.constexpr, C: tl.constexpr,
+    LEVELS: tl.constexpr, BOUND: tl.constexpr, SHIFT: tl.constexpr, APART: tl.constexpr,
+    BEFORE: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr, BF16_TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """grid (at least total / MAX_CHUNKS,): the other rows of A, of strong chunks and heads.
 
     total: chunks times value heads.

@@ -216,14 +216,9 @@ def is_block_safe(p_decay, K: tl.constexpr, ALL: tl.constexpr, BOUND: tl.constex
 
 @triton.jit
 def is_chunk_safe(
-    p_decay,
-    total,
-    each,
-    K: tl.constexpr,
-    ALL: tl.constexpr,
-    BOUND: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-):
+    p_decay, total, each,
+    K: tl.constexpr, ALL: tl.constexpr, BOUND: tl.constexpr, MAX_CHUNKS: tl.constexpr,
+):  # fmt: skip
     """Whether all chunks of this program are, of [0, total) every num_programs-th, each // `each`.
 
     One load for up to MAX_CHUNKS chunks: a program that only looked at one would cost as much.
