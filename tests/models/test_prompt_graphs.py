@@ -33,7 +33,7 @@ def test_prompts_in_turns_are_not_captured_again(monkeypatch: pytest.MonkeyPatch
     assert made == [6, 5, 4, 3, 7, 8]
 
 
-def test_graph_of_a_step_is_of_one_room_and_inputs() -> None:
+def test_step_graph_is_of_one_room() -> None:
     decoding, cache = graphs.Decoding(), SimpleNamespace(graphs={})
     decoding.active = True
     ids = tokens(2, 1)
