@@ -1,4 +1,5 @@
-"""What tests/support/quick_interpreter.py changes in Triton's interpreter: numpy's numbers."""
+"""What tests/support/quick_interpreter.py changes in Triton's interpreter, numpy's numbers, and
+what tests/support/in_order.py looks for."""
 
 import numpy as np
 import pytest
@@ -56,6 +57,22 @@ if INTERPRETED:
         x = tl.load(x_ptr + m[:, None] * K + k[None, :])
         y = tl.load(y_ptr + k[:, None] * N + n[None, :])
         tl.store(out_ptr + m[:, None] * N + n[None, :], tl.dot(x, y, input_precision="ieee"))
+
+    @triton.jit
+    def _turning_kernel(x_ptr, N: tl.constexpr, WAITS: tl.constexpr):
+        at = tl.arange(0, N)
+        tl.store(x_ptr + at, at.to(tl.float32))
+        if WAITS:
+            tl.debug_barrier()
+        tl.store(x_ptr + N + at, tl.load(x_ptr + N - 1 - at))
+
+    @triton.jit
+    def _moving_kernel(x_ptr, N: tl.constexpr, WAITS: tl.constexpr):
+        at = tl.arange(0, N)
+        x = tl.load(x_ptr + 1 + at)
+        if WAITS:
+            tl.debug_barrier()
+        tl.store(x_ptr + at, x)
 
 
 def scanned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -128,3 +145,17 @@ def test_combine_functions_and_broadcasts() -> None:
             check(dtype, reverse)
     check_mixed()
     check_product()
+
+
+@interpreted
+def test_threads_see_each_other_behind_a_barrier() -> None:
+    N = 8
+    for waits in (False, True):
+        x = torch.zeros(2 * N)
+        _turning_kernel[(1,)](x_ptr=x, N=N, WAITS=waits)
+        want = torch.arange(N - 1.0, -1.0, -1.0) if waits else torch.full((N,), torch.nan)
+        torch.testing.assert_close(x[N:], want, equal_nan=True)
+    _moving_kernel[(1,)](x_ptr=x, N=N, WAITS=True)
+    assert x[:N].tolist() == [*range(1, N), N - 1]
+    with pytest.raises(Exception, match="are overwritten that other threads may still load"):
+        _moving_kernel[(1,)](x_ptr=x, N=N, WAITS=False)

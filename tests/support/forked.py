@@ -126,10 +126,12 @@ def main() -> None:
     if sys.argv[1] == "interpreter":
         from tests.support import quick_interpreter
         from tests.support.in_bounds import in_bounds
+        from tests.support.in_order import in_order
 
         quick_interpreter.install()
         # in every script, as long as this runs
         checks.enter_context(in_bounds(corners=True))
+        checks.enter_context(in_order())
     replies = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:

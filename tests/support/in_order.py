@@ -1,0 +1,96 @@
+"""A check under Triton's interpreter: a program reads what it wrote only behind a barrier.
+
+Nothing says which thread has an element of a block: one may load, or overwrite, what another one
+has stored, or is still to load, unless tl.debug_barrier() is in between. What is loaded too early
+is NaN, which some kernels do not use. In place, where the same element of a block of the same shape
+is loaded and then stored, it is the same thread. A number that is no block may be overwritten:
+between its load and its store all threads meet, at a reduction.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+
+
+class Access(NamedTuple):
+    """Addresses [size], each of an element of a block of `shape`; first and last among them."""
+
+    at: np.ndarray
+    element: np.ndarray
+    shape: tuple[int, ...]
+    first: int
+    last: int
+
+
+@contextmanager
+def in_order() -> Iterator[None]:
+    """Looks at programs that are first or last of their grid's axes, as in_bounds by corners."""
+    from triton.runtime import interpreter as triton
+
+    builder: Any = triton.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    begin, barrier = builder.set_grid_idx, builder.create_barrier
+    loads: list[Access] = []
+    stores: list[Access] = []
+    looks = True
+
+    def begun(self: Any, *index: int) -> None:
+        nonlocal looks
+        begin(self, *index)
+        loads.clear()
+        stores.clear()
+        looks = not any(0 < i < n - 1 for i, n in zip(index, self.grid_dim))
+
+    def met(self: Any) -> Any:
+        loads.clear()
+        stores.clear()
+        return barrier(self)
+
+    def access(pointers: Any, mask: Any) -> Access | None:
+        at, mask = np.asarray(pointers.data), np.asarray(mask.data, dtype=bool)
+        element = np.flatnonzero(mask)
+        if not looks or not element.size:
+            return None
+        given = at.reshape(-1)[element].astype(np.int64)
+        return Access(given, element, at.shape, int(given.min()), int(given.max()))
+
+    def shared(new: Access, olds: list[Access]) -> Iterator[tuple[Access, np.ndarray, np.ndarray]]:
+        for old in olds:
+            if old.first <= new.last and new.first <= old.last:
+                _, i, j = np.intersect1d(new.at, old.at, return_indices=True)
+                if i.size:
+                    yield old, i, j
+
+    def loaded(self: Any, pointers: Any, mask: Any, *args: Any, **named: Any) -> Any:
+        found = load(self, pointers, mask, *args, **named)
+        new = access(pointers, mask)
+        if new:
+            for _, i, _ in shared(new, stores):
+                kind = found.data.dtype.kind
+                assert kind == "f" or found.dtype.scalar.is_bf16(), (
+                    "no barrier before these numbers"
+                )
+                found.data = found.data.copy()
+                found.data.reshape(-1)[new.element[i]] = np.nan if kind == "f" else 0x7FFF
+            loads.append(new)
+        return found
+
+    def stored(self: Any, pointers: Any, value: Any, mask: Any, *args: Any, **named: Any) -> Any:
+        new = access(pointers, mask)
+        if new:
+            for old, i, j in shared(new, loads if new.at.size > 1 else []):
+                same = old.shape == new.shape and (new.element[i] == old.element[j]).all()
+                assert same, f"{i.size} elements are overwritten that other threads may still load"
+            stores.append(new)
+        return store(self, pointers, value, mask, *args, **named)
+
+    with (
+        patch.object(builder, "create_masked_load", loaded),
+        patch.object(builder, "create_masked_store", stored),
+        patch.object(builder, "set_grid_idx", begun),
+        patch.object(builder, "create_barrier", met),
+    ):
+        yield
