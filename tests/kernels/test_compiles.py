@@ -261,6 +261,18 @@ def test_kernels_compile_for_extremes(name: str) -> None:
         check(job)
 
 
+def test_products_of_float32_have_its_digits() -> None:
+    """The interpreter multiplies in float32, whatever a product is said to round to."""
+    ops = ("chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule", "chunk_kda", "chunk_rwkv7")
+    samples = [x for x in SAMPLES if x.op in (*ops, "attention", "matmul")]
+    found = find_kernels(samples, [Shape(K=64, V=64, dtype=torch.float32)], "sm_90")
+    names = {name for job, _ in found.tasks for name in job.constants}
+    roundings = names & {"PRECISION", "INNER"}
+    assert len(roundings) == 2 and not found.failures
+    for job, _ in found.tasks:
+        assert not {"tf32", "halves"} & {job.constants.get(name) for name in roundings}, job.name
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("unit", UNIT_WIDTHS)
 def test_normalised_heads_stay_within_a_warp(unit: int, packed: bool) -> None:

@@ -286,7 +286,7 @@ def append() -> list[Tensor]:
 
 
 def slot_rows() -> list[Tensor]:
-    scores, dp, p = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8), torch.empty(1, 6, 2, 8)
+    scores, dp, p = torch.randn(1, 6, 2, 6), torch.randn(1, 6, 2, 6), torch.empty(1, 6, 2, 6)
     gsa._softmax(scores, p, "triton|eager")
     gsa._softmax_backward(p, dp, "triton|eager")
     return [p, dp]
