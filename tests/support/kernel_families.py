@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,8 +76,11 @@ class Family:
                 patch.setattr(f"{module}.INTERPRETED", impl != "eager")
             elif hasattr(found, "impl_for"):  # which asks `choose` on CUDA alone
                 patch.setattr(found, "impl_for", lambda x, f, asked: choose((), x, asked).impls)
-            else:
-                patch.setattr(f"{module}.choose", choose)
+            elif hasattr(found, "choose"):
+                patch.setattr(found, "choose", choose)
+            else:  # dispatch.choose
+                own = SimpleNamespace(**{**vars(dispatch), "choose": choose})
+                patch.setattr(found, "dispatch", own)
 
 
 def forget_plans() -> None:
