@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,3 +168,16 @@ def test_entries_are_as_many_as_their_bound(of: Callable, monkeypatch: pytest.Mo
     for i in range(9):
         assert remember(i) == i + 1
         assert len(known) == i % 4 + 1
+
+
+def test_records_of_calls_are_as_many_as_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_replay, "MAX_RECORDS", 3)
+    made = SimpleNamespace(is_late=False)
+    monkeypatch.setattr(call_replay, "record", lambda fn, args, *options: (fn(*args), made))
+    call = DirectCall(lambda x: x)
+    known = call._known_of((1,))
+    for count in (1, 2, 3):
+        assert not known.closed
+        call._record(known, (torch.ones(1),))
+        assert len(known.records) == count
+    assert known.closed
