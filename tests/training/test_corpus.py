@@ -1,9 +1,12 @@
 import gzip
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from slipstream.training import corpus as corpus_module
+from slipstream.training import tokenizer
 from slipstream.training.config import Data
 from slipstream.training.corpus import Corpus, File, find, split
 
@@ -139,3 +142,12 @@ def test_corpus_names_wrong_line(tmp_path, line: str, words: str) -> None:
         list(side.pieces(file))
     with pytest.raises(ValueError, match=r"x\.jsonl, line 4: "):
         list(side.pieces(file, offset=15))
+
+
+@pytest.mark.parametrize(
+    ("limit", "texts"), [(8, ["aa", "bb", "cc", "dd"]), (4, ["aa", "cc"]), (3, ["aa", "dd"])]
+)
+def test_sample_of_a_tokenizer_is_even_and_bounded(limit: int, texts: list[str]) -> None:
+    files = [SimpleNamespace(size=2, text=x) for x in ("aa", "bb", "cc", "dd")]
+    corpus: Any = SimpleNamespace(files=files, pieces=lambda file: [file])
+    assert [*tokenizer._sample(corpus, limit)] == texts
