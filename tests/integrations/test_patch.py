@@ -159,6 +159,11 @@ def test_tables_of_positions_keep_sequences_apart(name: str, tables: int) -> Non
 
 def test_tables_of_positions_of_images() -> None:
     find = linear_mixers.sequences_of_positions
+    one, real = torch.tensor([[0, 0, 1, 5, 0]]), torch.tensor([[1, 0, 1, 1, 1]]).bool()
+    given = [(None, False), (None, True), (real, False), (real.flip(1), False)]
+    got = [find(one, *x) for x in given]
+    want = [[0, 1, 1, 1, 2], [0, 1, 1, 2, 3], [0, 0, 0, 0, 1], [0, 1, 1, 1, 1]]
+    assert [None if x is None else x[0].tolist() for x in got] == want
     text = torch.arange(3)
     # text, an image of two rows of three tokens, text
     height = torch.tensor([3, 3, 3, 4, 4, 4])
