@@ -16,13 +16,17 @@ import numpy as np
 
 
 class Access(NamedTuple):
-    """Addresses [size], each of an element of a block of `shape`; first and last among them."""
+    """Addresses of a block and which of them count; they lie between first and last."""
 
     at: np.ndarray
-    element: np.ndarray
-    shape: tuple[int, ...]
+    mask: np.ndarray
     first: int
     last: int
+
+    def counted(self) -> tuple[np.ndarray, np.ndarray]:
+        """The addresses that count, and of which elements they are."""
+        element = np.flatnonzero(self.mask)
+        return self.at.reshape(-1)[element], element
 
 
 @contextmanager
@@ -50,19 +54,19 @@ def in_order() -> Iterator[None]:
         return barrier(self)
 
     def access(pointers: Any, mask: Any) -> Access | None:
-        at, mask = np.asarray(pointers.data), np.asarray(mask.data, dtype=bool)
-        element = np.flatnonzero(mask)
-        if not looks or not element.size:
+        at = np.asarray(pointers.data)
+        if not looks or not at.size:
             return None
-        given = at.reshape(-1)[element].astype(np.int64)
-        return Access(given, element, at.shape, int(given.min()), int(given.max()))
+        return Access(at, np.asarray(mask.data, dtype=bool), int(at.min()), int(at.max()))
 
     def shared(new: Access, olds: list[Access]) -> Iterator[tuple[Access, np.ndarray, np.ndarray]]:
+        """Earlier ones of the same addresses, and the elements of these, new and old."""
         for old in olds:
             if old.first <= new.last and new.first <= old.last:
-                _, i, j = np.intersect1d(new.at, old.at, return_indices=True)
+                (at, element), (before, was) = new.counted(), old.counted()
+                _, i, j = np.intersect1d(at, before, return_indices=True)
                 if i.size:
-                    yield old, i, j
+                    yield old, element[i], was[j]
 
     def loaded(self: Any, pointers: Any, mask: Any, *args: Any, **named: Any) -> Any:
         found = load(self, pointers, mask, *args, **named)
@@ -74,7 +78,7 @@ def in_order() -> Iterator[None]:
                     "no barrier before these numbers"
                 )
                 found.data = found.data.copy()
-                found.data.reshape(-1)[new.element[i]] = np.nan if kind == "f" else 0x7FFF
+                found.data.reshape(-1)[i] = np.nan if kind == "f" else 0x7FFF
             loads.append(new)
         return found
 
@@ -82,7 +86,7 @@ def in_order() -> Iterator[None]:
         new = access(pointers, mask)
         if new:
             for old, i, j in shared(new, loads if new.at.size > 1 else []):
-                same = old.shape == new.shape and (new.element[i] == old.element[j]).all()
+                same = old.at.shape == new.at.shape and (i == j).all()
                 assert same, f"{i.size} elements are overwritten that other threads may still load"
             stores.append(new)
         return store(self, pointers, value, mask, *args, **named)
