@@ -1,5 +1,6 @@
 """The host waits for what a GPU that is as late as can be has written, without a GPU."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -76,3 +77,7 @@ def test_times_are_read_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     call = mock.Mock()
     assert doctor_bench.milliseconds(call, torch.device("cuda")) == 1.0
     assert call.call_count > doctor_bench.RUNS
+
+
+def test_times_of_a_cpu_are_milliseconds() -> None:
+    assert 2 <= doctor_bench.milliseconds(lambda: time.sleep(0.002), torch.device("cpu")) < 1000
