@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.sm90.plan import unsupported_reason
 
@@ -23,7 +22,7 @@ def takes_as_they_are(terms: LinearInputs, impl: str | None) -> bool:
     """Whether a call in chunks with this `impl` needs no as_dplr."""
     if impl not in (None, "sm90") or not terms.q.is_cuda:
         return False
-    dtype = autocast_dtype(terms.q)
+    dtype = checks.autocast_dtype(terms.q)
     if dtype is not None:
         names = ("q", "k", "v", "erase", "write")
         terms = terms._replace(

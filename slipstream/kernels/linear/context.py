@@ -15,32 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.context_in_order import BackwardInOrder, ForwardInOrder
-from slipstream.kernels.linear.context_states import BackwardStates, ForwardStates, decays
+from slipstream.kernels.linear import context_in_order, context_states, inputs, op
 from slipstream.kernels.linear.context_terms import Call, states_per_sequence
-from slipstream.kernels.linear.inputs import (
-    DIFFERENTIABLE,
-    NUM_TERMS,
-    BackwardCall,
-    LinearInputs,
-)
+from slipstream.kernels.linear.inputs import DIFFERENTIABLE, NUM_TERMS, LinearInputs
 from slipstream.kernels.linear.modes.memory import groups_of, in_groups
-from slipstream.kernels.linear.op import (
-    Extras,
-    backward_impl,
-    call_backward,
-    call_forward,
-    forward_impl,
-    grad_names,
-)
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    as_base,
-    needs_autograd,
-    once_differentiable,
-    save,
-)
+from slipstream.runtime import autograd
 from slipstream.runtime.context_share import Share
 from slipstream.runtime.custom_op import DirectCall
 
@@ -61,7 +40,7 @@ def linear_across_ranks(
         chunk = gcd(call.how.chunk, share.segment_tokens) if call.how.chunk else 0
         call = call._replace(how=call.how._replace(chunk=chunk))
     given = terms._replace(initial_state=initial_state)
-    if needs_autograd(*given):
+    if autograd.needs_autograd(*given):
         o, final = _AcrossRanks.apply(*given, share, call)
     else:
         o, after, *_ = _call_forward(*given, share, call, False)
@@ -69,7 +48,7 @@ def linear_across_ranks(
     return o, final if call.wants_final else None
 
 
-class _AcrossRanks(Function):
+class _AcrossRanks(autograd.Function):
     operator = "slipstream::linear"
 
     @staticmethod
@@ -79,12 +58,12 @@ class _AcrossRanks(Function):
         initial_state = terms.initial_state
         ctx.share, ctx.call, ctx.has_initial = share, call, initial_state is not None
         states = rest.pop(0) if ctx.has_initial or share.earlier else None
-        save(ctx, *terms._replace(initial_state=states), *rest)
-        return o, as_base(_final_states(after, initial_state, terms, share, call))
+        autograd.save(ctx, *terms._replace(initial_state=states), *rest)
+        return o, autograd.as_base(_final_states(after, initial_state, terms, share, call))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dout: Tensor, dfinal: Tensor) -> Any:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dout: Tensor, dfinal: Tensor) -> Any:
         terms, rest = LinearInputs(*saved[:NUM_TERMS]), saved[NUM_TERMS:]
         share, call = ctx.share, ctx.call
         if call.wants_final:
@@ -93,7 +72,7 @@ class _AcrossRanks(Function):
         gate_gradient = ctx.needs_input_grad[LinearInputs._fields.index("g")]
         end = dfinal if call.wants_final else None
         found = iter(_call_backward(*terms, dout, end, share, call, gate_gradient, *rest))
-        grads = {name: next(found) for name in grad_names(terms, gate_gradient)}
+        grads = {name: next(found) for name in op.grad_names(terms, gate_gradient)}
         start = grads.pop("initial_state", None)
         if ctx.has_initial:
             assert start is not None
@@ -127,13 +106,13 @@ def _forward_heads(terms: LinearInputs, share: Share, call: Call, save: bool) ->
     terms = terms._replace(initial_state=states)
     begins = [] if states is None else [states]
     if share.segment_tokens is not None:
-        exchange = ForwardInOrder(terms, share, call)
+        exchange = context_in_order.ForwardInOrder(terms, share, call)
     elif share.crossings.any:
-        exchange = ForwardStates(terms, share, call)
+        exchange = context_states.ForwardStates(terms, share, call)
     else:
-        return *call_forward(*terms, *call.how), *begins
-    extras = Extras(save=save, exchange=exchange)
-    found, after, *saved = forward_impl(*terms, *call.how, extras=extras)
+        return *op.call_forward(*terms, *call.how), *begins
+    extras = op.Extras(save=save, exchange=exchange)
+    found, after, *saved = op.forward_impl(*terms, *call.how, extras=extras)
     passed = [exchange.transition] if save and exchange.transition is not None else []
     return found, after, *begins, *passed, *saved
 
@@ -151,15 +130,15 @@ def _backward(*args: Any) -> list[Tensor]:
             end[-width:] = 0
     elif share.later:
         end = terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
-    backward = BackwardCall(dout, end, *call.how.backward, gate_gradient=gate_gradient)
+    backward = inputs.BackwardCall(dout, end, *call.how.backward, gate_gradient=gate_gradient)
     if share.segment_tokens is not None:
-        exchange = BackwardInOrder(terms, share, call, end, dout)
+        exchange = context_in_order.BackwardInOrder(terms, share, call, end, dout)
     elif share.crossings.any:
-        transition = saved.pop(0) if share.passes_through and decays(terms) else None
-        exchange = BackwardStates(terms, share, call, end, transition, dout)
+        transition = saved.pop(0) if share.passes_through and context_states.decays(terms) else None
+        exchange = context_states.BackwardStates(terms, share, call, end, transition, dout)
     else:
-        return call_backward(*terms, *backward)
-    return backward_impl(*terms, *backward, *saved, extras=Extras(exchange=exchange))
+        return op.call_backward(*terms, *backward)
+    return op.backward_impl(*terms, *backward, *saved, extras=op.Extras(exchange=exchange))
 
 
 # R ranks take 2 (R - 2) operations of torch to combine what they have sent

@@ -15,31 +15,22 @@ from math import prod
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange
-from slipstream.kernels.linear.context_terms import (
-    Call,
-    head_gradient,
-    states_per_sequence,
-    tail_state,
-    terms_of,
-    transition_factors,
-    transition_matrix,
-)
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear import backend, context_terms, inputs
+from slipstream.kernels.linear.context_terms import Call, head_gradient, states_per_sequence
 from slipstream.kernels.linear.segments import Segments, split_into_segments
 from slipstream.runtime.context_share import Share
 
 
-def decays(terms: LinearInputs) -> bool:
+def decays(terms: inputs.LinearInputs) -> bool:
     """Whether M is not 1."""
     return terms.transition != "none" or terms.decay != "none" or terms.gv is not None
 
 
-class _StateExchange(Exchange):
+class _StateExchange(backend.Exchange):
     """The exchange of states in both directions. It happens once, also where a back end fails after
     it and another takes over."""
 
-    def __init__(self, terms: LinearInputs, share: Share, call: Call) -> None:
+    def __init__(self, terms: inputs.LinearInputs, share: Share, call: Call) -> None:
         self.terms, self.share, self.call = terms, share, call
         self.width, self.matrix = states_per_sequence(terms), terms.transition != "none"
         # what other ranks have sent, once this one has, too
@@ -47,7 +38,7 @@ class _StateExchange(Exchange):
 
     def segments(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         chosen: Segments | None,
         chunk: int,
         unit: int | None = None,
@@ -168,13 +159,13 @@ class ForwardStates(_StateExchange):
             begins = share.begins_here(len(share.pieces) - 1)
             states = terms.initial_state
             start = states[-self.width :] if begins and states is not None else None
-            E = tail_state(terms, share, call, start)
+            E = context_terms.tail_state(terms, share, call, start)
             if self.passes:
-                tail = terms_of(terms, share.tail_begin, None)
+                tail = context_terms.terms_of(terms, share.tail_begin, None)
                 M = (
-                    transition_matrix(tail, self.width, call)
+                    context_terms.transition_matrix(tail, self.width, call)
                     if self.matrix
-                    else transition_factors(tail)
+                    else context_terms.transition_factors(tail)
                 )
         self._send(E, M)
 
@@ -206,7 +197,7 @@ class BackwardStates(_StateExchange):
 
     def __init__(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         share: Share,
         call: Call,
         dfinal: Tensor | None,

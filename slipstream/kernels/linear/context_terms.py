@@ -7,16 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange
+from slipstream.kernels.linear import backend, op
 from slipstream.kernels.linear.inputs import BackwardCall, ForwardCall, LinearInputs
-from slipstream.kernels.linear.op import (
-    Extras,
-    backward_impl,
-    by_name,
-    call_backward,
-    call_forward,
-    forward_impl,
-)
 from slipstream.runtime.context_share import Share
 
 # From the terms of a call to the implementations to try for it.
@@ -47,14 +39,14 @@ def tail_state(
     share: Share,
     call: Call,
     start: Tensor | None,
-    exchange: Exchange | None = None,
+    exchange: backend.Exchange | None = None,
 ) -> Tensor:
     """The state at this rank's end of the sequence that continues, begun with `start`
     [width, HV, K, V]. exchange: of this rank alone, with the segments to compute by."""
     tail = terms_of(terms, share.tail_begin, None)._replace(initial_state=start)
     if exchange is not None:
-        return forward_impl(*tail, *call.how, extras=Extras(exchange=exchange))[1]
-    return call_forward(*tail, *call.how)[1]
+        return op.forward_impl(*tail, *call.how, extras=op.Extras(exchange=exchange))[1]
+    return op.call_forward(*tail, *call.how)[1]
 
 
 def head_gradient(
@@ -63,7 +55,7 @@ def head_gradient(
     call: Call,
     dout: Tensor,
     dfinal: Tensor | None,
-    exchange: Exchange | None = None,
+    exchange: backend.Exchange | None = None,
 ) -> Tensor:
     """The gradient of the state with which a sequence from earlier ranks begins here, from those of
     its outputs and of the state with which it ends [width, HV, K, V]. exchange: as tail_state has
@@ -73,10 +65,10 @@ def head_gradient(
     head = terms_of(terms, 0, end)._replace(initial_state=states[: states_per_sequence(terms)])
     given = *head, *BackwardCall(dout[:, :end], dfinal, *call.how.backward, False)
     if exchange is not None:
-        grads = backward_impl(*given, extras=Extras(exchange=exchange))
+        grads = op.backward_impl(*given, extras=op.Extras(exchange=exchange))
     else:
-        grads = call_backward(*given)
-    return by_name(head, False, grads)["initial_state"]
+        grads = op.call_backward(*given)
+    return op.by_name(head, False, grads)["initial_state"]
 
 
 def _identity(terms: LinearInputs, width: int) -> Tensor:
@@ -89,7 +81,7 @@ def transition_matrix(tail: LinearInputs, width: int, call: Call) -> Tensor:
     K = tail.q.shape[-1]
     v = tail.v.new_zeros(*tail.v.shape[:3], K)
     alone = tail._replace(v=v, initial_state=_identity(tail, width))
-    return call_forward(*alone, *call.how._replace(impl=call.choose(alone)))[1]
+    return op.call_forward(*alone, *call.how._replace(impl=call.choose(alone)))[1]
 
 
 def transition_factors(tail: LinearInputs) -> Tensor:

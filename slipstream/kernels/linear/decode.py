@@ -11,20 +11,14 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype, cast
 from slipstream.common.pool_rows import PoolRows
-from slipstream.kernels.linear import probe
+from slipstream.kernels.linear import op, probe
 from slipstream.kernels.linear.dispatch import LinearOptions, as_autocast, check
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.triton.plan import kind
-from slipstream.runtime.autograd import wants_gradient
-from slipstream.runtime.backends import triton_unsupported
-from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime import autograd, backends, custom_op, guarded_launch, token_ids
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
-from slipstream.runtime.guarded_launch import Guard, known_failure
-from slipstream.runtime.token_ids import expect_below, expect_offsets, expect_unique
 
 # of a token's terms: erase and write are a and b by then
 _COUNT = LinearInputs._fields.index("erase")
@@ -47,7 +41,7 @@ class Pool(NamedTuple):
 def unsupported_reason(call: tuple[LinearInputs, Pool]) -> str | None:
     """Why the Triton kernel can't take this call, or None if it can."""
     terms, pool = call
-    if reason := triton_unsupported(terms.q, "q"):
+    if reason := backends.triton_unsupported(terms.q, "q"):
         return reason
     if pool.state.dtype == torch.float64:
         return "it computes in float32, and state is float64"
@@ -55,7 +49,7 @@ def unsupported_reason(call: tuple[LinearInputs, Pool]) -> str | None:
         return f"K may be at most {MAX_K}"
     if all(x.stride()[-2:] != (x.shape[-1], 1) for x in (pool.state, pool.state.mT)):
         return "the last two dimensions of state are not contiguous"
-    return known_failure(lambda: kind(terms, by_token=True), terms.q.device)
+    return guarded_launch.known_failure(lambda: kind(terms, by_token=True), terms.q.device)
 
 
 CANDIDATES = (
@@ -72,10 +66,10 @@ def run(
     key = signature((*terms, *pool[:-1]), pool.v_first, impl)
     dtype = None
     if key is not None and terms.q is not None and pool.state is not None:
-        dtype = autocast_dtype(terms.q)
+        dtype = checks.autocast_dtype(terms.q)
         key = (*key, pool.state.stride(), dtype)
     plan = _PLANS.get(key, lambda: plan_for(terms, pool, impl), (*terms, *pool[:-1]))
-    if wants_gradient(*terms, pool.state):
+    if autograd.wants_gradient(*terms, pool.state):
         raise NotImplementedError(
             "recurrent_step: the state is overwritten, so there are no gradients; call it under "
             "torch.no_grad(), or a fused_recurrent operator"
@@ -84,9 +78,9 @@ def run(
         terms = as_autocast(terms)
     scale = float(max(terms.q.shape[-1], 1) ** -0.5 if scale is None else scale)
     if terms.q.is_cuda:  # outside of what is replayed; on the CPU the operator looks
-        expect_below("state_indices", pool.indices, pool.state.shape[0], "slots")
+        token_ids.expect_below("state_indices", pool.indices, pool.state.shape[0], "slots")
         if terms.cu_seqlens is not None:
-            expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
+            token_ids.expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
     return _call(
         *pool, *terms[:_COUNT], terms.cu_seqlens, scale=scale, l2_norm=l2_norm, impl=plan.impls
     )
@@ -118,8 +112,8 @@ def _check_pool(terms: LinearInputs, pool: Pool) -> None:
 def _check_indices(indices: Tensor, cache_slots: int) -> None:
     """On the host: none past the last slot, none twice. On a device it would be a sync."""
     if indices.is_cpu:
-        expect_below("state_indices", indices, cache_slots, "slots")
-        expect_unique("state_indices", indices, "slot")
+        token_ids.expect_below("state_indices", indices, cache_slots, "slots")
+        token_ids.expect_unique("state_indices", indices, "slot")
 
 
 def _step(*args: Any) -> Tensor:
@@ -130,18 +124,18 @@ def _step(*args: Any) -> Tensor:
         return terms.q.new_zeros(terms.v.shape)
     if indices is not None:
         _check_indices(indices, state.shape[0])
-    with Guard(
+    with guarded_launch.Guard(
         impl,
         state.device,
         lambda: kind(terms, by_token=True),
-        lambda: probe.mismatch(terms, "triton", True, linear),
+        lambda: probe.mismatch(terms, "triton", True, op.linear),
     ) as usable:
         if usable:
             from slipstream.kernels.linear.triton import decode_launch
 
             return decode_launch.update(terms, pool.k_first, indices, scale, l2_norm)
     o = step_eager(_normalised(terms) if l2_norm else terms, pool, scale)
-    return cast(o, terms.q.dtype)
+    return checks.cast(o, terms.q.dtype)
 
 
 def _normalised(terms: LinearInputs) -> LinearInputs:
@@ -181,8 +175,8 @@ def _fake(*args: Any) -> Tensor:
     return terms.q.new_empty(terms.v.shape)
 
 
-_TERMS = schema_of(LinearInputs, _COUNT)
-_call = KernelOp(
+_TERMS = custom_op.schema_of(LinearInputs, _COUNT)
+_call = custom_op.KernelOp(
     "linear_step",
     f"(Tensor(a!) state, Tensor? state_indices, bool v_first, {_TERMS}, Tensor? cu_seqlens, "
     "float scale, bool l2_norm, str impl) -> Tensor",

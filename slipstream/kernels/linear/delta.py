@@ -21,15 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange, SavedWY
-from slipstream.kernels.linear.inputs import (
-    ChunkBackend,
-    Cotangents,
-    LinearInputs,
-    as_fp32,
-    contiguous,
-    sum_grouped_heads,
-)
+from slipstream.kernels.linear import backend, inputs
+from slipstream.kernels.linear.inputs import ChunkBackend, Cotangents, LinearInputs, as_fp32
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import (
     Segments,
@@ -145,7 +138,7 @@ class DeltaBackend(ChunkBackend):
         wy: WYFactors,
         segments: Segments,
         final: Tensor | None,
-        exchange: Exchange | None = None,
+        exchange: backend.Exchange | None = None,
     ) -> EntryStates: ...
 
     @abstractmethod
@@ -159,7 +152,7 @@ class DeltaBackend(ChunkBackend):
         transition: Any,
         segments: Segments,
         dstate: Tensor | None,
-        exchange: Exchange | None = None,
+        exchange: backend.Exchange | None = None,
     ) -> EntryStates: ...
 
     @abstractmethod
@@ -173,14 +166,14 @@ class DeltaBackend(ChunkBackend):
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
         """Everything as the kernels index it."""
         assert terms.beta is not None
-        return contiguous(terms)._replace(
+        return inputs.contiguous(terms)._replace(
             p=None if terms.p is None else self.contiguous(terms.p),
             g=None if terms.g is None else self.contiguous(terms.g),
             beta=terms.beta.contiguous(),
         )
 
     def empty_checkpoints(
-        self, terms: LinearInputs, exchange: Exchange | None
+        self, terms: LinearInputs, exchange: backend.Exchange | None
     ) -> Checkpoints | None:
         """Memory for the states that forward leaves for backward, if that wants them."""
         return None
@@ -191,7 +184,7 @@ class DeltaBackend(ChunkBackend):
         scale: float,
         dtype: torch.dtype | None = None,
         save: bool = False,
-        exchange: Exchange | None = None,
+        exchange: backend.Exchange | None = None,
         prefix: PrefixStates | None = None,
     ) -> tuple[Any, ...]:
         if dtype is not None:
@@ -205,7 +198,7 @@ class DeltaBackend(ChunkBackend):
             ends = self.scan_ends(terms, wy, final, exchange)
             self.chunk_fwd(terms, wy, scale, o, **ends, checkpoints=checkpoints, prefix=prefix)
             if save and self.saves:
-                return o, final, *SavedWY(*wy, checkpoints.states if checkpoints else None)
+                return o, final, *backend.SavedWY(*wy, checkpoints.states if checkpoints else None)
         return o, final
 
     def scan_ends(
@@ -213,7 +206,7 @@ class DeltaBackend(ChunkBackend):
         terms: LinearInputs,
         wy: WYFactors,
         final: Tensor | None,
-        exchange: Exchange | None = None,
+        exchange: backend.Exchange | None = None,
     ) -> dict[str, Any]:
         """Segments, and the states that chunk_fwd begins and ends with, by its arguments' names."""
         segments = self.choose_segments(terms)
@@ -259,7 +252,7 @@ class DeltaBackend(ChunkBackend):
         grads = self._empty_grads(terms, do, w)
         self.chunk_dqkg(terms, do, wy, w, dv, states, dstates, scale, grads)
         for name in grads.keys() & {"q", "k", "p"}:
-            grads[name] = sum_grouped_heads(grads[name], terms.q.shape[2])
+            grads[name] = inputs.sum_grouped_heads(grads[name], terms.q.shape[2])
         return {**grads, "v": dv}
 
     def _empty_grads(self, terms: LinearInputs, do: Tensor, w: Tensor) -> dict[str, Tensor]:

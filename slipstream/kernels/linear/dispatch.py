@@ -13,17 +13,12 @@ from typing import Any, NamedTuple
 from torch.compiler import is_compiling
 
 from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype
-from slipstream.kernels.linear.inputs import (
-    MAX_HEAD_DIM,
-    TERMS,
-    ForwardCall,
-    LinearInputs,
-    scale_or_default,
-)
+from slipstream.kernels.linear import inputs, reference
+from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes import consistent as consistent_mode
 from slipstream.kernels.linear.modes import context as context_mode
 from slipstream.kernels.linear.modes import v_first as v_first_mode
+from slipstream.kernels.linear.modes import wide_heads
 from slipstream.kernels.linear.modes.autocast import Autocast, as_autocast
 from slipstream.kernels.linear.modes.call import Call, LinearOptions, Mode, Results, Road
 from slipstream.kernels.linear.modes.consistent import ConsistentStep
@@ -33,29 +28,15 @@ from slipstream.kernels.linear.modes.memory import groups_of as memory_groups_of
 from slipstream.kernels.linear.modes.prefix_states import Prefix
 from slipstream.kernels.linear.modes.reverse import Reverse
 from slipstream.kernels.linear.modes.v_first import VFirst
-from slipstream.kernels.linear.modes.wide_heads import (
-    HeadGroups,
-    WideHeads,
-    groups_of,
-    shapes_of_split,
-)
+from slipstream.kernels.linear.modes.wide_heads import HeadGroups, WideHeads, shapes_of_split
 from slipstream.kernels.linear.op import CONSISTENT, DEFAULT_CHUNK, Linear, call_forward, linear
-from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90.plan import SCALAR_DECAY_WIDTHS, is_vector_decay
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported
 from slipstream.kernels.linear.triton.plan import unsupported_reason
-from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime import autograd, dispatch, token_ids
 from slipstream.runtime.consistent import consistent, consistent_scope
-from slipstream.runtime.dispatch import (
-    PLAIN,
-    Candidate,
-    Selection,
-    ValidationCache,
-    choose,
-    signature,
-)
+from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, ValidationCache, signature
 from slipstream.runtime.prefix_scope import prefix_scope
-from slipstream.runtime.token_ids import expect_offsets
 
 CANDIDATES = (
     Candidate("sm90", "kernels for sm_90 and, around them, Triton's", sm90_unsupported),
@@ -135,15 +116,15 @@ def run(
     asked = _asked(terms, options, recurrent)
     key = signature(terms, options.chunk_size, options.impl, recurrent, asked)
     if key is not None and terms.q is not None:
-        key = (*key, autocast_dtype(terms.q))
+        key = (*key, checks.autocast_dtype(terms.q))
     make = partial(make_plan, terms, names or NO_NAMES, options, recurrent, Asked(*asked))
     plan = _PLANS.get(key, make, terms)
     if terms.cu_seqlens is not None and terms.cu_seqlens.is_cuda:  # plain torch looks on the CPU
-        expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
-    how = ForwardCall(scale_or_default(options.scale, terms.q), plan.chunk, plan.impls)
+        token_ids.expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
+    how = ForwardCall(inputs.scale_or_default(options.scale, terms.q), plan.chunk, plan.impls)
     if plan.modes or plan.run is not None:
         o, state = _through_modes(terms, options, names or NO_NAMES, how, plan)
-    elif needs_autograd(*terms):
+    elif autograd.needs_autograd(*terms):
         o, state = Linear.apply(how, *terms)
     else:
         o, state = call_forward(*terms, *how)
@@ -217,7 +198,7 @@ _ROAD = Road(run, _Choice)
 
 
 def _by_reference(call: Call) -> Results:
-    return linear_reference(call.terms, call.how.scale)
+    return reference.linear_reference(call.terms, call.how.scale)
 
 
 def make_plan(
@@ -236,7 +217,7 @@ def make_plan(
     if asked.step:
         terms = consistent_mode.checked(terms)
     check(terms, names, options, recurrent)
-    dtype = autocast_dtype(terms.q)
+    dtype = checks.autocast_dtype(terms.q)
     if dtype is not None:
         terms = as_autocast(terms)
     chosen, groups = choose_plan(terms, options, recurrent, asked)
@@ -288,7 +269,7 @@ def choose_plan(
         given = terms = _of_tokens(terms, 1)
     if asked.context is not None and asked.context[0]:
         given = terms = _of_tokens(terms, MANY_TOKENS)
-    groups = groups_of(terms) if terms.max_head_dim > MAX_HEAD_DIM else None
+    groups = wide_heads.groups_of(terms) if terms.max_head_dim > MAX_HEAD_DIM else None
     if not recurrent and asked.context is None:
         groups = _groups_for_sm90(terms, options.impl) or groups
     given = given if groups is None else shapes_of_split(given, groups)
@@ -322,7 +303,7 @@ def _groups_for_sm90(terms: LinearInputs, impl: str | None) -> HeadGroups | None
     K = terms.q.shape[-1]
     if K not in SCALAR_DECAY_WIDTHS:
         return None
-    groups = groups_of(terms, K)
+    groups = wide_heads.groups_of(terms, K)
     if groups.columns * groups.V != terms.v.shape[-1]:
         return None
     return None if sm90_unsupported(shapes_of_split(terms, groups)) else groups
@@ -332,9 +313,9 @@ def plan_for(terms: LinearInputs, impl: str | None, groups: HeadGroups | None = 
     """The plan for heads of any width; kernels are asked about the groups that wide_heads.py
     makes."""
     if groups is None and terms.max_head_dim > MAX_HEAD_DIM:
-        groups = groups_of(terms)
+        groups = wide_heads.groups_of(terms)
     given = terms if groups is None else shapes_of_split(terms, groups)
-    return choose(CANDIDATES, given, impl, "linear attention", terms.q)
+    return dispatch.choose(CANDIDATES, given, impl, "linear attention", terms.q)
 
 
 def check(
@@ -365,7 +346,7 @@ def check(
     checks.expect_one_device(given)
     given.pop("cu_seqlens")
     checks.expect_floating(given)
-    if autocast_dtype(terms.q) is None:
+    if checks.autocast_dtype(terms.q) is None:
         checks.expect_one_dtype(
             {named[n]: getattr(terms, n) for n, term in TERMS.items() if term.dtype == "q"}
         )

@@ -24,15 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange
-from slipstream.kernels.linear.inputs import (
-    ChunkBackend,
-    Cotangents,
-    LinearInputs,
-    as_fp32,
-    contiguous,
-    sum_grouped_heads,
-)
+from slipstream.kernels.linear import backend, inputs
+from slipstream.kernels.linear.inputs import ChunkBackend, Cotangents, LinearInputs, as_fp32
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import (
     Segments,
@@ -180,7 +173,7 @@ class DplrBackend(ChunkBackend):
         s_in: Tensor | None,
         s_out: Tensor | None,
         reverse: bool = False,
-        exchange: Exchange | None = None,
+        exchange: backend.Exchange | None = None,
     ) -> Tensor:
         """The state before each segment, or, reverse, the gradient of that after it; E may be
         overwritten."""
@@ -188,7 +181,9 @@ class DplrBackend(ChunkBackend):
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
         names = ("a", "b", "g", "beta", "erase", "write")
         given = {name: x for name in names if (x := getattr(terms, name)) is not None}
-        return contiguous(terms)._replace(**{name: x.contiguous() for name, x in given.items()})
+        return inputs.contiguous(terms)._replace(
+            **{name: x.contiguous() for name, x in given.items()}
+        )
 
     def forward_layout(self, terms: LinearInputs) -> LinearInputs:
         """The same for the kernels of forward."""
@@ -200,7 +195,7 @@ class DplrBackend(ChunkBackend):
         scale: float,
         dtype: torch.dtype | None = None,
         save: bool = False,
-        exchange: Exchange | None = None,
+        exchange: backend.Exchange | None = None,
         prefix: PrefixStates | None = None,
     ) -> tuple[Any, ...]:
         if dtype is not None:
@@ -256,7 +251,7 @@ class DplrBackend(ChunkBackend):
         grads |= self._empty_grads(terms, do)
         self.dqkg(terms, made)
         for name in (n for n in "qkab" if n in grads):
-            grads[name] = sum_grouped_heads(grads[name], terms.q.shape[2])
+            grads[name] = inputs.sum_grouped_heads(grads[name], terms.q.shape[2])
         if terms.g is not None and terms.decay != "channel":
             grads["g"] = grads["g"].sum(-1)
         if made.dbeta is not None:

@@ -11,19 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import op
-from slipstream.kernels.linear.householder import deinterleave, interleave
+from slipstream.kernels.linear import householder, op
 from slipstream.kernels.linear.inputs import BackwardCall, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes.memory import STATE_DIMS, Groups, groups_of, in_groups
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    needs_autograd,
-    once_differentiable,
-    save,
-    wants_gradient,
-)
-from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime import autograd, custom_op
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.size_ladder import AtSizes, resized
 
 
@@ -48,7 +40,7 @@ class Steps(NamedTuple):
 
     def terms(self, impl: str, do: Tensor | None = None) -> tuple[LinearInputs, Tensor | None]:
         """Its terms, each step a token, and the gradient of o by steps."""
-        q, g, do = interleave(self.q, self.g, do, self.n, impl)
+        q, g, do = householder.interleave(self.q, self.g, do, self.n, impl)
         given = {"g": g, "beta": self.beta, "initial_state": self.state}
         return LinearInputs(q, self.k, self.v, **given), do
 
@@ -75,7 +67,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     terms, _ = given.terms(impl)
     wide, final = op.forward_impl(*terms, *ForwardCall(scale, chunk, impl))
     o, _ = _fake_forward(*args)
-    deinterleave(wide, None, given.n, o, None, impl)
+    householder.deinterleave(wide, None, given.n, o, None, impl)
     return o, final
 
 
@@ -95,7 +87,7 @@ def _backward(*args: Any) -> list[Tensor]:
     q, g = given.q.new_empty(given.q.shape), None
     if given.g is not None:
         g = given.g.new_empty(given.g.shape)
-    deinterleave(by_steps["q"], by_steps.get("g"), given.n, q, g, impl)
+    householder.deinterleave(by_steps["q"], by_steps.get("g"), given.n, q, g, impl)
     rest = by_steps["k"], by_steps["v"], by_steps["beta"], g, by_steps.get("initial_state")
     return [q, *(x for x in rest if x is not None)]
 
@@ -117,9 +109,9 @@ def _at_sizes(args: tuple, sizes: AtSizes = _SIZES) -> Iterator[tuple]:
         yield (*given._replace(**by_steps), *other[len(given) :])
 
 
-_TENSORS = schema_of(Steps)
+_TENSORS = custom_op.schema_of(Steps)
 _OPTIONS = "float scale, int chunk, str impl"
-_call_forward = KernelOp(
+_call_forward = custom_op.KernelOp(
     "steps_forward",
     f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
     _forward,
@@ -127,7 +119,7 @@ _call_forward = KernelOp(
     replay=True,
     at_sizes=op.with_short(_at_sizes, len(Steps._fields) + 1),
 )
-_call_backward = KernelOp(
+_call_backward = custom_op.KernelOp(
     "steps_backward",
     f"({_TENSORS}, Tensor? dout, Tensor? dfinal, {_OPTIONS}) -> Tensor[]",
     _backward,
@@ -173,7 +165,7 @@ def product(given: Steps, *options: Any) -> tuple[Tensor, ...]:
     Args:
         options: scale, tokens a chunk (0: token by token), implementation.
     """
-    groups = _groups(given, options[-1], wants_gradient(*given))
+    groups = _groups(given, options[-1], autograd.wants_gradient(*given))
     if groups is None:
         return _product(given, *options)
     return in_groups(lambda group: _product(group, *options), given, _DIMS, groups)

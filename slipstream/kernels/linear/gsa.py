@@ -17,21 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import op
-from slipstream.kernels.linear.inputs import BackwardCall, ForwardCall, LinearInputs
+from slipstream.kernels.linear import inputs, op
 from slipstream.kernels.linear.modes.memory import O_DIMS, Groups, groups_of, in_groups
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    needs_autograd,
-    once_differentiable,
-    save,
-    wants_gradient,
-)
+from slipstream.runtime import autograd, dispatch, guarded_launch, numeric_probe
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.guarded_launch import Guard
 from slipstream.runtime.size_ladder import AtSizes
 
 
@@ -47,13 +36,13 @@ class GSAInputs(NamedTuple):
     values: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
-    def first(self) -> LinearInputs:
+    def first(self) -> inputs.LinearInputs:
         q, k, _, s, g, keys, _, cu = self
-        return LinearInputs(q, k, s, gv=g, initial_state=keys, cu_seqlens=cu)
+        return inputs.LinearInputs(q, k, s, gv=g, initial_state=keys, cu_seqlens=cu)
 
-    def second(self, p: Tensor) -> LinearInputs:
+    def second(self, p: Tensor) -> inputs.LinearInputs:
         _, _, v, s, g, _, values, cu = self
-        return LinearInputs(p, s, v, g=g, initial_state=values, cu_seqlens=cu)
+        return inputs.LinearInputs(p, s, v, g=g, initial_state=values, cu_seqlens=cu)
 
 
 _NAMES = GSAInputs._fields
@@ -76,12 +65,12 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     """o, both final states, and p, which is empty unless it is to be kept."""
     *tensors, scale, chunk, first, second, keep = args
     given = GSAInputs(*tensors)
-    call = ForwardCall(scale, chunk, first, wide=True)
+    call = inputs.ForwardCall(scale, chunk, first, wide=True)
     scores, keys = op.forward_impl(*given.first(), *call)
     p = given.s.new_empty(given.s.shape)
     _softmax(scores, p, second)
     del scores
-    o, values = op.forward_impl(*given.second(p), *ForwardCall(1.0, chunk, second))
+    o, values = op.forward_impl(*given.second(p), *inputs.ForwardCall(1.0, chunk, second))
     return o, keys, values, p if keep else p.new_empty(0)
 
 
@@ -99,11 +88,11 @@ def _backward(*args: Any) -> list[Tensor]:
     scale, chunk, first, second = args[len(_NAMES) + 4 :]
     given = GSAInputs(*tensors)
     two = given.second(p)
-    call = BackwardCall(do, dvalues, 1.0, chunk, second)
+    call = inputs.BackwardCall(do, dvalues, 1.0, chunk, second)
     found = op.by_name(two, True, op.backward_impl(*two, *call))
     dp = found.pop("q")
     _softmax_backward(p, dp, second)
-    one, call = given.first(), BackwardCall(dp, dkeys, scale, chunk, first)
+    one, call = given.first(), inputs.BackwardCall(dp, dkeys, scale, chunk, first)
     more = op.by_name(one, True, op.backward_impl(*one, *call))
     ds, dg = found["k"].add_(more["v"]), found["g"].add_(more["gv"])
     states = (x["initial_state"] for x in (more, found) if "initial_state" in x)
@@ -153,12 +142,12 @@ def _eager_backward(p: Tensor, dp: Tensor) -> None:
     dp.copy_(wide * (d - (wide * d).sum(-1, keepdim=True) / wide.sum(-1, keepdim=True)))
 
 
-def _guard(impl: str, p: Tensor) -> Guard:
+def _guard(impl: str, p: Tensor) -> guarded_launch.Guard:
     """The guard of the softmax's kernels, beside recurrences chosen by impl: plain torch takes
     over."""
     kernels = p.numel() > 0 and not impl.startswith("eager")
-    return Guard(
-        TRITON_OR_EAGER if kernels else "eager",
+    return guarded_launch.Guard(
+        dispatch.TRITON_OR_EAGER if kernels else "eager",
         p.device,
         lambda: ("linear.slots", p.dtype, p.shape[-1]),
         lambda: _mismatch(p),
@@ -203,7 +192,7 @@ _call_backward = KernelOp(
 )
 
 
-class _Slots(Function):
+class _Slots(autograd.Function):
     operator = "slipstream::gsa"
 
     @staticmethod
@@ -211,14 +200,14 @@ class _Slots(Function):
         scale, chunk, first, second = options
         named: Any = {"scale": scale, "chunk": chunk, "first": first, "second": second}
         o, keys, values, p = _call_forward(*tensors, **named, keep=True)
-        save(ctx, *tensors, p)
+        autograd.save(ctx, *tensors, p)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return o, keys, values
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, *grads: Tensor | None) -> Any:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, *grads: Tensor | None) -> Any:
         if all(x is None for x in grads):
             return (None,) * (1 + len(_NAMES))
         found = iter(_call_backward(*saved, *grads, *ctx.options))
@@ -240,7 +229,7 @@ def attend(given: GSAInputs, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     Args:
         options: scale, tokens a chunk (0: token by token), implementations of both passes.
     """
-    groups = _groups(given, options[2], options[3], wants_gradient(*given))
+    groups = _groups(given, options[2], options[3], autograd.wants_gradient(*given))
     if groups is None:
         return _attend(given, *options)
     run: Any = lambda group: _attend(group, *options)  # noqa: E731
@@ -251,7 +240,7 @@ def attend(given: GSAInputs, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _attend(
     given: GSAInputs, scale: float, chunk: int, first: str, second: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if needs_autograd(*given):
+    if autograd.needs_autograd(*given):
         return _Slots.apply((scale, chunk, first, second), *given)
     named: Any = {"scale": scale, "chunk": chunk, "first": first, "second": second}
     o, keys, values, _ = _call_forward(*given, **named, keep=False)

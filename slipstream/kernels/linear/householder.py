@@ -6,9 +6,7 @@ y[t n + i] = x[t] if i = at else 0            x[t] = y[t n + at]
 import torch
 from torch import Tensor
 
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime import dispatch, guarded_launch, numeric_probe
 
 
 def at_step(x: Tensor, n: int, *, last: bool) -> Tensor:
@@ -70,10 +68,10 @@ def eager_deinterleave(
             dest.copy_(x[:, at::n])
 
 
-def _guard(impl: str, x: Tensor) -> Guard:
+def _guard(impl: str, x: Tensor) -> guarded_launch.Guard:
     """The guard of the kernels here: plain torch takes over, whatever runs the recurrence."""
-    return Guard(
-        "eager" if impl.startswith("eager") else TRITON_OR_EAGER,
+    return guarded_launch.Guard(
+        "eager" if impl.startswith("eager") else dispatch.TRITON_OR_EAGER,
         x.device,
         lambda: ("linear.steps", x.dtype, x.shape[3:]),
         lambda: _mismatch(x),

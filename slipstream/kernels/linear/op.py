@@ -17,35 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import probe
+from slipstream.kernels.linear import channel_gates, inputs, prefix_states, probe
 from slipstream.kernels.linear.backend import Exchange, Extras
-from slipstream.kernels.linear.channel_gates import as_dplr, gradients_of
-from slipstream.kernels.linear.eager.blocks import block_forward
+from slipstream.kernels.linear.eager import blocks, recurrent, segments
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
-from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
-from slipstream.kernels.linear.eager.segments import backward_after, forward_after
-from slipstream.kernels.linear.inputs import (
-    DIFFERENTIABLE,
-    NUM_TERMS,
-    TOKEN_TERMS,
-    BackwardCall,
-    ForwardCall,
-    LinearInputs,
-    as_fp32,
-)
-from slipstream.kernels.linear.prefix_states import NoKernel
+from slipstream.kernels.linear.inputs import NUM_TERMS, BackwardCall, ForwardCall, LinearInputs
 from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported_reason
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
-from slipstream.runtime import size_ladder
+from slipstream.runtime import guarded_launch, launch_cache, size_ladder
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.compile_ahead import AtSizes
 from slipstream.runtime.consistent import consistent
 from slipstream.runtime.custom_op import DirectCall, KernelOp, schema_of
-from slipstream.runtime.guarded_launch import Guard
-from slipstream.runtime.launch_cache import launches_as_plain
 
 # Up to this many tokens, Triton's fused_recurrent takes one after the other, in registers; more go
 # in chunks. On an H200 16 take 15 to 21 us, in chunks 6 (retention) to 87 (kda).
@@ -79,12 +65,12 @@ def forward_impl(*args: Any, extras: Extras = NO_EXTRAS) -> tuple[Any, ...]:
     terms, call = LinearInputs(*args[:NUM_TERMS]), ForwardCall(*args[NUM_TERMS:])
     first, _, others = call.impl.partition("|")
     if terms.erase is not None and first != "sm90":
-        terms = as_dplr(terms)
+        terms = channel_gates.as_dplr(terms)
     if terms.v.numel() == 0 or terms.q.shape[-1] == 0:
         return _empty_forward(terms, call, extras.exchange)
     by_token = _goes_by_token(terms, call, extras.exchange)
     with (
-        Guard(
+        guarded_launch.Guard(
             _guarded(terms, call, extras.exchange),
             terms.q.device,
             lambda: kind(terms, first, by_token),
@@ -100,9 +86,9 @@ def forward_impl(*args: Any, extras: Extras = NO_EXTRAS) -> tuple[Any, ...]:
     if others:
         return forward_impl(*terms, *call._replace(impl=others), extras=extras)
     if extras.prefix is not None:
-        raise NoKernel(call.impl)
-    forward = forward_after(extras.exchange, partial(_eager, chunk=call.chunk))
-    return forward(as_fp32(terms) if call.wide else terms, call.scale)
+        raise prefix_states.NoKernel(call.impl)
+    forward = segments.forward_after(extras.exchange, partial(_eager, chunk=call.chunk))
+    return forward(inputs.as_fp32(terms) if call.wide else terms, call.scale)
 
 
 def _goes_by_token(terms: LinearInputs, call: ForwardCall, exchange: Exchange | None) -> bool:
@@ -129,14 +115,14 @@ def _forward_by_token(
 
     if exchange is not None:
         exchange.by_calls()  # what it needs is there after this
-    return decode_launch.forward(as_fp32(terms) if call.wide else terms, call.scale)
+    return decode_launch.forward(inputs.as_fp32(terms) if call.wide else terms, call.scale)
 
 
 def _eager(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
     if chunk == 0:
-        return recurrent_forward(terms, scale)
+        return recurrent.recurrent_forward(terms, scale)
     if chunk == CONSISTENT:
-        return block_forward(terms, scale, DEFAULT_CHUNK)
+        return blocks.block_forward(terms, scale, DEFAULT_CHUNK)
     return chunk_forward(terms, scale, chunk)
 
 
@@ -183,7 +169,7 @@ def backward_impl(*args: Any, extras: Extras = NO_EXTRAS) -> list[Tensor]:
     if terms.erase is not None and first != "sm90":
         return _backward_as_dplr(terms, call, extras)
     grads, alone = None, only_by_token(terms)
-    with Guard(
+    with guarded_launch.Guard(
         "eager" if alone else call.impl,
         terms.q.device,
         lambda: kind(terms, first),
@@ -206,9 +192,9 @@ def _in_order(grads: Mapping[str, Tensor], terms: LinearInputs, call: BackwardCa
 
 def _backward_as_dplr(terms: LinearInputs, call: BackwardCall, extras: Extras) -> list[Tensor]:
     """The gradients of gates of channels, by kernels that do not take them."""
-    inner = as_dplr(terms)
+    inner = channel_gates.as_dplr(terms)
     found = backward_impl(*inner, *call._replace(gate_gradient=True), extras=extras)
-    return _in_order(gradients_of(terms, by_name(inner, True, found)), terms, call)
+    return _in_order(channel_gates.gradients_of(terms, by_name(inner, True, found)), terms, call)
 
 
 def _plain_gradients(
@@ -216,7 +202,7 @@ def _plain_gradients(
 ) -> dict[str, Tensor]:
     size = DEFAULT_CHUNK if call.chunk == CONSISTENT else call.chunk
     run = partial(chunk_backward, chunk=size) if call.chunk else recurrent_backward
-    run = backward_after(exchange, partial(_eager, chunk=call.chunk), run)
+    run = segments.backward_after(exchange, partial(_eager, chunk=call.chunk), run)
     return run(terms, call.dout, call.dfinal, call.scale)
 
 
@@ -250,7 +236,7 @@ def grad_names(terms: LinearInputs, gate_gradient: bool) -> list[str]:
     return [
         name
         for name, x in zip(LinearInputs._fields, terms)
-        if x is not None and name in DIFFERENTIABLE and (gate_gradient or name != "g")
+        if x is not None and name in inputs.DIFFERENTIABLE and (gate_gradient or name != "g")
     ]
 
 
@@ -264,7 +250,7 @@ def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
 
 
 SIZES = size_ladder.AtSizes(
-    tokens=tuple(map(LinearInputs._fields.index, TOKEN_TERMS)),
+    tokens=tuple(map(LinearInputs._fields.index, inputs.TOKEN_TERMS)),
     states=(LinearInputs._fields.index("initial_state"),),
     offsets=(LinearInputs._fields.index("cu_seqlens"),),
     heads=LinearInputs._fields.index("v"),
@@ -365,7 +351,7 @@ class Linear(Function):
         ctx.how = how
         ctx.set_materialize_grads(False)
         delta = how.impl.startswith("sm90") and LinearInputs(*given).transition == "delta"
-        saves = delta and launches_as_plain(given[0])
+        saves = delta and launch_cache.launches_as_plain(given[0])
         call = _call_forward_saving if saves else _call_forward_training
         o, final, *saved = call(*given, *how)
         save(ctx, *given, *saved)
@@ -382,7 +368,7 @@ class Linear(Function):
         remaining = iter(_call_backward_saved(*args) if saved else call_backward(*args))
         by_term = [
             next(remaining) if x is not None and (gate_gradient or name != "g") else None
-            for name, x in zip(DIFFERENTIABLE, given)
+            for name, x in zip(inputs.DIFFERENTIABLE, given)
         ]
         return (None, *by_term, None)
 

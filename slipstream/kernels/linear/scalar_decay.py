@@ -23,14 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange, pass_states
-from slipstream.kernels.linear.inputs import (
-    ChunkBackend,
-    Cotangents,
-    LinearInputs,
-    as_fp32,
-    sum_grouped_heads,
-)
+from slipstream.kernels.linear import backend, inputs
+from slipstream.kernels.linear.inputs import ChunkBackend, LinearInputs, sum_grouped_heads
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
@@ -126,11 +120,11 @@ class ScalarDecayBackend(ChunkBackend):
         scale: float,
         dtype: torch.dtype | None = None,
         save: bool = False,
-        exchange: Exchange | None = None,
+        exchange: backend.Exchange | None = None,
         prefix: PrefixStates | None = None,
     ) -> tuple[Any, ...]:
         if dtype is not None:
-            terms = as_fp32(terms)
+            terms = inputs.as_fp32(terms)
         terms = self.to_kernel_layout(terms)
         o = terms.v.new_empty(terms.v.shape)
         final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
@@ -148,7 +142,7 @@ class ScalarDecayBackend(ChunkBackend):
             self.chunk_scan(chunks._replace(prefix=prefix), terms, segments)
         return o, final
 
-    def gradients(self, terms: LinearInputs, given: Cotangents) -> dict[str, Tensor]:
+    def gradients(self, terms: LinearInputs, given: inputs.Cotangents) -> dict[str, Tensor]:
         do, dfinal, dstate, scale, gate_gradient, _, exchange = given
         q, k, v = terms.q, terms.k, terms.v
         H, wide = q.shape[2], (*v.shape[:3], q.shape[3])
@@ -185,7 +179,7 @@ class ScalarDecayBackend(ChunkBackend):
         chunks: ChunkLaunch,
         terms: LinearInputs,
         segments: Segments,
-        exchange: Exchange | None = None,
+        exchange: backend.Exchange | None = None,
     ) -> ChunkLaunch:
         """The scan with the states before segments as s_in; writes s_out where there is one."""
         (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
@@ -201,7 +195,7 @@ class ScalarDecayBackend(ChunkBackend):
         def transition() -> Tensor | None:
             return None if total is None else total.exp2()[..., None, None]
 
-        pass_states(run, states, chunks.s_out, terms, segments, transition, exchange)
+        backend.pass_states(run, states, chunks.s_out, terms, segments, transition, exchange)
         return chunks._replace(s_in=states, s_out=None, scale_in=1.0)
 
     def _empty_gate_sums(self, terms: LinearInputs, segments: Segments | None) -> GateSums:

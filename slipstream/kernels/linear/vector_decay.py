@@ -29,14 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange, pass_states
-from slipstream.kernels.linear.inputs import (
-    ChunkBackend,
-    Cotangents,
-    LinearInputs,
-    contiguous,
-    sum_grouped_heads,
-)
+from slipstream.kernels.linear import backend, inputs
+from slipstream.kernels.linear.inputs import ChunkBackend, Cotangents, LinearInputs, contiguous
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
@@ -189,7 +183,7 @@ class VectorDecayBackend(ChunkBackend):
         return grads
 
     def _problem(
-        self, terms: LinearInputs, do: Tensor | None, exchange: Exchange | None
+        self, terms: LinearInputs, do: Tensor | None, exchange: backend.Exchange | None
     ) -> VectorDecayProblem:
         """do: of backward."""
         unit = FORWARD_UNIT if do is None else ANCHOR_INTERVAL
@@ -208,7 +202,7 @@ class VectorDecayBackend(ChunkBackend):
         scale: float,
         dtype: torch.dtype | None = None,
         save: bool = False,
-        exchange: Exchange | None = None,
+        exchange: backend.Exchange | None = None,
         prefix: PrefixStates | None = None,
     ) -> tuple[Any, ...]:
         terms = self.to_kernel_layout(terms)
@@ -266,7 +260,7 @@ class VectorDecayBackend(ChunkBackend):
         more: dict[str, Any] = {"dq": dq} if terms.gv is None else {}
         more |= {"dqs": dqs, "dke": dk_here, "z": sums.z, "dk": dk_here, "dg": dg, "du": du}
         self.chunk_grads(problem, intra, self.chunk_pairs(problem), scale, **more)
-        dq, dk = (sum_grouped_heads(x, terms.q.shape[2]) for x in (dq, dk))
+        dq, dk = (inputs.sum_grouped_heads(x, terms.q.shape[2]) for x in (dq, dk))
         grads = {"q": dq, "k": dk, "v": dv, "gv" if terms.g is None else "g": dg}
         if u is not None and du is not None:
             grads["u"] = du.sum(0).to(u.dtype)
@@ -277,7 +271,7 @@ class VectorDecayBackend(ChunkBackend):
         chunks: ChunkLaunch,
         problem: VectorDecayProblem,
         intra: IntraChunk,
-        exchange: Exchange | None = None,
+        exchange: backend.Exchange | None = None,
     ) -> ChunkLaunch:
         """The scan with the states before segments as s_in; writes s_out where there is one."""
         segments, terms = problem.segments, problem.terms
@@ -295,7 +289,7 @@ class VectorDecayBackend(ChunkBackend):
         def factors() -> Tensor:
             return total[..., None] if terms.gv is None else total[..., None, :]
 
-        pass_states(run, states, chunks.s_out, terms, segments, factors, exchange)
+        backend.pass_states(run, states, chunks.s_out, terms, segments, factors, exchange)
         return chunks._replace(s_in=states, s_out=None, scale_in=1.0)
 
     def _empty_gate_sums(self, problem: VectorDecayProblem) -> GateSums:

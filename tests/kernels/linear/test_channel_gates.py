@@ -47,8 +47,8 @@ def test_other_back_ends_give_the_same() -> None:
 @pytest.mark.parametrize("name", ["erase", "write", "g", "K"])
 def test_sm90_refuses_other_gates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it is begun: gradients are left to no other kernel."""
-    monkeypatch.setattr(plan, "sm90_unsupported", lambda x: None)
-    monkeypatch.setattr(plan, "known_failure", lambda make, device: None)
+    monkeypatch.setattr(plan.backends, "sm90_unsupported", lambda x: None)
+    monkeypatch.setattr(plan.guarded_launch, "known_failure", lambda make, device: None)
     terms = inputs(torch.bfloat16, K=64)
     terms = terms._replace(v=terms.v.repeat(1, 1, 1, 2), write=terms.write.repeat(1, 1, 1, 2))
     assert plan.unsupported_reason(terms) is None

@@ -108,7 +108,7 @@ def test_tokens_that_no_sequence_has_token_by_token(monkeypatch: pytest.MonkeyPa
             last=torch.cat([found.last, none]),
         )
 
-    monkeypatch.setattr(recurrent, "check_cu_seqlens_values", lambda *args: None)
+    monkeypatch.setattr(recurrent.varlen, "check_cu_seqlens_values", lambda *args: None)
     x = torch.rand(1, 9, 2, 4, dtype=torch.float64)
     state = torch.rand(2, 2, 4, 4, dtype=torch.float64)
     cu = torch.tensor([0, 4, 7], dtype=torch.int32)
@@ -116,7 +116,7 @@ def test_tokens_that_no_sequence_has_token_by_token(monkeypatch: pytest.MonkeyPa
     short = terms._replace(q=x[:, :7], k=x[:, :7], v=x[:, :7], beta=x[:, :7, :, 0])
     want = recurrent.recurrent_forward(short, 0.5)
     wanted = recurrent_backward(short, x[:, :7], state, 0.5)
-    monkeypatch.setattr(recurrent, "chunk_map", on_device)
+    monkeypatch.setattr(recurrent.varlen, "chunk_map", on_device)
     o, final = recurrent.recurrent_forward(terms, 0.5)
     assert torch.equal(o[:, :7], want[0])
     assert torch.equal(final, want[1])

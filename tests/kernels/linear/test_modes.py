@@ -145,7 +145,7 @@ def test_other_sizes_choose_their_back_end(module: Any) -> None:
     how = ForwardCall(0.5, 64, "triton|eager")
     prefix = [torch.zeros(1), torch.zeros(2, 1)] if module is prefix_states else []
     given = (*LinearInputs(**inputs(2, 70)), *how, *prefix)
-    with mock.patch.object(module, "impls_at", lambda terms, impl: f"{terms.q.shape[1]} {impl}"):
+    with mock.patch.object(op, "impls_at", lambda terms, impl: f"{terms.q.shape[1]} {impl}"):
         found = [ForwardCall(*x[NUM_TERMS:][: len(how)]) for x in module._at_sizes(given)]
         tokens = [x[0].shape[1] for x in module._at_sizes(given)]
     assert len(found) > 3

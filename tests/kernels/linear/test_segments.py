@@ -53,7 +53,7 @@ def test_no_batch_has_a_plan(form: str, monkeypatch: pytest.MonkeyPatch) -> None
     """On sm_90 too, where what cuts segments divides by the heads of all sequences."""
     from slipstream.kernels.linear.sm90 import plan
 
-    monkeypatch.setattr(plan, "sm90_unsupported", lambda x: None)
+    monkeypatch.setattr(plan.backends, "sm90_unsupported", lambda x: None)
     terms = LinearInputs(*(torch.empty(0, 4096, 4, 128, dtype=torch.bfloat16) for _ in "qkv"))
     by_token = terms.q[..., 0]
     terms = terms._replace(

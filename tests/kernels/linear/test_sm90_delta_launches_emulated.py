@@ -144,7 +144,9 @@ def one_scan(every: int, parts: int = 0, forward: str = "chunk_fwd") -> Callable
         from slipstream.kernels.linear.sm90.delta.bwd_schedule import make_schedule
 
         monkeypatch.setattr(
-            backend, "choose_schedule", lambda terms: make_schedule(terms, every, parts)
+            backend.bwd_schedule,
+            "choose_schedule",
+            lambda terms: make_schedule(terms, every, parts),
         )
         monkeypatch.setattr(backend, "MAX_WORKSPACES", 3)
         ends = {"segment_transition", "dE"} if parts else set()

@@ -33,7 +33,7 @@ HEAD = torch.ones(1, 192, 2)
 def on_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in (terms(g=HEAD), terms(g=HEAD, beta=HEAD)):
         assert "sm_90" in str(unsupported_reason(given))
-    monkeypatch.setattr(plan, "sm90_unsupported", lambda x: None)
+    monkeypatch.setattr(plan.backends, "sm90_unsupported", lambda x: None)
 
 
 @pytest.mark.usefixtures("on_sm90")

@@ -21,13 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.eager.gate_cumsum import (
-    ChannelScan,
-    Midpoint,
-    halves,
-    slices,
-    squares_of,
-)
+from slipstream.kernels.linear.eager import gate_cumsum
+from slipstream.kernels.linear.eager.gate_cumsum import ChannelScan, halves, slices, squares_of
 
 Rows = Sequence[Tensor]  # [n, C, K] each
 
@@ -199,7 +194,9 @@ class ChannelGate:
         out = read * self.from_start[self.kinds[r] == "before"]
         return out if lhs is None else lhs @ out
 
-    def _later(self, reads: Rows, cut: slice, side: int, seam: Midpoint) -> list[Tensor]:
+    def _later(
+        self, reads: Rows, cut: slice, side: int, seam: gate_cumsum.Midpoint
+    ) -> list[Tensor]:
         """The reads of the later halves, decayed from the seam, [n, m, side, K] each."""
         return [
             halves(read[cut], side)[:, :, 1] * (seam.before if kind == "before" else seam.after)

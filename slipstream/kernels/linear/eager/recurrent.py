@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.common.checks import cast, plain_int
-from slipstream.common.varlen import ChunkMap, check_cu_seqlens_values, chunk_map
+from slipstream.common import checks, varlen
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.autograd import as_base
 
@@ -41,14 +40,14 @@ class Tokens(NamedTuple):
 
 def gather(terms: LinearInputs) -> Tokens:
     B, T, HV = terms.v.shape[:3]
-    group, dtype = plain_int(HV // terms.q.shape[2]), terms.dtype
+    group, dtype = checks.plain_int(HV // terms.q.shape[2]), terms.dtype
 
     def rows(x: Tensor | None, *shape: int) -> Tensor | None:
         if x is None:
             return None
         if group > 1 and x.shape[2] != HV:
             x = x.repeat_interleave(group, dim=2)
-        return cast(x, dtype).transpose(0, 1).reshape(T, B * HV, *shape)
+        return checks.cast(x, dtype).transpose(0, 1).reshape(T, B * HV, *shape)
 
     g, gv, beta = terms.g, terms.gv, terms.beta
     wide = beta is not None and beta.dim() == 4
@@ -101,10 +100,10 @@ class Order:
     def __init__(self, terms: LinearInputs) -> None:
         self.tokens, self.shape, self.dtype = terms.q.shape[1], terms.state_shape, terms.dtype
         self.like: dict[str, Any] = {"dtype": self.dtype, "device": terms.q.device}
-        self.map: ChunkMap | None = None
+        self.map: varlen.ChunkMap | None = None
         if terms.cu_seqlens is not None:
-            check_cu_seqlens_values(terms.cu_seqlens, self.tokens)
-            self.map = chunk_map(terms.cu_seqlens, self.tokens, 1)
+            varlen.check_cu_seqlens_values(terms.cu_seqlens, self.tokens)
+            self.map = varlen.chunk_map(terms.cu_seqlens, self.tokens, 1)
 
     def ends(self, state: Tensor | None) -> Tensor:
         """The state of each sequence where the scan begins, [N, HV, K, V], to be overwritten; of
@@ -142,7 +141,7 @@ def recurrent_forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor
     borrowed = order.map is None and terms.initial_state is not None
     if borrowed:  # the first token writes a state of its own instead of into a copy
         assert terms.initial_state is not None
-        ends = cast(terms.initial_state, terms.dtype)
+        ends = checks.cast(terms.initial_state, terms.dtype)
         S = ends.reshape(B * HV, *ends.shape[2:])
     else:
         ends = order.ends(terms.initial_state)
@@ -153,5 +152,5 @@ def recurrent_forward(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor
         out, S = step(tokens.at(t), S, in_place=t > 0 or not borrowed)
         torch.mul(out[:, 0], scale, out=o[t])
         order.leave(S, ends, t)
-    o = cast(o.view(T, B, HV, V).transpose(0, 1), terms.q.dtype).contiguous()
+    o = checks.cast(o.view(T, B, HV, V).transpose(0, 1), terms.q.dtype).contiguous()
     return as_base(o), order.finish(S, ends)

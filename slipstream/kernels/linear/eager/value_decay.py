@@ -9,13 +9,7 @@ applied to. Only the additive transition has it in chunks.
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.eager.gate_cumsum import (
-    ChannelScan,
-    Midpoint,
-    halves,
-    slices,
-    squares_of,
-)
+from slipstream.kernels.linear.eager import gate_cumsum
 
 
 class ValueGate:
@@ -24,7 +18,7 @@ class ValueGate:
         self.from_start, self.to_end = torch.empty_like(gv), torch.empty_like(gv)
         self.total = gv.new_empty(gv.shape[0], 1, gv.shape[2])
         for cut in self._slices():
-            scan = ChannelScan(gv[cut])
+            scan = gate_cumsum.ChannelScan(gv[cut])
             for _ in scan.up():
                 pass
             self.from_start[cut] = scan.from_start()
@@ -33,16 +27,16 @@ class ValueGate:
 
     def _slices(self):
         n, C, V = self.gv.shape
-        return slices(n, 4 * C * V)
+        return gate_cumsum.slices(n, 4 * C * V)
 
     def forward(self, scores: Tensor, v: Tensor) -> Tensor:
         """Scores [n, C, C], lower triangular, applied to v [n, C, V]."""
         o = torch.diagonal(scores, dim1=1, dim2=2)[..., None] * v
         for cut in self._slices():
-            for side, seam in ChannelScan(self.gv[cut]).up():
-                squares = squares_of(scores[cut], side)  # [n, m, s, s]
-                earlier = halves(v[cut], side)[:, :, 0] * seam.rest
-                halves(o[cut], side)[:, :, 1].add_((squares @ earlier) * seam.after)
+            for side, seam in gate_cumsum.ChannelScan(self.gv[cut]).up():
+                squares = gate_cumsum.squares_of(scores[cut], side)  # [n, m, s, s]
+                earlier = gate_cumsum.halves(v[cut], side)[:, :, 0] * seam.rest
+                gate_cumsum.halves(o[cut], side)[:, :, 1].add_((squares @ earlier) * seam.after)
         return o
 
     def backward(
@@ -60,7 +54,7 @@ class ValueGate:
         torch.diagonal(dscores, dim1=1, dim2=2).copy_((do * v).sum(-1))
         dgv = torch.empty_like(self.gv)
         for cut in self._slices():
-            scan = ChannelScan(self.gv[cut])
+            scan = gate_cumsum.ChannelScan(self.gv[cut])
             seams = list(scan.up())
             scan.start_down(dtotal[cut])
             scan.leave(leave[cut], None, enter[cut])
@@ -72,20 +66,20 @@ class ValueGate:
 
     @staticmethod
     def _seam(
-        scan: ChannelScan,
+        scan: gate_cumsum.ChannelScan,
         side: int,
-        seam: Midpoint,
+        seam: gate_cumsum.Midpoint,
         scores: Tensor,
         v: Tensor,
         do: Tensor,
         dscores: Tensor,
         dv: Tensor,
     ) -> None:
-        earlier = halves(v, side)[:, :, 0] * seam.rest  # [n, m, s, V]
-        later = halves(do, side)[:, :, 1] * seam.after
-        squares = squares_of(scores, side)
+        earlier = gate_cumsum.halves(v, side)[:, :, 0] * seam.rest  # [n, m, s, V]
+        later = gate_cumsum.halves(do, side)[:, :, 1] * seam.after
+        squares = gate_cumsum.squares_of(scores, side)
         out = squares @ earlier
         dearlier = squares.mT @ later
         scan.leave_seam(side, later * out, None, earlier * dearlier)
-        squares_of(dscores, side).copy_(later @ earlier.mT)
-        halves(dv, side)[:, :, 0].add_(dearlier.mul_(seam.rest))
+        gate_cumsum.squares_of(dscores, side).copy_(later @ earlier.mT)
+        gate_cumsum.halves(dv, side)[:, :, 0].add_(dearlier.mul_(seam.rest))

@@ -6,9 +6,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.kernels.linear import context_terms, inputs
 from slipstream.kernels.linear.context import linear_across_ranks
-from slipstream.kernels.linear.context_terms import Call as RankCall
-from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
 from slipstream.kernels.linear.modes.call import Call, LinearOptions, Results
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.context_share import Share
@@ -35,14 +34,14 @@ class Context(NamedTuple):
         return o, state
 
 
-def _expect_narrow(terms: LinearInputs, beta: str) -> None:
+def _expect_narrow(terms: inputs.LinearInputs, beta: str) -> None:
     """
     Raises:
         NotImplementedError: for terms that run on one rank alone.
     """
-    if terms.max_head_dim > MAX_HEAD_DIM:
+    if terms.max_head_dim > inputs.MAX_HEAD_DIM:
         raise NotImplementedError(
-            f"context: heads of more than {MAX_HEAD_DIM} channels run on one rank, got "
+            f"context: heads of more than {inputs.MAX_HEAD_DIM} channels run on one rank, got "
             f"{terms.max_head_dim}"
         )
     if terms.beta is not None and terms.beta.dim() == 4:
@@ -54,12 +53,12 @@ def _expect_narrow(terms: LinearInputs, beta: str) -> None:
 def _run(call: Call, share: Share) -> Results:
     terms, options = call.terms, call.options
     choose = call.road.choice(options.impl)
-    how = RankCall(call.how, choose, options.output_final_state)
+    how = context_terms.Call(call.how, choose, options.output_final_state)
     initial_state = terms.initial_state
     return linear_across_ranks(terms._replace(initial_state=None), initial_state, share, how)
 
 
-def checked(terms: LinearInputs, options: LinearOptions) -> LinearInputs:
+def checked(terms: inputs.LinearInputs, options: LinearOptions) -> inputs.LinearInputs:
     """This rank's tokens, for the checks."""
     context = options.context
     assert context is not None

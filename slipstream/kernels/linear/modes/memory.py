@@ -29,9 +29,8 @@ from torch import Tensor
 from torch.compiler import is_exporting
 
 from slipstream.common.checks import plain_int
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear import inputs, op
 from slipstream.kernels.linear.modes.call import Call, Results
-from slipstream.kernels.linear.op import linear
 from slipstream.kernels.linear.segments import CHUNK, num_fused_bwd, uses_fused_bwd
 from slipstream.runtime.autograd import wants_gradient
 
@@ -53,7 +52,7 @@ class Groups(NamedTuple):
 
 
 def groups_of(
-    terms: LinearInputs, impl: str, grads: bool, tokens: int | None = None, beside: int = 0
+    terms: inputs.LinearInputs, impl: str, grads: bool, tokens: int | None = None, beside: int = 0
 ) -> Groups | None:
     """By shapes alone; None for a call that is not cut. torch.export wants one graph for all sizes,
     so that nothing is cut there.
@@ -79,14 +78,14 @@ def groups_of(
     return Groups(rows, heads) if rows > 1 or heads > 1 else None
 
 
-def scratch_bytes(terms: LinearInputs, impl: str, grads: bool) -> int:
+def scratch_bytes(terms: inputs.LinearInputs, impl: str, grads: bool) -> int:
     """Bytes a token and value head, of forward and, with `grads`, of backward."""
     if not grads:
         return _forward_bytes(terms)
     return max(_forward_bytes(terms), _backward_bytes(terms, impl))
 
 
-def _forward_bytes(terms: LinearInputs) -> int:
+def _forward_bytes(terms: inputs.LinearInputs) -> int:
     K, V, C = plain_int(terms.q.shape[-1]), plain_int(terms.v.shape[-1]), CHUNK
     E, W = terms.q.element_size(), 1 << (K - 1).bit_length()
     if terms.transition == "none":
@@ -100,12 +99,12 @@ def _forward_bytes(terms: LinearInputs) -> int:
     return (2 + more) * W * E + more * C * E + 4 * V + segments
 
 
-def _fills_gpu(terms: LinearInputs) -> bool:
+def _fills_gpu(terms: inputs.LinearInputs) -> bool:
     B, _, HV, V = terms.v.shape
     return 2 * B * HV * -(-V // 64) >= MIN_ACTIVE_PROGRAMS
 
 
-def _backward_bytes(terms: LinearInputs, impl: str) -> int:
+def _backward_bytes(terms: inputs.LinearInputs, impl: str) -> int:
     if terms.transition == "none":
         return 0
     K, V, C = plain_int(terms.q.shape[-1]), plain_int(terms.v.shape[-1]), CHUNK
@@ -137,7 +136,7 @@ class Memory(NamedTuple):
 
 
 def _run(call: Call, groups: Groups) -> Results:
-    run: Any = lambda terms: linear(terms, call.how)  # noqa: E731
+    run: Any = lambda terms: op.linear(terms, call.how)  # noqa: E731
     o, state = in_groups(run, call.terms, call.terms.dims, groups)
     return o, state
 

@@ -7,14 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from slipstream.kernels.linear import prefix_states
+from slipstream.kernels.linear import op, prefix_states
 from slipstream.kernels.linear.inputs import NUM_TERMS, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes.call import Call, Results
-from slipstream.kernels.linear.op import SIZES, Extras, forward_impl, impls_at
 from slipstream.kernels.linear.prefix_states import NoKernel, PrefixStates
-from slipstream.runtime.consistent import BLOCK
-from slipstream.runtime.custom_op import DirectCall
-from slipstream.runtime.dispatch import PLAIN
+from slipstream.runtime import consistent, custom_op, dispatch
 from slipstream.runtime.prefix_scope import prefix_scope
 
 
@@ -44,17 +41,17 @@ def _of_scope(call: Call) -> PrefixStates:
 
 def _forward_with_prefix_states(*args: Any) -> tuple[Any, ...]:
     """As call_forward, and pool and rows behind its arguments."""
-    return forward_impl(*args[:-2], extras=Extras(prefix=PrefixStates(*args[-2:])))[:2]
+    return op.forward_impl(*args[:-2], extras=op.Extras(prefix=PrefixStates(*args[-2:])))[:2]
 
 
 def _at_sizes(args: tuple) -> Iterator[tuple]:
-    for *other, pool, rows in SIZES(args):
+    for *other, pool, rows in op.SIZES(args):
         terms, call = LinearInputs(*other[:NUM_TERMS]), ForwardCall(*other[NUM_TERMS:])
-        rows = rows.new_empty(terms.sequences, -(-terms.q.shape[1] // BLOCK))
-        yield (*terms, *call._replace(impl=impls_at(terms, call.impl)), pool, rows)
+        rows = rows.new_empty(terms.sequences, -(-terms.q.shape[1] // consistent.BLOCK))
+        yield (*terms, *call._replace(impl=op.impls_at(terms, call.impl)), pool, rows)
 
 
-_call_with_prefix_states = DirectCall(
+_call_with_prefix_states = custom_op.DirectCall(
     _forward_with_prefix_states, at_sizes=_at_sizes, written={-2: "prefix_states.pool"}
 )
 
@@ -64,7 +61,7 @@ def _run(call: Call, split: bool) -> Results:
     terms, options = call.terms, call.options
     assert options.prefix_states is not None
     prefix = prefix_states.check(options.prefix_states, terms)
-    plain = call.how.impl.partition("|")[0] in PLAIN
+    plain = call.how.impl.partition("|")[0] in dispatch.PLAIN
     if not plain and not split and terms.gv is None:
         with suppress(NoKernel):
             o, state = _call_with_prefix_states(*terms, *call.how, *prefix)

@@ -2,16 +2,10 @@
 
 import torch
 
+from slipstream.kernels.linear import segments
 from slipstream.kernels.linear.inputs import LinearInputs, not_taken
-from slipstream.kernels.linear.segments import (
-    CHUNK,
-    FORWARD_UNIT,
-    scalar_decay_tokens,
-    vector_decay_sm90,
-)
 from slipstream.kernels.linear.triton.plan import kind
-from slipstream.runtime.backends import sm90_unsupported
-from slipstream.runtime.guarded_launch import known_failure
+from slipstream.runtime import backends, guarded_launch
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS, _WIDTHS_V = (64, 128), (64, 128, 256)  # a tile of the gradients' kernel is as wide as V
@@ -36,14 +30,14 @@ def is_vector_decay(terms: LinearInputs) -> bool:
 def unsupported_reason(terms: LinearInputs) -> str | None:
     """Why the kernels in Gluon can't take a call, or None if they can."""
     q, v = terms.q, terms.v
-    if reason := sm90_unsupported(q):
+    if reason := backends.sm90_unsupported(q):
         return reason
     tokens = q.shape[0] * q.shape[1]
     if not tokens:
         return "there are no tokens"
     if terms.transition != "none":
         taken, its_reason = TRANSITION_TERMS, _transition_reason
-        tokens += CHUNK * terms.sequences
+        tokens += segments.CHUNK * terms.sequences
     elif is_vector_decay(terms):
         taken, its_reason = VECTOR_DECAY_TERMS, _vector_decay_reason
     else:
@@ -52,7 +46,7 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
         return reason
     if tokens * v.shape[2] * 2 >= 2**31:
         return "it counts tokens and value heads in 32 bits"
-    return known_failure(lambda: kind(terms, "sm90"), q.device)
+    return guarded_launch.known_failure(lambda: kind(terms, "sm90"), q.device)
 
 
 def _transition_reason(terms: LinearInputs) -> str | None:
@@ -101,8 +95,8 @@ def _vector_decay_reason(terms: LinearInputs) -> str | None:
             return f"q, k, v and g have to be bfloat16, and {name} is {x.dtype}"
     if reason := _width_reason(terms, SCALAR_DECAY_WIDTHS[:1]):
         return reason
-    cut = scalar_decay_tokens(terms, 2 * v.shape[2], CHUNK, FORWARD_UNIT)
-    if cut is not None and vector_decay_sm90(terms) is None:
+    cut = segments.scalar_decay_tokens(terms, 2 * v.shape[2], segments.CHUNK, segments.FORWARD_UNIT)
+    if cut is not None and segments.vector_decay_sm90(terms) is None:
         return "few heads of short sequences are faster in Triton's segments"
     return None
 

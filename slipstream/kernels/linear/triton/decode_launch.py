@@ -11,8 +11,7 @@ from torch import Tensor
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.decode import linear_decode_kernel
 from slipstream.kernels.linear.triton.scalar_decay.tiles import power_of_two
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,8 @@ def _launch(
     if s_in is not s_out:
         stride_in, in_head = (0, 0) if s_in is None else s_in.stride()[:2]
         in_v_first = s_in is not None and not _rows_first(s_in)
-    with device_of(o.device):
-        cached(linear_decode_kernel)[-(-V // BV) * HV * terms.sequences,](
+    with backends.device_of(o.device):
+        launch_cache.cached(linear_decode_kernel)[-(-V // BV) * HV * terms.sequences,](
             q_ptr=q,
             k_ptr=k,
             v_ptr=v,

@@ -4,10 +4,9 @@ import torch
 
 from slipstream.compiler.compiler_state import KernelKey, arch_of_device
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs, not_taken
-from slipstream.runtime import guarded_launch
+from slipstream.runtime import backends, guarded_launch
 from slipstream.runtime.backends import HAVE_TRITON as HAVE_TRITON
 from slipstream.runtime.backends import INTERPRETED as INTERPRETED
-from slipstream.runtime.backends import triton_unsupported
 
 # Of LinearInputs. erase and write come to the kernels as a and b (channel_gates.py).
 TERMS_TAKEN = [
@@ -20,7 +19,7 @@ WIDE_FP32_BYTES = 1 << 16
 
 def unsupported_reason(terms: LinearInputs) -> str | None:
     """Why the kernels can't take this call, or None if they can."""
-    if reason := triton_unsupported(terms.q, "q") or not_taken(terms, TERMS_TAKEN):
+    if reason := backends.triton_unsupported(terms.q, "q") or not_taken(terms, TERMS_TAKEN):
         return reason
     if terms.v.dtype != terms.q.dtype or terms.k.dtype != terms.q.dtype:
         return "q, k and v differ in dtype"

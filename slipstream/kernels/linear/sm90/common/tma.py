@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import CHUNK
+from slipstream.kernels.linear import inputs, segments
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
 from slipstream.runtime.launch_cache import cache
 
@@ -18,7 +17,7 @@ def align16(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % 16 else x
 
 
-def align_for_tma(terms: LinearInputs) -> LinearInputs:
+def align_for_tma(terms: inputs.LinearInputs) -> inputs.LinearInputs:
     """With all tensors that kernels read by TMA aligned."""
     names = ("q", "k", "v", "a", "b", "g", "erase")
     given = {name: x for name in names if (x := getattr(terms, name)) is not None}
@@ -41,7 +40,7 @@ def token_tiles(x: Tensor | None, columns: int, stride: int | None = None) -> An
     None of None. stride: from token to token, if not those of all heads."""
     if x is None:
         return None
-    return tma_descriptor(x, x.shape[2] * x.shape[3], CHUNK, columns, stride)
+    return tma_descriptor(x, x.shape[2] * x.shape[3], segments.CHUNK, columns, stride)
 
 
 @cache

@@ -10,19 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange
-from slipstream.kernels.linear.delta import (
-    Checkpoints,
-    DeltaBackend,
-    EntryStates,
-    WYFactors,
-    delta_args,
-)
-from slipstream.kernels.linear.inputs import (
-    Cotangents,
-    LinearInputs,
-    sum_grouped_heads,
-)
+from slipstream.kernels.linear import backend, delta, inputs
+from slipstream.kernels.linear.inputs import Cotangents, LinearInputs
 from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import (
     CHUNK,
@@ -35,28 +24,14 @@ from slipstream.kernels.linear.segments import (
     scanned_sm90,
     sequence_args,
 )
-from slipstream.kernels.linear.sm90.common.tma import (
-    align16,
-    align_for_tma,
-    tma_descriptor,
-    token_tiles,
-)
-from slipstream.kernels.linear.sm90.delta import segment_launch
-from slipstream.kernels.linear.sm90.delta.bwd_fused import delta_chunk_bwd_sm90_kernel
-from slipstream.kernels.linear.sm90.delta.bwd_schedule import (
-    BackwardSchedule,
-    choose_schedule,
-    empty_checkpoints,
-    schedule_of_segments,
-)
+from slipstream.kernels.linear.sm90.common import tma
+from slipstream.kernels.linear.sm90.common.tma import align16, tma_descriptor, token_tiles
+from slipstream.kernels.linear.sm90.delta import bwd_fused, bwd_schedule, dqkg, segment_launch
 from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.chunk_fwd import delta_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_chunk_fwd_2tile_sm90_kernel
-from slipstream.kernels.linear.sm90.delta.dqkg import delta_dqkg_sm90_kernel
-from slipstream.kernels.linear.sm90.delta.segment_launch import BASE, STAGES
 from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
-from slipstream.runtime.backends import FEWER_REGISTERS
-from slipstream.runtime.consistent import consistent_scope
+from slipstream.runtime import backends, consistent
 from slipstream.runtime.launch_cache import cached
 
 # Value heads whose gradients of q and k are added up at once, at most: each sum is rounded.
@@ -67,7 +42,7 @@ SOLVE = {"num_warps": 4, "maxnreg": 80}  # six programs fit a multiprocessor
 SCAN: dict[str, Any] = {
     "BV": TILE_V,
     "C": CHUNK,
-    "ST": STAGES,
+    "ST": segment_launch.STAGES,
     "num_warps": 4,
     "maxnreg": 128,  # of 16 warps: what all partitions share
 }
@@ -80,27 +55,29 @@ BWD_OPTIONS: dict[int, dict[str, Any]] = {
 }
 
 
-class Sm90Delta(DeltaBackend):
+class Sm90Delta(delta.DeltaBackend):
     saves = reuses_w = True
 
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
-        return super().to_kernel_layout(align_for_tma(terms))
+        return super().to_kernel_layout(tma.align_for_tma(terms))
 
     def contiguous(self, x: Tensor) -> Tensor:
         return align16(x).contiguous()
 
     def empty_checkpoints(
-        self, terms: LinearInputs, exchange: Exchange | None
-    ) -> Checkpoints | None:
+        self, terms: LinearInputs, exchange: backend.Exchange | None
+    ) -> delta.Checkpoints | None:
         schedule = self._schedule(terms, exchange)
         if schedule is None:
             return None
-        return Checkpoints(schedule.interval, empty_checkpoints(terms, schedule))
+        return delta.Checkpoints(schedule.interval, bwd_schedule.empty_checkpoints(terms, schedule))
 
-    def _schedule(self, terms: LinearInputs, exchange: Exchange | None) -> BackwardSchedule | None:
+    def _schedule(
+        self, terms: LinearInputs, exchange: backend.Exchange | None
+    ) -> bwd_schedule.BackwardSchedule | None:
         if exchange is not None and exchange.segment_tokens is not None:
-            return schedule_of_segments(terms, exchange.segment_tokens)
-        return choose_schedule(terms)
+            return bwd_schedule.schedule_of_segments(terms, exchange.segment_tokens)
+        return bwd_schedule.choose_schedule(terms)
 
     def chunk(self, terms: LinearInputs) -> int:
         return CHUNK
@@ -119,7 +96,7 @@ class Sm90Delta(DeltaBackend):
         share = terms.v.shape[2] // terms.q.shape[2]
         return max(n for n in range(1, HEADS_PER_SEMAPHORE + 1) if share % n == 0)
 
-    def solve_tril(self, terms: LinearInputs) -> WYFactors:
+    def solve_tril(self, terms: LinearInputs) -> delta.WYFactors:
         """With a gate, transition_lognorm is made too."""
         B, T, HV, _ = terms.v.shape
         (H, K), has_gate = terms.q.shape[2:], terms.g is not None
@@ -127,7 +104,7 @@ class Sm90Delta(DeltaBackend):
         size = (self.num_chunks(terms), HV, 1 + has_gate, CHUNK)
         beta_gate, lognorm = r.new_empty(size, dtype=torch.float32), None
         if has_gate:
-            lognorm = beta_gate.new_empty(*size[:2], CHUNK // BASE)
+            lognorm = beta_gate.new_empty(*size[:2], CHUNK // segment_launch.BASE)
         launch: Any = cached(delta_solve_tril_sm90_kernel)[(size[0] * HV,)]
         launch(
             k_desc=token_tiles(terms.k, K),
@@ -141,16 +118,16 @@ class Sm90Delta(DeltaBackend):
             H=H,
             K=K,
             C=CHUNK,
-            BASE=BASE,
+            BASE=segment_launch.BASE,
             HAS_GATE=has_gate,
             **SOLVE,
         )
-        return WYFactors(r, beta_gate, lognorm)
+        return delta.WYFactors(r, beta_gate, lognorm)
 
     def chunk_fwd(
         self,
         terms: LinearInputs,
-        wy: WYFactors,
+        wy: delta.WYFactors,
         scale: float,
         out: Tensor,
         *,
@@ -158,14 +135,14 @@ class Sm90Delta(DeltaBackend):
         s_in: Tensor | None = None,
         s_out: Tensor | None = None,
         segments: Segments | None = None,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: delta.Checkpoints | None = None,
         prefix: PrefixStates | None = None,
     ) -> None:
         """In one of two kernels."""
         K = terms.q.shape[-1]
         interval, saved_states = checkpoints or (0, None)
         kernel, tile = delta_chunk_fwd_sm90_kernel, TILE_V
-        args = delta_args(terms, segments, s_in, s_out)
+        args = delta.delta_args(terms, segments, s_in, s_out)
         if segments is None and self._use_2tile(terms):  # which has whole sequences alone
             kernel, tile = delta_chunk_fwd_2tile_sm90_kernel, 2 * TILE_V
             del args["segment"], args["SPLIT"]
@@ -192,14 +169,14 @@ class Sm90Delta(DeltaBackend):
     def _use_2tile(self, terms: LinearInputs) -> bool:
         """Whether a program takes two tiles of V: with one each they would not all run at once."""
         HV, V = terms.v.shape[2:]
-        sequences = 1 if consistent_scope.on else terms.sequences
+        sequences = 1 if consistent.consistent_scope.on else terms.sequences
         return V % (2 * TILE_V) == 0 and V // TILE_V * HV * sequences > NUM_SMS
 
     def chunk_dstate(
         self,
         terms: LinearInputs,
         do: Tensor,
-        wy: WYFactors,
+        wy: delta.WYFactors,
         scale: float,
         dv: Tensor,
         dstates: Tensor,
@@ -221,7 +198,7 @@ class Sm90Delta(DeltaBackend):
             dv_ptr=dv,
             lognorm_ptr=None,
             scale=scale,
-            **delta_args(terms, segments, s_in, s_out),
+            **delta.delta_args(terms, segments, s_in, s_out),
             **SCAN,
         )
 
@@ -229,7 +206,7 @@ class Sm90Delta(DeltaBackend):
         self,
         terms: LinearInputs,
         do: Tensor,
-        wy: WYFactors,
+        wy: delta.WYFactors,
         w: Tensor,
         dv: Tensor,
         states: Tensor,
@@ -241,7 +218,7 @@ class Sm90Delta(DeltaBackend):
         heads, semaphores = grads["q"].shape[2], None
         if heads < HV:  # how many value heads have added up a chunk's gradients of q and k
             semaphores = w.new_zeros(states.shape[0] * heads, dtype=torch.int32)
-        launch: Any = cached(delta_dqkg_sm90_kernel)[(states.shape[0] * HV,)]
+        launch: Any = cached(dqkg.delta_dqkg_sm90_kernel)[(states.shape[0] * HV,)]
         launch(
             q_desc=token_tiles(terms.q, TILE_K),
             k_desc=token_tiles(terms.k, TILE_K),
@@ -274,13 +251,13 @@ class Sm90Delta(DeltaBackend):
     def scan_ends(
         self,
         terms: LinearInputs,
-        wy: WYFactors,
+        wy: delta.WYFactors,
         final: Tensor | None,
-        exchange: Exchange | None = None,
+        exchange: backend.Exchange | None = None,
     ) -> dict[str, Any]:
         """With consistent=True the states of segments are those of one scan."""
         segments = None
-        if consistent_scope.on and exchange is None:
+        if consistent.consistent_scope.on and exchange is None:
             HV, V = terms.v.shape[2:]
             segments = scanned_sm90(terms, V // TILE_V * HV)
         if segments is None:
@@ -291,11 +268,11 @@ class Sm90Delta(DeltaBackend):
     def entry_states(
         self,
         terms: LinearInputs,
-        wy: WYFactors,
+        wy: delta.WYFactors,
         segments: Segments,
         final: Tensor | None,
-        exchange: Exchange | None = None,
-    ) -> EntryStates:
+        exchange: backend.Exchange | None = None,
+    ) -> delta.EntryStates:
         V = terms.v.shape[-1]
         across = exchange is not None
         # one rank has the state before all in E of a sequence's first segment
@@ -304,31 +281,31 @@ class Sm90Delta(DeltaBackend):
         E, M = made[..., :V], made[..., V:]  # split's list is no result that a replay records
         ends = terms.initial_state, segments, exchange
         states = segment_launch.state_passing(terms, E, M, m_is_zero, *ends)
-        return EntryStates(states, None if across else (M, m_is_zero), final)
+        return delta.EntryStates(states, None if across else (M, m_is_zero), final)
 
     def entry_dstates(
         self,
         terms: LinearInputs,
         do: Tensor,
-        wy: WYFactors,
+        wy: delta.WYFactors,
         scale: float,
         dfinal: Tensor | None,
         transition: tuple[Tensor, Tensor],
         segments: Segments,
         dstate: Tensor | None,
-        exchange: Exchange | None = None,
-    ) -> EntryStates:
+        exchange: backend.Exchange | None = None,
+    ) -> delta.EntryStates:
         if exchange is not None:
             states = segment_launch.entry_dstates(terms, do, wy, scale, dfinal, segments, exchange)
-            return EntryStates(states, None, dstate)
+            return delta.EntryStates(states, None, dstate)
         dE = segment_launch.segment_transition_bwd(terms, do, wy, scale, dfinal, segments)
         states = segment_launch.state_passing(
             terms, dE, *transition, dfinal, segments, reverse=True
         )
-        return EntryStates(states, transition, dstate)
+        return delta.EntryStates(states, transition, dstate)
 
     def fused_gradients(
-        self, terms: LinearInputs, wy: WYFactors, given: Cotangents
+        self, terms: LinearInputs, wy: delta.WYFactors, given: Cotangents
     ) -> dict[str, Tensor] | None:
         """Where the kernel's schedule has a place for it (bwd_schedule.py)."""
         do, _, dstate, scale, _, saved, exchange = given
@@ -338,15 +315,15 @@ class Sm90Delta(DeltaBackend):
             return None
         grads = self._empty_fused_grads(terms, do)
         if checkpoints is None:  # forward runs once more, for these alone
-            checkpoints = empty_checkpoints(terms, schedule)
+            checkpoints = bwd_schedule.empty_checkpoints(terms, schedule)
             ends = self.scan_ends(terms, wy, None, None if exchange is None else exchange.local)
-            ends["checkpoints"] = Checkpoints(schedule.interval, checkpoints)
+            ends["checkpoints"] = delta.Checkpoints(schedule.interval, checkpoints)
             self.chunk_fwd(terms, wy, scale, grads["v"], **ends)
         ds_in = self._fused_entry_dstates(terms, wy, given, schedule.segments)
         args = terms, do, wy, scale, checkpoints, grads, schedule
         self.chunk_bwd(*args, s_in=ds_in, s_out=dstate)
         H = terms.q.shape[2]
-        return grads | {name: sum_grouped_heads(grads[name], H) for name in "qk"}
+        return grads | {name: inputs.sum_grouped_heads(grads[name], H) for name in "qk"}
 
     def _empty_fused_grads(self, terms: LinearInputs, do: Tensor) -> dict[str, Tensor]:
         """Memory for the gradients; that of v also holds w meanwhile."""
@@ -359,7 +336,7 @@ class Sm90Delta(DeltaBackend):
         return grads | {"v": do.new_empty(do.shape)}
 
     def _fused_entry_dstates(
-        self, terms: LinearInputs, wy: WYFactors, given: Cotangents, segments: Segments | None
+        self, terms: LinearInputs, wy: delta.WYFactors, given: Cotangents, segments: Segments | None
     ) -> Tensor | None:
         """The gradient of the state after each part that a program takes."""
         do, dfinal, _, scale, _, _, exchange = given
@@ -379,11 +356,11 @@ class Sm90Delta(DeltaBackend):
         self,
         terms: LinearInputs,
         do: Tensor,
-        wy: WYFactors,
+        wy: delta.WYFactors,
         scale: float,
         checkpoints: Tensor,
         grads: dict[str, Tensor],
-        schedule: BackwardSchedule,
+        schedule: bwd_schedule.BackwardSchedule,
         *,
         s_in: Tensor | None,
         s_out: Tensor | None,
@@ -403,7 +380,7 @@ class Sm90Delta(DeltaBackend):
         workspaces = min(programs, MAX_WORKSPACES)
         semaphores = beta_gate.shape[0] * heads if heads < HV else 0
         states = w.new_empty(workspaces * max(schedule.interval - 2, 1), V, K)
-        run: Any = cached(delta_chunk_bwd_sm90_kernel)[(programs,)]
+        run: Any = cached(bwd_fused.delta_chunk_bwd_sm90_kernel)[(programs,)]
         run(
             q_desc=token_tiles(terms.q, K),
             k_desc=token_tiles(terms.k, K),
@@ -432,9 +409,9 @@ class Sm90Delta(DeltaBackend):
             ST=BWD_STAGES,
             WARPS=V // 16,
             GROUPED_HEADS=heads < HV,
-            **delta_args(terms, segments, s_in, s_out),
+            **delta.delta_args(terms, segments, s_in, s_out),
             **BWD_OPTIONS[V],
-            **FEWER_REGISTERS,
+            **backends.FEWER_REGISTERS,
         )
 
 

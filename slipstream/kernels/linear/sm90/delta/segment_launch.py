@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange, pass_states
-from slipstream.kernels.linear.delta import WYFactors, delta_args
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear import backend, delta, inputs
 from slipstream.kernels.linear.segments import (
     CHUNK,
     TILE_V,
@@ -38,8 +36,8 @@ _OPTIONS: dict[str, Any] = {
 
 
 def segment_transition(
-    terms: LinearInputs,
-    wy: WYFactors,
+    terms: inputs.LinearInputs,
+    wy: delta.WYFactors,
     s_in: Tensor | None,
     segments: Segments,
     alone: bool = False,
@@ -64,7 +62,7 @@ def segment_transition(
 
 
 def states_before(
-    terms: LinearInputs, wy: WYFactors, segments: Segments, s_out: Tensor | None
+    terms: inputs.LinearInputs, wy: delta.WYFactors, segments: Segments, s_out: Tensor | None
 ) -> Tensor:
     """The state before each segment [count, HV, K, V], of one scan; s_out gets the last ones."""
     (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
@@ -81,13 +79,13 @@ def states_before(
 
 
 def _transition_args(
-    terms: LinearInputs,
-    wy: WYFactors,
+    terms: inputs.LinearInputs,
+    wy: delta.WYFactors,
     segments: Segments,
     s_in: Tensor | None,
     s_out: Tensor | None,
 ) -> dict[str, Any]:
-    args = delta_args(terms, segments, s_in, s_out) | _OPTIONS
+    args = delta.delta_args(terms, segments, s_in, s_out) | _OPTIONS
     del args["SPLIT"]
     return args | {
         "k_desc": token_tiles(terms.k, terms.k.shape[-1]),
@@ -98,9 +96,9 @@ def _transition_args(
 
 
 def segment_transition_bwd(
-    terms: LinearInputs,
+    terms: inputs.LinearInputs,
     do: Tensor,
-    wy: WYFactors,
+    wy: delta.WYFactors,
     scale: float,
     s_in: Tensor | None,
     segments: Segments,
@@ -122,20 +120,20 @@ def segment_transition_bwd(
         lognorm_ptr=wy.transition_lognorm,
         scale=scale,
         EVERY=every,
-        **delta_args(terms, segments, s_in, dE),
+        **delta.delta_args(terms, segments, s_in, dE),
         **_OPTIONS,
     )
     return dE
 
 
 def entry_dstates(
-    terms: LinearInputs,
+    terms: inputs.LinearInputs,
     do: Tensor,
-    wy: WYFactors,
+    wy: delta.WYFactors,
     scale: float,
     dfinal: Tensor | None,
     segments: Segments,
-    exchange: Exchange,
+    exchange: backend.Exchange,
 ) -> Tensor:
     """The gradient of the state after each segment [count, HV, K, V], once the exchange has said
     what dfinal has from other ranks."""
@@ -145,13 +143,13 @@ def entry_dstates(
 
 
 def state_passing(
-    terms: LinearInputs,
+    terms: inputs.LinearInputs,
     E: Tensor,
     M: Tensor,
     m_is_zero: Tensor,
     s_in: Tensor | None,
     segments: Segments,
-    exchange: Exchange | None = None,
+    exchange: backend.Exchange | None = None,
     reverse: bool = False,
     s_out: Tensor | None = None,
 ) -> Tensor:
@@ -194,5 +192,5 @@ def state_passing(
     def transition() -> Tensor:
         return torch.where(m_is_zero[..., None, None] == 0, M, 0.0)
 
-    pass_states(run, entry, s_out, terms, segments, transition, exchange, reads_others=True)
+    backend.pass_states(run, entry, s_out, terms, segments, transition, exchange, reads_others=True)
     return entry

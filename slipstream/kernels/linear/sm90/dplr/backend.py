@@ -21,20 +21,13 @@ from slipstream.kernels.linear.segments import (
     scan_args,
     sequence_args,
 )
-from slipstream.kernels.linear.sm90.common.tma import (
-    align16,
-    align_for_tma,
-    tma_descriptor,
-    token_tiles,
-)
+from slipstream.kernels.linear.sm90.common import tma
 from slipstream.kernels.linear.sm90.delta import segment_launch
+from slipstream.kernels.linear.sm90.dplr import intra_safe, intra_safe_bwd, wy
 from slipstream.kernels.linear.sm90.dplr.chunk_dstate import dplr_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.chunk_fwd import dplr_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_dqkg_sm90_kernel
-from slipstream.kernels.linear.sm90.dplr.intra_safe import dplr_intra_safe_sm90_kernel
-from slipstream.kernels.linear.sm90.dplr.intra_safe_bwd import dplr_intra_safe_bwd_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.scores import dplr_scores_sm90_kernel
-from slipstream.kernels.linear.sm90.dplr.wy import dplr_wy_sm90_kernel
 from slipstream.kernels.linear.triton.dplr.backend import TritonDplr
 from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, APART, SHIFT
 from slipstream.runtime.backends import sm_count
@@ -60,11 +53,11 @@ class Sm90Dplr(TritonDplr):
         return dplr_sm90(terms)
 
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
-        return super().to_kernel_layout(align_for_tma(terms))
+        return super().to_kernel_layout(tma.align_for_tma(terms))
 
     def forward_layout(self, terms: LinearInputs) -> LinearInputs:
         """Views of some heads are not copied."""
-        aligned = align_for_tma(terms)
+        aligned = tma.align_for_tma(terms)
         if aligned.row_heads is None:
             return super().forward_layout(aligned)
         alone = {name: getattr(terms, name) for name in ("initial_state", "cu_seqlens")}
@@ -72,7 +65,7 @@ class Sm90Dplr(TritonDplr):
         return aligned._replace(**given)
 
     def contiguous(self, x: Tensor) -> Tensor:
-        return align16(x).contiguous()
+        return tma.align16(x).contiguous()
 
     def segment_transition(
         self, terms: LinearInputs, intra: IntraChunk, segments: Segments
@@ -115,7 +108,7 @@ class Sm90Dplr(TritonDplr):
             "LIMIT": ANCHORED_TILES[terms.v.dtype],
             "APART": APART[terms.v.dtype] if terms.g is not None else 0.0,
         }
-        run: Any = cached(dplr_wy_sm90_kernel)[(programs,)]
+        run: Any = cached(wy.dplr_wy_sm90_kernel)[(programs,)]
         run(
             **_rows(terms, 64),
             C=CHUNK,
@@ -125,7 +118,7 @@ class Sm90Dplr(TritonDplr):
         )
         if terms.g is not None:
             most = SAFE_PROGRAMS * sm_count(terms.v.device.index)
-            run = cached(dplr_intra_safe_sm90_kernel)[(min(most, programs),)]
+            run = cached(intra_safe.dplr_intra_safe_sm90_kernel)[(min(most, programs),)]
             run(**_pointers(terms), total=programs, **common, **SAFE_OPTIONS)
 
     def chunk_fwd(
@@ -196,7 +189,7 @@ class Sm90Dplr(TritonDplr):
         programs = terms.v.shape[2] * num_sequences(terms, segments)
         run: Any = cached(dplr_chunk_dstate_sm90_kernel)[(programs,)]
         run(
-            do_desc=token_tiles(do, 64),
+            do_desc=tma.token_tiles(do, 64),
             q_desc=_chunks(intra.q),
             w_desc=_chunks(intra.w),
             b_desc=_chunks(intra.b),
@@ -221,15 +214,15 @@ class Sm90Dplr(TritonDplr):
         x, y, _, dstates = states
         launch: Any = cached(dplr_scores_sm90_kernel)[(x.shape[0] * HV,)]
         launch(
-            v_desc=token_tiles(terms.v, V),
-            do_desc=token_tiles(do, V),
-            x_desc=tma_descriptor(x, CHUNK, V, CHUNK),
-            y_desc=tma_descriptor(y, CHUNK, V, CHUNK),
+            v_desc=tma.token_tiles(terms.v, V),
+            do_desc=tma.token_tiles(do, V),
+            x_desc=tma.tma_descriptor(x, CHUNK, V, CHUNK),
+            y_desc=tma.tma_descriptor(y, CHUNK, V, CHUNK),
             k_desc=_chunks(intra.k),
             qk_desc=_chunks(intra.qk),
             ak_desc=_chunks(None if delta else intra.ak),
-            dstates_desc=None if delta else tma_descriptor(dstates, K, V, K),
-            dv_desc=token_tiles(grads["v"], V),
+            dstates_desc=None if delta else tma.tma_descriptor(dstates, K, V, K),
+            dv_desc=tma.token_tiles(grads["v"], V),
             dv_ptr=grads["v"],
             beta_ptr=terms.beta,
             dbeta_ptr=dbeta,
@@ -253,12 +246,12 @@ class Sm90Dplr(TritonDplr):
         (B, T, HV, V), K = terms.v.shape, terms.q.shape[-1]
         chunks = states.x.shape[0]
         common: dict[str, Any] = {
-            "v_desc": None if terms.a is None else token_tiles(terms.v, V),
-            "do_desc": token_tiles(do, V),
-            "x_desc": tma_descriptor(states.x, CHUNK, V, CHUNK),
-            "y_desc": tma_descriptor(states.y, CHUNK, V, CHUNK),
-            "states_desc": tma_descriptor(states.states, K, V, TILE_K),
-            "dstates_desc": tma_descriptor(states.dstates, K, V, TILE_K),
+            "v_desc": None if terms.a is None else tma.token_tiles(terms.v, V),
+            "do_desc": tma.token_tiles(do, V),
+            "x_desc": tma.tma_descriptor(states.x, CHUNK, V, CHUNK),
+            "y_desc": tma.tma_descriptor(states.y, CHUNK, V, CHUNK),
+            "states_desc": tma.tma_descriptor(states.states, K, V, TILE_K),
+            "dstates_desc": tma.tma_descriptor(states.dstates, K, V, TILE_K),
             "dqb_desc": _chunks(scores.qb),
             "dab_desc": _chunks(scores.ab),
             "dqk_desc": _chunks(scores.qk),
@@ -280,7 +273,7 @@ class Sm90Dplr(TritonDplr):
         launch: Any = cached(dplr_dqkg_sm90_kernel)[(min(sms, total),)]
         launch(
             **_rows(terms, TILE_K),
-            g_desc=token_tiles(terms.g, TILE_K),
+            g_desc=tma.token_tiles(terms.g, TILE_K),
             total=total,
             NK=1 if dbeta is None else dbeta.shape[0] - 1,
             WIDE=WIDE,
@@ -289,7 +282,7 @@ class Sm90Dplr(TritonDplr):
             maxnreg=168,  # of 12 warps: what all partitions share
         )
         total *= K // TILE_K
-        launch = cached(dplr_intra_safe_bwd_sm90_kernel)[
+        launch = cached(intra_safe_bwd.dplr_intra_safe_bwd_sm90_kernel)[
             (min(total, max(sms, total // BWD_UNITS)),)
         ]
         launch(
@@ -342,7 +335,7 @@ def _pointers(terms: LinearInputs) -> dict[str, Tensor | None]:
 
 def _row_tiles(x: Tensor | None, columns: int) -> Any:
     """token_tiles of x, which may be a part of the heads."""
-    return None if x is None else token_tiles(x, columns, _token_stride(x))
+    return None if x is None else tma.token_tiles(x, columns, _token_stride(x))
 
 
 def _token_stride(x: Tensor) -> int:
@@ -353,7 +346,7 @@ def _token_stride(x: Tensor) -> int:
 
 def _chunks(x: Tensor | None) -> Any:
     """A descriptor of a tensor of chunks [..., CHUNK or more rows, columns], CHUNK rows a tile."""
-    return None if x is None else tma_descriptor(x, x.shape[-1], CHUNK, x.shape[-1])
+    return None if x is None else tma.tma_descriptor(x, x.shape[-1], CHUNK, x.shape[-1])
 
 
 BACKEND = Sm90Dplr()

@@ -20,11 +20,7 @@ from slipstream.kernels.linear.segments import (
     scanned_sm90,
 )
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, token_tiles
-from slipstream.kernels.linear.sm90.scalar_decay.chunk_bwd import scalar_decay_chunk_bwd_sm90_kernel
-from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import scalar_decay_chunk_fwd_sm90_kernel
-from slipstream.kernels.linear.sm90.scalar_decay.state_scan import (
-    scalar_decay_state_scan_sm90_kernel,
-)
+from slipstream.kernels.linear.sm90.scalar_decay import chunk_bwd, chunk_fwd, state_scan
 from slipstream.kernels.linear.triton.scalar_decay import backend as triton
 from slipstream.runtime.launch_cache import cached
 
@@ -72,7 +68,7 @@ class Sm90ScalarDecay(triton.TritonScalarDecay):
         programs = V // HALF * (K // HALF) * HV * terms.sequences
         args = scan_args(terms, segments, chunks.s_in, chunks.s_out)
         del args["SPLIT"]
-        launch: Any = cached(scalar_decay_state_scan_sm90_kernel)[(programs,)]
+        launch: Any = cached(state_scan.scalar_decay_state_scan_sm90_kernel)[(programs,)]
         launch(
             w_desc=token_tiles(terms.k, HALF),
             x_desc=token_tiles(terms.v, HALF),
@@ -104,7 +100,7 @@ class Sm90ScalarDecay(triton.TritonScalarDecay):
         programs = X // HALF // halves * terms.v.shape[2] * num_sequences(terms, segments)
         # both halves of a program would write the same k . dk of later chunks, and the same z
         assert halves == 1 or sums is None or not chunks.reverse
-        launch: Any = cached(scalar_decay_chunk_fwd_sm90_kernel)[(programs,)]
+        launch: Any = cached(chunk_fwd.scalar_decay_chunk_fwd_sm90_kernel)[(programs,)]
         launch(
             r_desc=token_tiles(r, D),
             w_desc=token_tiles(w, D),
@@ -136,7 +132,7 @@ class Sm90ScalarDecay(triton.TritonScalarDecay):
             super().dkv_scan(dk, dv, terms, segments)
             return
         programs = terms.v.shape[2] * num_sequences(terms, segments)
-        launch: Any = cached(scalar_decay_chunk_bwd_sm90_kernel)[(programs,)]
+        launch: Any = cached(chunk_bwd.scalar_decay_chunk_bwd_sm90_kernel)[(programs,)]
         launch(
             q_desc=token_tiles(q, K),
             k_desc=token_tiles(k, K),

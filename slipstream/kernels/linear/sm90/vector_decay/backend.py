@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear import prefix_states, vector_decay
 from slipstream.kernels.linear.inputs import LinearInputs, as_fp32
-from slipstream.kernels.linear.prefix_states import NO_POINTERS
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
     CHUNK,
@@ -25,14 +25,9 @@ from slipstream.kernels.linear.segments import (
     vector_decay_sm90,
 )
 from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, token_tiles
-from slipstream.kernels.linear.sm90.vector_decay.chunk_dqk import vector_decay_dqk_sm90_kernel
-from slipstream.kernels.linear.sm90.vector_decay.chunk_fwd import vector_decay_chunk_fwd_sm90_kernel
+from slipstream.kernels.linear.sm90.vector_decay import chunk_dqk, chunk_fwd
 from slipstream.kernels.linear.triton.vector_decay import backend as triton
-from slipstream.kernels.linear.vector_decay import (
-    ChunkLaunch,
-    IntraChunk,
-    VectorDecayProblem,
-)
+from slipstream.kernels.linear.vector_decay import IntraChunk, VectorDecayProblem
 from slipstream.runtime.launch_cache import cached
 
 # columns of a tile of TMA; tiles that are loaded ahead, and those of the segments' kernel
@@ -95,7 +90,7 @@ class Sm90VectorDecay(triton.TritonVectorDecay):
         return IntraChunk(problem.q, k, None, decay)
 
     def chunk_scan(
-        self, chunks: ChunkLaunch, problem: VectorDecayProblem, intra: IntraChunk
+        self, chunks: vector_decay.ChunkLaunch, problem: VectorDecayProblem, intra: IntraChunk
     ) -> None:
         sums = chunks.sums
         q, g, terms, reads_q = problem.q, problem.g, problem.terms, chunks.y is not None
@@ -122,7 +117,7 @@ class Sm90VectorDecay(triton.TritonVectorDecay):
             V = problem.v.shape[-1]
             for name in ("s_out_ptr", "segment", "HAS_S_OUT", "SPLIT"):
                 del common[name]
-            launch: Any = cached(vector_decay_dqk_sm90_kernel)[(programs,)]
+            launch: Any = cached(chunk_dqk.vector_decay_dqk_sm90_kernel)[(programs,)]
             launch(
                 q_desc=token_tiles(q, K),
                 v_desc=token_tiles(problem.v, V),
@@ -139,13 +134,13 @@ class Sm90VectorDecay(triton.TritonVectorDecay):
                 **common,
             )
             return
-        launch = cached(vector_decay_chunk_fwd_sm90_kernel)[(programs,)]
+        launch = cached(chunk_fwd.vector_decay_chunk_fwd_sm90_kernel)[(programs,)]
         launch(
             q_desc=token_tiles(q, K) if reads_q else None,
             x_desc=token_tiles(chunks.x, HALF),
             u_ptr=terms.u if reads_q else None,
             total_ptr=chunks.total,
-            **(chunks.prefix.pointers() if chunks.prefix else NO_POINTERS),
+            **(chunks.prefix.pointers() if chunks.prefix else prefix_states.NO_POINTERS),
             scale=chunks.scale,
             scale_out=chunks.scale_out,
             X=X,

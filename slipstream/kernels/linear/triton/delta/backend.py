@@ -5,14 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange
-from slipstream.kernels.linear.delta import (
-    Checkpoints,
-    DeltaBackend,
-    EntryStates,
-    WYFactors,
-    delta_args,
-)
+from slipstream.kernels.linear import backend, delta
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
 from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import (
@@ -43,7 +36,7 @@ from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
 
-class TritonDelta(DeltaBackend):
+class TritonDelta(delta.DeltaBackend):
     def chunk(self, terms: LinearInputs) -> int:
         return tile_of(terms)[0].C
 
@@ -56,7 +49,7 @@ class TritonDelta(DeltaBackend):
     def choose_segments(self, terms: LinearInputs) -> Segments | None:
         return choose_segments(terms)
 
-    def solve_tril(self, terms: LinearInputs) -> WYFactors:
+    def solve_tril(self, terms: LinearInputs) -> delta.WYFactors:
         B, T, HV, _ = terms.v.shape
         H, K = terms.q.shape[2:]
         tile, _ = tile_of(terms)
@@ -87,46 +80,46 @@ class TritonDelta(DeltaBackend):
             INNER="ieee" if INTERPRETED else inner,
             **launch_options(terms, tile.solve),
         )
-        return WYFactors(r, beta_gate)
+        return delta.WYFactors(r, beta_gate)
 
     def entry_states(
         self,
         terms: LinearInputs,
-        wy: WYFactors,
+        wy: delta.WYFactors,
         segments: Segments,
         final: Tensor | None,
-        exchange: Exchange | None = None,
-    ) -> EntryStates:
+        exchange: backend.Exchange | None = None,
+    ) -> delta.EntryStates:
         (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
         E = wy.beta_gate.new_empty(segments.count, HV, K, V)
         M = wy.beta_gate.new_empty(segments.count, HV, K, K)
         self.chunk_fwd(terms, wy, 1.0, None, s_out=E, m=M, segments=segments)
         state_passing(terms, segments, E, M, terms.initial_state, final, exchange=exchange)
-        return EntryStates(E, M, None)
+        return delta.EntryStates(E, M, None)
 
     def entry_dstates(
         self,
         terms: LinearInputs,
         do: Tensor,
-        wy: WYFactors,
+        wy: delta.WYFactors,
         scale: float,
         dfinal: Tensor | None,
         transition: Tensor,
         segments: Segments,
         dstate: Tensor | None,
-        exchange: Exchange | None = None,
-    ) -> EntryStates:
+        exchange: backend.Exchange | None = None,
+    ) -> delta.EntryStates:
         (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
         E = wy.beta_gate.new_empty(segments.count, HV, K, V)
         self.chunk_dstate(terms, do, wy, scale, s_out=E, segments=segments)
         ends = transition, dfinal, dstate
         state_passing(terms, segments, E, *ends, reverse=True, exchange=exchange)
-        return EntryStates(E, transition, None)
+        return delta.EntryStates(E, transition, None)
 
     def chunk_fwd(
         self,
         terms: LinearInputs,
-        wy: WYFactors,
+        wy: delta.WYFactors,
         scale: float,
         out: Tensor | None,
         *,
@@ -135,7 +128,7 @@ class TritonDelta(DeltaBackend):
         s_out: Tensor | None = None,
         m: Tensor | None = None,
         segments: Segments | None = None,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: delta.Checkpoints | None = None,
         prefix: PrefixStates | None = None,
     ) -> None:
         """Or, with m, what each segment adds to the state, into s_out, and its transition M."""
@@ -165,7 +158,7 @@ class TritonDelta(DeltaBackend):
             else states,
             m_ptr=m,
             scale=scale,
-            **delta_args(terms, segments, s_in, s_out),
+            **delta.delta_args(terms, segments, s_in, s_out),
             BK=BK,
             BV=kernel_tile.B,
             C=tile.C,
@@ -182,7 +175,7 @@ class TritonDelta(DeltaBackend):
         self,
         terms: LinearInputs,
         do: Tensor,
-        wy: WYFactors,
+        wy: delta.WYFactors,
         scale: float,
         dv: Tensor | None = None,
         dstates: Tensor | None = None,
@@ -214,7 +207,7 @@ class TritonDelta(DeltaBackend):
             if tma and dstates is not None
             else dstates,
             scale=scale,
-            **delta_args(terms, segments, s_in, s_out),
+            **delta.delta_args(terms, segments, s_in, s_out),
             BK=BK,
             BV=BV,
             C=tile.C,
@@ -230,7 +223,7 @@ class TritonDelta(DeltaBackend):
         self,
         terms: LinearInputs,
         do: Tensor,
-        wy: WYFactors,
+        wy: delta.WYFactors,
         w: Tensor,
         dv: Tensor,
         states: Tensor,

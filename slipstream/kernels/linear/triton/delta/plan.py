@@ -11,8 +11,7 @@ from slipstream.kernels.linear.triton.common.tma import tma_descriptors
 from slipstream.kernels.linear.triton.delta.tiles import DeltaTile, KernelTile, choose
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
-from slipstream.runtime.backends import FEWER_REGISTERS, fp32_dot_precision, shared_memory_bytes
-from slipstream.runtime.launch_cache import cache
+from slipstream.runtime import backends, launch_cache
 
 # Widths of K up to which products of the scans take pairs of bf16: without decay, 200 tokens that
 # share 17 dimensions of K give o an error of 7.4e-3 in plain bf16, and 3.8e-3 in pairs.
@@ -21,7 +20,7 @@ MIN_SPLIT_BF16_WIDTH = 32
 MAX_M_OFFSET_WIDTH = 128
 
 
-@cache
+@launch_cache.cache
 def _tile(device: torch.device, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int]:
     return choose("interpreter" if INTERPRETED else family_of(device), K, V, bytes_each)
 
@@ -52,7 +51,7 @@ def can_pass_states(terms: LinearInputs) -> bool:
 
 
 def _shared(device: torch.device) -> int:
-    return shared_memory_bytes(device.index or 0) if device.type == "cuda" else 1 << 17
+    return backends.shared_memory_bytes(device.index or 0) if device.type == "cuda" else 1 << 17
 
 
 def uses_split_bf16(terms: LinearInputs) -> bool:
@@ -64,7 +63,7 @@ def launch_options(terms: LinearInputs, kernel_tile: KernelTile) -> dict[str, An
     wide = terms.p is not None and terms.q.shape[-1] > MAX_M_OFFSET_WIDTH
     return {
         "FP32": terms.q.dtype == torch.float32,
-        "PRECISION": fp32_dot_precision(),
+        "PRECISION": backends.fp32_dot_precision(),
         "num_warps": kernel_tile.warps,
         "num_stages": 1 if wide else kernel_tile.stages,
     }
@@ -74,7 +73,7 @@ def scan_options(terms: LinearInputs, kernel_tile: KernelTile) -> dict[str, Any]
     """launch_options of a scan; those of wide heads spill under Triton 3.9 on sm_90."""
     spills = terms.q.shape[-1] > 128 and family_of(terms.q.device) == "sm_90"
     spills = spills and tile_of(terms)[0].tma
-    return launch_options(terms, kernel_tile) | (FEWER_REGISTERS if spills else {})
+    return launch_options(terms, kernel_tile) | (backends.FEWER_REGISTERS if spills else {})
 
 
 def tma_descriptor(

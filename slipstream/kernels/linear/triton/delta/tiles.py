@@ -6,12 +6,7 @@ power of two; the gradients' kernel BK channels of K, and takes V by BV at a tim
 
 from dataclasses import dataclass, replace
 
-from slipstream.kernels.linear.triton.scalar_decay.tiles import (
-    NARROWEST,
-    ROWS,
-    UNPIPELINED,
-    power_of_two,
-)
+from slipstream.kernels.linear.triton.scalar_decay import tiles
 
 
 @dataclass(frozen=True)
@@ -64,9 +59,9 @@ _SAME = {("sm_70", 4): ("sm_80", 4), ("interpreter", 2): ("interpreter", 4)}
 
 def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int]:
     """The tile, no wider than K and V need, and BK of the scans."""
-    narrowest = NARROWEST.get(family, 16)
-    BK = max(narrowest, power_of_two(K))
-    base = ROWS.get(family, family), bytes_each
+    narrowest = tiles.NARROWEST.get(family, 16)
+    BK = max(narrowest, tiles.power_of_two(K))
+    base = tiles.ROWS.get(family, family), bytes_each
     base = _SAME.get(base, base)
     width = max(64, BK)
     while (base[0], base[1], width) not in TILES:
@@ -74,11 +69,11 @@ def choose(family: str, K: int, V: int, bytes_each: int) -> tuple[DeltaTile, int
     tile = TILES[base[0], base[1], width]
     if narrowest > tile.C:
         narrowest = 16
-    width_v = max(narrowest, power_of_two(V))
+    width_v = max(narrowest, tiles.power_of_two(V))
     cut = {name: _segment_cost(getattr(tile, name), width_v) for name in ("fwd", "dstate")}
     cut |= {name: _segment_cost(getattr(tile, name), BK) for name in ("solve", "grads")}
     tma = base[0] == "sm_90" and tile.C >= 64
-    if tma and family in UNPIPELINED:
+    if tma and family in tiles.UNPIPELINED:
         cut = {name: replace(kernel_tile, stages=1) for name, kernel_tile in cut.items()}
     return DeltaTile(tile.C, **cut, tma=tma), BK
 

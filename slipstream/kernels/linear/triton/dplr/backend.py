@@ -6,13 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange
-from slipstream.kernels.linear.dplr import (
-    ChunkGrads,
-    DplrBackend,
-    IntraChunk,
-    dplr_args,
-)
+from slipstream.kernels.linear import backend, dplr
+from slipstream.kernels.linear.dplr import ChunkGrads, IntraChunk, dplr_args
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
 from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import (
@@ -26,13 +21,12 @@ from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta.plan import can_pass_states, segments_for_programs
 from slipstream.kernels.linear.triton.delta.tiles import KernelTile
+from slipstream.kernels.linear.triton.dplr import intra_safe, intra_safe_bwd, wy, wy_quarters
 from slipstream.kernels.linear.triton.dplr.chunk import (
     dplr_chunk_dstate_kernel,
     dplr_chunk_fwd_kernel,
 )
 from slipstream.kernels.linear.triton.dplr.dqkg import dplr_dqkg_kernel
-from slipstream.kernels.linear.triton.dplr.intra_safe import dplr_intra_safe_kernel
-from slipstream.kernels.linear.triton.dplr.intra_safe_bwd import dplr_intra_safe_bwd_kernel
 from slipstream.kernels.linear.triton.dplr.scores import dplr_scores_kernel
 from slipstream.kernels.linear.triton.dplr.tiles import (
     ANCHORED_TILES,
@@ -42,8 +36,6 @@ from slipstream.kernels.linear.triton.dplr.tiles import (
     DplrTile,
     choose,
 )
-from slipstream.kernels.linear.triton.dplr.wy import dplr_wy_kernel
-from slipstream.kernels.linear.triton.dplr.wy_quarters import dplr_wy_quarters_kernel
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime.backends import fp32_dot_precision
@@ -67,7 +59,7 @@ def tile_of(terms: LinearInputs) -> tuple[DplrTile, int]:
     return _tile(terms.q.device, K, V, terms.q.element_size(), terms.transition == "dplr")
 
 
-class TritonDplr(DplrBackend):
+class TritonDplr(dplr.DplrBackend):
     def chunk(self, terms: LinearInputs) -> int:
         return tile_of(terms)[0].C
 
@@ -104,7 +96,7 @@ class TritonDplr(DplrBackend):
         s_in: Tensor | None,
         s_out: Tensor | None,
         reverse: bool = False,
-        exchange: Exchange | None = None,
+        exchange: backend.Exchange | None = None,
     ) -> Tensor:
         state_passing(terms, segments, E, M, s_in, s_out, reverse, exchange)
         return E
@@ -129,7 +121,7 @@ class TritonDplr(DplrBackend):
         # and a sum at once where the other does not: in float32 outputs would depend on later gates
         options |= {"enable_fp_fusion": False, **_launch_options(terms, tile.intra)}
         grid, gated = (intra.u.shape[0] * terms.v.shape[2],), terms.g is not None
-        run: Any = cached(dplr_wy_kernel)[grid]
+        run: Any = cached(wy.dplr_wy_kernel)[grid]
         options |= {"LIMIT": ANCHORED_TILES[dtype], "APART": APART[dtype] if gated else 0.0}
         run(**args, HAS_GATE=gated, **options)
         options["PIECES"] = 2 if options["BK"] > 32 else 1
@@ -137,10 +129,10 @@ class TritonDplr(DplrBackend):
             total = grid[0]
             shared = {"total": total, "MAX_CHUNKS": MAX_CHUNKS}
             programs = max(-(-total // MAX_CHUNKS), min(total, TARGET_PROGRAMS))
-            run = cached(dplr_wy_quarters_kernel)[programs,]
+            run = cached(wy_quarters.dplr_wy_quarters_kernel)[programs,]
             run(**args, **options | shared)
         if gated:
-            run = cached(dplr_intra_safe_kernel)[grid]
+            run = cached(intra_safe.dplr_intra_safe_kernel)[grid]
             run(**args, ones_ptr=_ones(terms), SHIFT=SHIFT[dtype], **options)
 
     def chunk_fwd(
@@ -280,7 +272,7 @@ class TritonDplr(DplrBackend):
             run(**args, HAS_GATE=True, APART=apart, QUARTERS=True, **options)
         if gated:
             options |= {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype], "QUARTERS": apart > 0}
-            run = cached(dplr_intra_safe_bwd_kernel)[grid]
+            run = cached(intra_safe_bwd.dplr_intra_safe_bwd_kernel)[grid]
             run(**args, ones_ptr=_ones(terms), **options)
 
 

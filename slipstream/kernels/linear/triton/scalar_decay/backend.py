@@ -7,15 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear import prefix_states, scalar_decay
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.prefix_states import NO_POINTERS
-from slipstream.kernels.linear.scalar_decay import (
-    ChunkLaunch,
-    GateSums,
-    ScalarDecayBackend,
-    chunk_args,
-    gate_strides,
-)
 from slipstream.kernels.linear.segments import Segments, num_sequences
 from slipstream.kernels.linear.triton.common.decay_state_passing import decay_state_passing
 from slipstream.kernels.linear.triton.common.tma import tma_descriptors
@@ -32,7 +25,7 @@ def _tile(device: torch.device, D: int, X: int, bytes_each: int) -> tuple[Tile, 
     return choose("interpreter" if INTERPRETED else family_of(device), D, X, bytes_each)
 
 
-class TritonScalarDecay(ScalarDecayBackend):
+class TritonScalarDecay(scalar_decay.ScalarDecayBackend):
     state_passing = staticmethod(decay_state_passing)
 
     def chunk(self, terms: LinearInputs) -> int:
@@ -44,7 +37,7 @@ class TritonScalarDecay(ScalarDecayBackend):
         return -(-columns // tile.BX)
 
     def chunk_scan(
-        self, chunks: ChunkLaunch, terms: LinearInputs, segments: Segments | None
+        self, chunks: scalar_decay.ChunkLaunch, terms: LinearInputs, segments: Segments | None
     ) -> None:
         (r, w, x, y), sums = chunks[:4], chunks.sums
         HV, X, D = terms.v.shape[2], x.shape[-1], r.shape[-1]
@@ -60,8 +53,8 @@ class TritonScalarDecay(ScalarDecayBackend):
             z_ptr=sums.z if sums else None,
             HR=r.shape[2],
             HX=x.shape[2],
-            **chunk_args(chunks, terms, segments),
-            **(chunks.prefix.pointers() if chunks.prefix else NO_POINTERS),
+            **scalar_decay.chunk_args(chunks, terms, segments),
+            **(chunks.prefix.pointers() if chunks.prefix else prefix_states.NO_POINTERS),
             D=D,
             X=X,
             BD=BD,
@@ -80,7 +73,7 @@ class TritonScalarDecay(ScalarDecayBackend):
         )
 
     def gate_gradient(
-        self, terms: LinearInputs, sums: GateSums, segments: Segments | None
+        self, terms: LinearInputs, sums: scalar_decay.GateSums, segments: Segments | None
     ) -> Tensor:
         assert terms.g is not None
         B, T, HV = terms.g.shape
@@ -101,7 +94,7 @@ class TritonScalarDecay(ScalarDecayBackend):
             segment=T if segments is None else segments.tokens,
             num_anchors=anchors,
             min_chunk_gate=math.log(torch.finfo(terms.q.dtype).eps / 8),
-            **gate_strides(terms.g),
+            **scalar_decay.gate_strides(terms.g),
             NX=NX,
             NK=sums.k_rows.shape[0] // 2,
             TOKENS=TOKENS,

@@ -6,32 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear import prefix_states, vector_decay
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.prefix_states import NO_POINTERS
 from slipstream.kernels.linear.segments import ANCHOR_INTERVAL, NUM_SMS, num_sequences
 from slipstream.kernels.linear.triton.common.decay_state_passing import decay_state_passing
 from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
 from slipstream.kernels.linear.triton.common.tma import tma_descriptors
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, family_of, power_of_two
+from slipstream.kernels.linear.triton.vector_decay import intra_fwd
 from slipstream.kernels.linear.triton.vector_decay.chunk import vector_decay_chunk_kernel
 from slipstream.kernels.linear.triton.vector_decay.dqkg import vector_decay_dqkg_kernel
-from slipstream.kernels.linear.triton.vector_decay.intra_fwd import (
-    vector_decay_intra_fwd_kernel,
-    vector_decay_scores_kernel,
-)
 from slipstream.kernels.linear.triton.vector_decay.tiles import (
     KernelTile,
     VectorDecayTile,
     choose,
     choose_chunk_tile,
 )
-from slipstream.kernels.linear.vector_decay import (
-    ChunkLaunch,
-    IntraChunk,
-    VectorDecayBackend,
-    VectorDecayProblem,
-)
+from slipstream.kernels.linear.vector_decay import ChunkLaunch, IntraChunk, VectorDecayProblem
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cache, cached
 
@@ -70,7 +62,7 @@ def _chunk_tile(device: torch.device, D: int, X: int, bytes_each: int, C: int) -
     )
 
 
-class TritonVectorDecay(VectorDecayBackend):
+class TritonVectorDecay(vector_decay.VectorDecayBackend):
     state_passing = staticmethod(decay_state_passing)
 
     def chunk(self, terms: LinearInputs) -> int:
@@ -126,7 +118,7 @@ class TritonVectorDecay(VectorDecayBackend):
         grouped = options["GROUPED"] or (p is not None and HX != HV)
         # ptxas takes 233 by itself, which leave a multiprocessor two programs in place of three
         registers = kernel_tile.registers if has_q and apart and K <= kernel_tile.BK else None
-        cached(vector_decay_intra_fwd_kernel)[HV * problem.chunks,](
+        cached(intra_fwd.vector_decay_intra_fwd_kernel)[HV * problem.chunks,](
             **inputs,
             **outputs,
             **pairs,
@@ -146,7 +138,7 @@ class TritonVectorDecay(VectorDecayBackend):
                 "MAX_CHUNKS": MAX_PAIRS_SHARE,
                 "num_stages": 1,
             }
-            cached(vector_decay_scores_kernel)[_programs(total),](
+            cached(intra_fwd.vector_decay_scores_kernel)[_programs(total),](
                 **inputs,
                 decay_ptr=intra.decay,
                 strong_ptr=intra.strong,
@@ -182,7 +174,7 @@ class TritonVectorDecay(VectorDecayBackend):
             sums_ptr=sums.sums if sums else None,
             z_ptr=sums.z if sums and chunks.reverse else None,
             anchor_ptr=sums.anchors if sums else None,
-            **(chunks.prefix.pointers() if chunks.prefix else NO_POINTERS),
+            **(chunks.prefix.pointers() if chunks.prefix else prefix_states.NO_POINTERS),
             scale=chunks.scale,
             scale_in=chunks.scale_in,
             scale_out=chunks.scale_out,
@@ -215,7 +207,7 @@ class TritonVectorDecay(VectorDecayBackend):
         # the same whatever they would be, so that they compile nothing new
         unused = dict.fromkeys(("K", "BK", "BOUND", "APART", "BEFORE", "BF16_TERMS"), 0)
         options = _options(problem, _tile_of(problem).prepare) | unused
-        cached(vector_decay_intra_fwd_kernel)[HV * problem.chunks,](
+        cached(intra_fwd.vector_decay_intra_fwd_kernel)[HV * problem.chunks,](
             **dict.fromkeys(absent),
             v_ptr=problem.v,
             do_ptr=problem.do,
