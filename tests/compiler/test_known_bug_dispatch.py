@@ -13,7 +13,7 @@ from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.compile_worker import Outcome
 from slipstream.compiler.kernel_key import features_of
 from slipstream.compiler.known_bugs import INTERPRETER, KNOWN_BUGS, applying, suspected
-from slipstream.runtime import guarded_launch
+from slipstream.runtime import backends, guarded_launch
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools import explain_text
 from slipstream.tools.backend_query import TracedKernels, trace_operator
@@ -203,11 +203,8 @@ def test_spilling_kernels_are_ordered_for_fewer_registers(
     arch: str, width: int, ordered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The delta rule's backward for sm_90, and Triton's scans of wide heads there: no others."""
-    from slipstream.kernels.linear.sm90.delta import backend
-    from slipstream.kernels.linear.triton.delta import plan
-
-    for module in (backend, plan):  # an option that every release knows
-        monkeypatch.setattr(module, "FEWER_REGISTERS", {"launch_pdl": True})
+    # an option that every release knows
+    monkeypatch.setattr(backends, "FEWER_REGISTERS", {"launch_pdl": True})
     shape = Shape(B=1, T=16384, H=16, K=width, V=width)
     got = trace_operator(chosen(["chunk_gated_delta_rule"])[0], shape, arch, True)
     found = {

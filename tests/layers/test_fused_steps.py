@@ -179,7 +179,7 @@ def test_steps_of_models_fuse_norms_and_residuals(
         calls.append(t)
         return run(t, impl)
 
-    monkeypatch.setattr(projections, "run", counted)
+    monkeypatch.setattr(projections.op, "run", counted)
     for on_device, hooked in ((False, False), (True, False), (True, True)):
         monkeypatch.setattr(projections, "_on_device", lambda x, fused=on_device: fused)
         layer = model.get_submodule("model.layers.0.mlp.down_proj")
@@ -208,8 +208,8 @@ def moved(module: Any, args: Any) -> Any:
 
 def step_logits(model: Any, calls: list[Any], monkeypatch: Any) -> list[torch.Tensor]:
     """Of three sequences, by modules and as on a GPU, whose two steps leave calls of norm_op."""
-    monkeypatch.setattr(norm_op, "MMA_ROWS", 2)
-    monkeypatch.setattr(norm_op, "supports_pdl", lambda device: True)
+    monkeypatch.setattr(norm_op.inputs, "MMA_ROWS", 2)
+    monkeypatch.setattr(norm_op.backends, "supports_pdl", lambda device: True)
     run, ids, logits = norm_op.run, torch.randint(97, (3, 7)), []
     monkeypatch.setattr(norm_op, "run", lambda t: calls.append(t) or run(t))
     for on_device in (False, True):

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention import op
-from slipstream.kernels.attention.dispatch import plan_across_ranks
+from slipstream.kernels.attention import dispatch, op
 from slipstream.kernels.attention.inputs import (
     DIFFERENTIABLE,
     Asked,
@@ -29,10 +28,8 @@ from slipstream.kernels.attention.inputs import (
     Results,
     with_autocast,
 )
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.context_exchange import tie
+from slipstream.runtime import autograd, context_exchange, context_share
 from slipstream.runtime.context_parallel import ContextParallel, copied
-from slipstream.runtime.context_share import Share
 
 # Rows of q a group has on a rank, at least: programs of 128 rows fill a GPU several times.
 MIN_GROUP_ROWS = 1 << 16
@@ -84,10 +81,10 @@ def across_ranks(
         cu_k = copied(torch.tensor([0, *last], dtype=torch.int32, device="cpu"), q.device)
         local = local._replace(cu_k=cu_k)
     o, lse = run(local, options, asked)
-    return tie(o, *whole.values()), lse
+    return context_exchange.tie(o, *whole.values()), lse
 
 
-def key_copies(q: Tensor, k: Tensor, share: Share) -> int:
+def key_copies(q: Tensor, k: Tensor, share: context_share.Share) -> int:
     """How often each head of k and v goes out, so that every rank gets as many heads, each with the
     queries that see it; 0 where that cannot be. With fixed segments once: gradients of copies are
     added up, which one rank has no need of."""
@@ -101,7 +98,7 @@ def key_copies(q: Tensor, k: Tensor, share: Share) -> int:
 class _Call(NamedTuple):
     options: AttentionOptions
     impl: str | None
-    share: Share
+    share: context_share.Share
     wants_lse: bool
 
 
@@ -109,7 +106,7 @@ def softmax_by_heads(
     inputs: AttentionInputs,
     options: AttentionOptions,
     impl: str | None,
-    share: Share,
+    share: context_share.Share,
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """o of this rank's tokens in q's dtype and, if wanted, lse [B, H, T].
@@ -118,12 +115,12 @@ def softmax_by_heads(
         inputs: this rank's tokens, with the offsets of all ranks' sequences.
     """
     call = _Call(options, impl, share, wants_lse)
-    if needs_autograd(*inputs):
+    if autograd.needs_autograd(*inputs):
         return _ByHeads.apply(call, *inputs)
     return _forward(inputs, call)[:2]
 
 
-class _ByHeads(Function):
+class _ByHeads(autograd.Function):
     operator = "slipstream::softmax"
 
     @staticmethod
@@ -132,12 +129,12 @@ class _ByHeads(Function):
         o, lse, lse_groups = _forward(inputs, call)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        save(ctx, *args, o, *lse_groups)
+        autograd.save(ctx, *args, o, *lse_groups)
         return o, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Any:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, do: Tensor | None, dlse: Tensor | None) -> Any:
         count = len(AttentionInputs._fields)
         inputs, (o, *lse_groups) = AttentionInputs(*saved[:count]), saved[count:]
         # a rank whose loss does not depend on it takes part all the same
@@ -178,7 +175,7 @@ class _Exchange:
 
     def __init__(
         self,
-        share: Share,
+        share: context_share.Share,
         to_heads: list[Tensor | None],
         to_tokens: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
@@ -238,7 +235,7 @@ class _Group(NamedTuple):
     mine: slice
 
 
-def _groups(inputs: AttentionInputs, share: Share) -> list[_Group]:
+def _groups(inputs: AttentionInputs, share: context_share.Share) -> list[_Group]:
     """As few heads as fill a GPU; one of keys for equal bits whatever the number of ranks."""
     ranks, HKV = len(share.lengths), inputs.k.shape[2]
     share_of = inputs.q.shape[2] // HKV
@@ -258,7 +255,7 @@ def _groups(inputs: AttentionInputs, share: Share) -> list[_Group]:
 
 
 def _compute_groups(
-    share: Share,
+    share: context_share.Share,
     groups: list[_Group],
     inputs_of: Callable[[_Group], list[Tensor | None]],
     compute: Callable[[_Group, list[Any]], list[tuple[Tensor, Tensor]]],
@@ -302,7 +299,7 @@ def _forward(inputs: AttentionInputs, call: _Call) -> tuple[Tensor, Tensor, list
 
     def compute(group: _Group, received: list[Any]) -> list[tuple[Tensor, Tensor]]:
         inputs_of_heads = _of_heads(inputs, group, received)
-        impls, _ = plan_across_ranks(inputs_of_heads, call.options, call.impl)
+        impls, _ = dispatch.plan_across_ranks(inputs_of_heads, call.options, call.impl)
         o_heads, lse_heads = op.call_forward(*inputs_of_heads, *call.options, impl=impls)
         lse_groups.append(lse_heads)
         results = [(o_heads, o[:, :, group.queries])]
@@ -355,7 +352,7 @@ def _gradients_of_group(
     """The gradients of this rank's heads, over all tokens; that of g as [B, T, H, 1]."""
     *sent, o, do, dlse = received
     inputs_of_heads = _of_heads(inputs, group, sent)
-    _, impls = plan_across_ranks(inputs_of_heads, call.options, call.impl)
+    _, impls = dispatch.plan_across_ranks(inputs_of_heads, call.options, call.impl)
     dlse = None if dlse is None else dlse[..., 0].mT.contiguous()
     args = *inputs_of_heads, o, lse, do, dlse, *call.options, impls
     results = iter(op.call_backward(*args))

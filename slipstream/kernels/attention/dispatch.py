@@ -14,8 +14,7 @@ from slipstream.kernels.attention.triton.plan import (
     kind,
     unsupported_reason,
 )
-from slipstream.runtime import guarded_launch
-from slipstream.runtime.backends import INTERPRETED
+from slipstream.runtime import backends, guarded_launch
 from slipstream.runtime.dispatch import Candidate, Selection, choose
 
 NO_DROPOUT = "it has no dropout"
@@ -65,7 +64,7 @@ CACHE_CANDIDATES = (
 
 
 def plan_for(inputs: AttentionInputs, options: AttentionOptions, impl: str | None) -> Selection:
-    if impl is None and not inputs.q.is_cuda and not INTERPRETED:
+    if impl is None and not inputs.q.is_cuda and not backends.INTERPRETED:
         return _ELSEWHERE
     return choose(CANDIDATES, (inputs, options), impl, "attention", inputs.q)
 
@@ -93,6 +92,6 @@ def decode(call: Cache, options: AttentionOptions, impl: str | None) -> tuple[Te
 
 def plan_cache(q: Tensor, k: Tensor, v: Tensor, impl: str | None) -> str:
     """Which work on a cache, in order: "triton", "triton|eager" or "eager"."""
-    if impl is None and not q.is_cuda and not INTERPRETED:
+    if impl is None and not q.is_cuda and not backends.INTERPRETED:
         return _ELSEWHERE.impl
     return choose(CACHE_CANDIDATES, (q, k, v), impl, "attention on a cache", q).impls

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from slipstream.common.checks import cast
-from slipstream.kernels.attention import dropout
+from slipstream.kernels.attention import dropout, reference
 from slipstream.kernels.attention.inputs import (
     MIN_GATE,
     AttentionInputs,
@@ -27,15 +27,7 @@ from slipstream.kernels.attention.inputs import (
     Slices,
     slice_sequences,
 )
-from slipstream.kernels.attention.reference import (
-    Positions,
-    distance,
-    flat_keys,
-    positions,
-    sequence_slopes,
-    take,
-    visible,
-)
+from slipstream.kernels.attention.reference import Positions, distance, flat_keys, positions
 from slipstream.runtime.autograd import by_operation, refuse_second, refuse_tangents
 
 # queries at a time: a block of scores has ROWS x S numbers
@@ -319,13 +311,13 @@ def _scores(
         k_position[:, keys],
     )
     if block.slopes is not None:
-        x = x - sequence_slopes(block.slopes, where) * distance(where)[:, None].abs()
+        x = x - reference.sequence_slopes(block.slopes, where) * distance(where)[:, None].abs()
     if block.G is not None:
-        between = take(block.G, where.q_key)[..., None] - block.G[:, :, None, keys]
+        between = reference.take(block.G, where.q_key)[..., None] - block.G[:, :, None, keys]
         x = x + between.to(x.dtype)
     if block.bounded and options.left < 0 and options.right < 0:
         return x, slope
-    return x.masked_fill_(~visible(where, options)[:, None], -torch.inf), slope
+    return x.masked_fill_(~reference.visible(where, options)[:, None], -torch.inf), slope
 
 
 def _heads(x: Tensor, block: AttentionBlock) -> Tensor:

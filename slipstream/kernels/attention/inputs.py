@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype
 
 # a gate below this is this: the exponential is 0 in float64 already
 MIN_GATE = -1e4
@@ -85,7 +84,7 @@ class Asked(NamedTuple):
 
 def with_autocast(inputs: AttentionInputs) -> AttentionInputs:
     """With q, k and v in the dtype that autocast has for q's device, if it is on."""
-    dtype = autocast_dtype(inputs.q)
+    dtype = checks.autocast_dtype(inputs.q)
     if dtype is None:
         return inputs
     q, k, v = (x.to(dtype) for x in inputs[:3])
@@ -122,7 +121,7 @@ def check(inputs: AttentionInputs, options: AttentionOptions) -> None:
     checks.expect_floating(floating)
     whole = {"cu_seqlens": cu_q, "cu_seqlens_k": cu_k, "key_lengths": lengths}
     checks.expect_one_device(floating | whole)
-    if autocast_dtype(q) is None:
+    if checks.autocast_dtype(q) is None:
         checks.expect_one_dtype({"q": q, "k": k, "v": v})
     if g is not None:
         checks.expect_shape("g", g, (*k.shape[:2], H))

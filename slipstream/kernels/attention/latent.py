@@ -12,16 +12,10 @@ import torch
 from torch import Tensor
 
 from slipstream.common.checks import plain_int
-from slipstream.kernels.attention import probe
-from slipstream.kernels.attention.cache import missing_pages
-from slipstream.kernels.attention.triton.plan import kind_of_cache
-from slipstream.kernels.attention.triton.tiles import LATENT, family
-from slipstream.runtime.backends import INTERPRETED, triton_unsupported
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.kernels.attention import cache, probe
+from slipstream.kernels.attention.triton import plan, tiles
+from slipstream.runtime import backends, custom_op, guarded_launch, size_ladder, token_ids
 from slipstream.runtime.dispatch import Candidate, choose
-from slipstream.runtime.guarded_launch import Guard, known_failure
-from slipstream.runtime.size_ladder import KEYS, resized
-from slipstream.runtime.token_ids import expect_below
 
 # of the latents, and of what follows them in a row
 MAX_WIDTH, MAX_ROPE_WIDTH = 512, 64
@@ -65,7 +59,7 @@ def eager_latent_attention(
 ) -> tuple[Tensor, Tensor]:
     """o and lse [B, H, T], in plain torch, with gradients."""
     if table is not None:
-        missing = missing_pages(table, latent.shape[0])
+        missing = cache.missing_pages(table, latent.shape[0])
         pages = latent[table.long().masked_fill(missing, 0)]
         latent = pages.masked_fill(missing[..., None, None], 0).flatten(1, 2)
     T, S = q.shape[1], latent.shape[1]
@@ -87,7 +81,7 @@ def unsupported_reason(call: tuple[Tensor, Tensor, int, float, bool]) -> str | N
     q, latent, width, scale, grad = call
     if grad:
         return "it has no gradient"
-    if reason := triton_unsupported(q, "q"):
+    if reason := backends.triton_unsupported(q, "q"):
         return reason
     if latent.dtype != q.dtype:
         return "q and the latents differ in dtype"
@@ -95,14 +89,14 @@ def unsupported_reason(call: tuple[Tensor, Tensor, int, float, bool]) -> str | N
         return f"latents may be at most {MAX_WIDTH} wide, and {MAX_ROPE_WIDTH} beside them"
     if scale <= 0:
         return "the scale is to be positive"
-    if INTERPRETED:
+    if backends.INTERPRETED:
         return None
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, and q is {q.dtype}"
-    of = family(torch.cuda.get_device_capability(q.device), hip=bool(torch.version.hip))
-    if of not in LATENT:
+    of = tiles.family(torch.cuda.get_device_capability(q.device), hip=bool(torch.version.hip))
+    if of not in tiles.LATENT:
         return f"there is no tile for {of}"
-    return known_failure(lambda: _kind(q, latent), q.device)
+    return guarded_launch.known_failure(lambda: _kind(q, latent), q.device)
 
 
 CANDIDATES = (
@@ -112,7 +106,7 @@ CANDIDATES = (
 
 
 def _kind(q: Tensor, latent: Tensor) -> tuple:
-    return kind_of_cache("latent", q, latent, None)
+    return plan.kind_of_cache("latent", q, latent, None)
 
 
 def _latent(
@@ -130,7 +124,7 @@ def _latent(
         o, lse = _fake(*args, impl)
         return o.zero_(), lse.fill_(-torch.inf)
 
-    with Guard(
+    with guarded_launch.Guard(
         impl,
         q.device,
         lambda: _kind(q, latent),
@@ -150,7 +144,7 @@ def _kernel(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _check_pages(latent: Tensor, lengths: Tensor | None, table: Tensor | None) -> None:
     pages, size = latent.shape[:2]
-    expect_below("table", table, pages, "pages of latent", lengths=lengths, step=size)
+    token_ids.expect_below("table", table, pages, "pages of latent", lengths=lengths, step=size)
 
 
 def _fake(q: Tensor, latent: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -162,13 +156,13 @@ def _fake(q: Tensor, latent: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def _at_sizes(args: tuple) -> Iterator[tuple]:
     """A token on other numbers of keys, in rows or in pages: of more, fewer programs share them."""
     q, latent, lengths, table, *options = args
-    for keys in KEYS:
-        rows = resized(latent, 1, keys) if table is None else latent
+    for keys in size_ladder.KEYS:
+        rows = size_ladder.resized(latent, 1, keys) if table is None else latent
         pages = None if table is None else table.new_empty(1, -(-keys // latent.shape[1]))
-        yield (resized(q, 1, 1), rows, resized(lengths, 1), pages, *options)
+        yield (size_ladder.resized(q, 1, 1), rows, size_ladder.resized(lengths, 1), pages, *options)
 
 
-_call = KernelOp(
+_call = custom_op.KernelOp(
     "softmax_latent",
     "(Tensor q, Tensor latent, Tensor? lengths, Tensor? table, int width, float scale, str impl)"
     " -> (Tensor, Tensor)",

@@ -15,13 +15,11 @@ from torch import Tensor
 from slipstream.kernels.attention import cache, eager, probe
 from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton.plan import kind, kind_of_cache
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.guarded_launch import Guard
+from slipstream.runtime import autograd, custom_op, guarded_launch
 from slipstream.runtime.size_ladder import KEYS, AtSizes, resized
 
-_TERMS = schema_of(AttentionInputs)
-_OPTIONS = f"{schema_of(AttentionOptions)}, str impl"
+_TERMS = custom_op.schema_of(AttentionInputs)
+_OPTIONS = f"{custom_op.schema_of(AttentionOptions)}, str impl"
 _COUNT = len(AttentionInputs._fields)
 # the options and impl, at the end of the arguments
 _TAIL = len(AttentionOptions._fields) + 1
@@ -54,9 +52,9 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     return _forward(*args[:-1], others) if others else eager.forward(inputs, options)
 
 
-def _guard(impl: str, inputs: AttentionInputs, options: AttentionOptions) -> Guard:
+def _guard(impl: str, inputs: AttentionInputs, options: AttentionOptions) -> guarded_launch.Guard:
     first = impl.partition("|")[0]
-    return Guard(
+    return guarded_launch.Guard(
         impl,
         inputs.q.device,
         lambda: kind(inputs, options, first),
@@ -140,7 +138,7 @@ def _forward_at_sizes(args: tuple) -> Iterator[tuple]:
         yield (*inputs._replace(**one), *args[_COUNT:])
 
 
-call_forward = KernelOp(
+call_forward = custom_op.KernelOp(
     "softmax_forward",
     f"({_TERMS}, {_OPTIONS}) -> (Tensor, Tensor)",
     _forward,
@@ -148,7 +146,7 @@ call_forward = KernelOp(
     replay=True,
     at_sizes=_forward_at_sizes,
 )
-call_backward = KernelOp(
+call_backward = custom_op.KernelOp(
     "softmax_backward",
     f"({_TERMS}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, {_OPTIONS}) -> Tensor[]",
     _backward,
@@ -159,20 +157,20 @@ call_backward = KernelOp(
 )
 
 
-class _Softmax(Function):
+class _Softmax(autograd.Function):
     operator = "slipstream::softmax"
 
     @staticmethod
     def forward(ctx: Any, options: tuple, backward_impls: str, *args: Any) -> Any:
         o, lse = call_forward(*args, *options)
-        save(ctx, *args, o, lse)
+        autograd.save(ctx, *args, o, lse)
         ctx.options = (*options[:-1], backward_impls)
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Any:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, do: Tensor | None, dlse: Tensor | None) -> Any:
         *args, o, lse = saved
         if do is None and dlse is None:
             return (None,) * (2 + len(args))
@@ -205,7 +203,7 @@ def softmax(
     """
     if torch.compiler.is_compiling():
         inputs = _distinct(inputs)
-    if needs_autograd(*inputs):
+    if autograd.needs_autograd(*inputs):
         return _Softmax.apply((*options, impl), backward_impls or impl, *inputs)
     return call_forward(*inputs, *options, impl=impl)
 
@@ -218,7 +216,7 @@ def _distinct(inputs: AttentionInputs) -> AttentionInputs:
     return AttentionInputs(*distinct)
 
 
-_CACHE = schema_of(cache.Cache)
+_CACHE = custom_op.schema_of(cache.Cache)
 
 
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:
@@ -226,7 +224,7 @@ def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     cache.check_values(call)
     if 0 in (call.v.numel(), call.q.numel()):
         return _without_keys(AttentionInputs(call.q, call.k, call.v, sinks=call.sinks))
-    with Guard(
+    with guarded_launch.Guard(
         impl,
         call.q.device,
         lambda: kind_of_cache("decode", call.q, call.v, call.table),
@@ -255,7 +253,7 @@ def _append(
     if k.is_cpu:  # on a device the reading that follows looks
         cache.check_values(call, k.shape[1])
     args = (k_cache, v_cache, k, v, lengths, rows, table)
-    with Guard(
+    with guarded_launch.Guard(
         impl,
         k.device,
         lambda: kind_of_cache("append", k_cache, v_cache, table),
@@ -291,14 +289,14 @@ def _decode_at_sizes(args: tuple) -> Iterator[tuple]:
         yield (*one._replace(**of_keys), *options)
 
 
-call_decode = KernelOp(
+call_decode = custom_op.KernelOp(
     "softmax_decode",
     f"({_CACHE}, {_OPTIONS}) -> (Tensor, Tensor)",
     _decode,
     lambda *args: _fake_forward(*args[:3], *[None] * (_COUNT - 3)),
     at_sizes=_decode_at_sizes,
 )
-append = KernelOp(
+append = custom_op.KernelOp(
     "softmax_append",
     "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, Tensor? rows, "
     "Tensor? table, str impl) -> Tensor",

@@ -14,10 +14,7 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.attention import op
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.elementwise import rotary
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, once_differentiable, save
-from slipstream.runtime.custom_op import DirectCall
-from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime import autograd, custom_op, dispatch, numeric_probe
 from slipstream.runtime.guarded_launch import Guard, known_failure
 
 # heads of which sm90's backward stores gradients so
@@ -43,7 +40,7 @@ def softmax_of_rotated(
     return _SoftmaxOfRotated.apply(qkv, cos, sin, cu_seqlens, sizes, options, impl, in_place)
 
 
-class _SoftmaxOfRotated(Function):
+class _SoftmaxOfRotated(autograd.Function):
     operator = "slipstream::rotary_softmax"
 
     @staticmethod
@@ -63,18 +60,18 @@ class _SoftmaxOfRotated(Function):
             _turn(qk, cos, sin)
         else:
             qk = rotary._call(
-                qk, cos, sin, None, interleaved=False, back=False, impl=TRITON_OR_EAGER
+                qk, cos, sin, None, interleaved=False, back=False, impl=dispatch.TRITON_OR_EAGER
             )
         q, k = qk.split(sizes[:2], 2)
         terms = AttentionInputs(q, k, v, cu_q=cu_seqlens, cu_k=cu_seqlens)
         o, lse = op.call_forward(*terms, *options, impl=impl)
-        save(ctx, q, k, v, cu_seqlens, o, lse, cos, sin)
+        autograd.save(ctx, q, k, v, cu_seqlens, o, lse, cos, sin)
         ctx.options = (*options, impl)
         return o
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, do: Tensor) -> tuple[Tensor | None, ...]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, cu_seqlens, o, lse, cos, sin = saved
         grad = _call_backward(q, k, v, cu_seqlens, o, lse, do, cos, sin, *ctx.options)
         return grad, *(None,) * 7
@@ -83,7 +80,7 @@ class _SoftmaxOfRotated(Function):
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Heads x [B, T, H, D] where they lie."""
     with Guard(
-        TRITON_OR_EAGER,
+        dispatch.TRITON_OR_EAGER,
         x.device,
         lambda: rotary._kind(x, cos.shape[-1], False),
         lambda: rotary._mismatch(x, cos, False),
@@ -119,7 +116,7 @@ def _backward(
                 options = AttentionOptions(*args[:-1])
                 return launch.backward_of_rotated(inputs, options, o, lse, do, cos, sin)
     dq, dk, dv = op._backward(*inputs, o, lse, do, None, *args)
-    return rotary._join.impl(dq, dk, dv, cos, sin, TRITON_OR_EAGER)
+    return rotary._join.impl(dq, dk, dv, cos, sin, dispatch.TRITON_OR_EAGER)
 
 
 def _fits(q: Tensor, cos: Tensor) -> bool:
@@ -150,4 +147,4 @@ def _mismatch(q: Tensor) -> str | None:
     )
 
 
-_call_backward = DirectCall(_backward, replay=True)
+_call_backward = custom_op.DirectCall(_backward, replay=True)

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype
-from slipstream.kernels.attention import eager
+from slipstream.kernels.attention import eager, reference
 from slipstream.kernels.attention.context import across_ranks
 from slipstream.kernels.attention.dispatch import gradient_impls, plan_for
 from slipstream.kernels.attention.inputs import (
@@ -28,13 +27,9 @@ from slipstream.kernels.attention.inputs import (
     with_autocast,
 )
 from slipstream.kernels.attention.op import has_gradients, softmax
-from slipstream.kernels.attention.reference import softmax_reference
-from slipstream.runtime.autograd import needs_autograd
-from slipstream.runtime.backends import is_fake
-from slipstream.runtime.consistent import BLOCK, consistent_scope
+from slipstream.runtime import autograd, backends, consistent, token_ids
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import ValidationCache, signature
-from slipstream.runtime.token_ids import expect_offsets
 
 # Pairs that exclude each other, and what the error says of the call's AttentionOptions.
 FORBIDDEN = (
@@ -109,7 +104,7 @@ class OtherGradients(Mode):
     """The implementation has no gradient of such heads: others make it, where one is asked for."""
 
     def into(self, call: Call) -> Call:
-        if not needs_autograd(*call.terms):
+        if not autograd.needs_autograd(*call.terms):
             return call
         impls = gradient_impls(call.terms, call.options, call.asked.impl)
         return call._replace(run=partial(softmax, backward_impls=impls))
@@ -154,17 +149,17 @@ def plan_of(
 ) -> Plan:
     """The plan of a call, which is checked first."""
     # calls that several ranks are divided into see the scope for themselves
-    same_bits = asked.consistent or (consistent_scope.on and context is None)
-    alike, narrow = terms.cu_q is terms.cu_k, autocast_dtype(terms.q)
+    same_bits = asked.consistent or (consistent.consistent_scope.on and context is None)
+    alike, narrow = terms.cu_q is terms.cu_k, checks.autocast_dtype(terms.q)
     offsets = None if context is None else context.whole_offsets_on(terms.q.device)
     sequences = None if offsets is None else offsets.shape[0]
     key = signature(terms, options, asked, same_bits, alike, narrow, context is None, sequences)
     make = partial(make_plan, terms, options, asked, same_bits, context)
     plan = _PLANS.get(key, make, terms)
     if terms.cu_q is not None and not is_compiling():
-        expect_offsets("cu_seqlens", terms.cu_q, terms.q.shape[1])
+        token_ids.expect_offsets("cu_seqlens", terms.cu_q, terms.q.shape[1])
         if terms.cu_k is not None and not alike:
-            expect_offsets("cu_seqlens_k", terms.cu_k, terms.k.shape[1])
+            token_ids.expect_offsets("cu_seqlens_k", terms.cu_k, terms.k.shape[1])
     return plan
 
 
@@ -203,7 +198,7 @@ def make_plan(
     call = _call_of(chosen.impl, terms, options, asked, same_bits)
     # softmax in kernels, or in plain torch with an operator's gradient
     if call is softmax:
-        one_block = 0 < terms.q.shape[1] <= BLOCK
+        one_block = 0 < terms.q.shape[1] <= consistent.BLOCK
         if same_bits and one_block and terms.cu_q is None and terms.g is None:
             modes.add(PACKED_ROWS)
         if not has_gradients(chosen.impl, terms):
@@ -229,11 +224,11 @@ def plan_of_rotated(terms: AttentionInputs, options: AttentionOptions) -> str | 
 
     None where no kernel takes the call, and for consistent calls.
     """
-    if is_fake(terms.q):
+    if backends.is_fake(terms.q):
         return None
     plan = plan_of(terms, options, Asked())
     kernels = plan.run is softmax and not plan.modes and plan.impls != "eager"
-    return plan.impls if kernels and not consistent_scope.on else None
+    return plan.impls if kernels and not consistent.consistent_scope.on else None
 
 
 def _expect_allowed(
@@ -271,7 +266,7 @@ def _checked_of_rank(terms: AttentionInputs, context: ContextParallel) -> Attent
 
 
 def _by_reference(terms: AttentionInputs, options: AttentionOptions, impls: str) -> Results:
-    o, lse = softmax_reference(in_compute_dtype(terms), options)
+    o, lse = reference.softmax_reference(in_compute_dtype(terms), options)
     return o.to(terms.q.dtype), lse
 
 
@@ -329,8 +324,8 @@ def _of_sequence(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Te
         raise NotImplementedError(f"consistent: want as many keys as queries, got {S} for {T}")
     outputs, sums, begin = [], [], S - T
     while begin < S:
-        first = begin // BLOCK * BLOCK
-        end, after = min(first + BLOCK, S), first + BLOCK
+        first = begin // consistent.BLOCK * consistent.BLOCK
+        end, after = min(first + consistent.BLOCK, S), first + consistent.BLOCK
         rows = slice(begin - first, end - first)
         block = inputs._replace(
             q=_padded(inputs.q[:, begin - (S - T) : end - (S - T)], begin - first, after - end),

@@ -13,11 +13,7 @@ from torch import Tensor
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.attnres.inputs import STREAMS, AttnresInputs, ForwardSums, for_backward
 from slipstream.kernels.attnres.sm90 import plan as sm90
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
-from slipstream.runtime.guarded_launch import known_failure, plain_gradients
+from slipstream.runtime import autograd, custom_op, dispatch, guarded_launch, numeric_probe
 
 # The most features that the kernels take.
 WIDEST = 8192
@@ -27,19 +23,19 @@ def attnres(inputs: AttnresInputs, impl: str | None) -> tuple[Tensor, Tensor]:
     """y [..., D] and p [L, ...], of which y has gradients."""
     residuals = inputs.residuals
     call = residuals[0], residuals, inputs.output_weight
-    return _run(inputs, choose(_CANDIDATES, call, impl, "attnres", residuals[0]).impls)
+    return _run(inputs, dispatch.choose(_CANDIDATES, call, impl, "attnres", residuals[0]).impls)
 
 
 def _run(inputs: AttnresInputs, impl: str) -> tuple[Tensor, Tensor]:
     """impl: "eager", "triton", "sm90", or several to try in order."""
-    if impl.startswith(PLAIN):
+    if impl.startswith(dispatch.PLAIN):
         y, s = eager(inputs)
         return y, s.detach().softmax(0)
     query, residuals, weight, output_weight, *options = inputs
     shape = residuals[0].shape
     output_weight = None if output_weight is None else output_weight.contiguous()
     query, weight = query.contiguous(), weight.contiguous()
-    if needs_autograd(query, weight, output_weight, *residuals):
+    if autograd.needs_autograd(query, weight, output_weight, *residuals):
         y, s, lse = _Attnres.apply(query, weight, output_weight, *options, impl, *residuals)
     else:
         rows = _rows(residuals)
@@ -53,7 +49,7 @@ def _rows(residuals: Sequence[Tensor]) -> list[Tensor]:
     return [x.reshape(-1, x.shape[-1]).contiguous() for x in residuals]
 
 
-class _Attnres(Function):
+class _Attnres(autograd.Function):
     operator = "slipstream::attnres"
 
     @staticmethod
@@ -64,14 +60,14 @@ class _Attnres(Function):
         y, s, rstd, lse, o, rest = forward(*given, keep=keep, impl=impl)
         o = y if keep and output_weight is None else o
         # no views of them, of whose changes torch has another error
-        save(ctx, query, weight, output_weight, o, rest, s, rstd, lse, *residuals)
+        autograd.save(ctx, query, weight, output_weight, o, rest, s, rstd, lse, *residuals)
         ctx.options = eps, scale, impl
         ctx.mark_non_differentiable(s, lse)
         return y, s, lse
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (query, weight, output_weight), sums, residuals = saved[:3], saved[3:8], saved[8:]
         eps, scale, impl = ctx.options
         given = AttnresInputs(query, _rows(residuals), weight, output_weight, eps, scale)
@@ -106,7 +102,7 @@ def eager_backward(inputs: AttnresInputs, dy: Tensor, sums: ForwardSums) -> list
 
     a = query.float() * weight.float() * scale
     last = None if output_weight is None else output_weight.float()
-    found = plain_gradients(plain, [a, last, *residuals], [dy])
+    found = guarded_launch.plain_gradients(plain, [a, last, *residuals], [dy])
     return found if output_weight is not None else [found[0], found[0].new_empty(0), *found[1:]]
 
 
@@ -132,7 +128,7 @@ def _sm90_unsupported(
     return (
         sm90.unsupported_reason(residuals, output_weight is not None)
         or _BY_TRITON[0].unsupported_reason((first, residuals, output_weight))
-        or known_failure(lambda: _kind(residuals, "sm90"), first.device)
+        or guarded_launch.known_failure(lambda: _kind(residuals, "sm90"), first.device)
     )
 
 
@@ -181,7 +177,7 @@ def _backward_fake(*args: Any) -> list[Tensor]:
 _INPUTS = (
     "Tensor query, Tensor[] residuals, Tensor weight, Tensor? output_weight, float eps, float scale"
 )
-forward = KernelOp(
+forward = custom_op.KernelOp(
     "attnres",
     f"({_INPUTS}, bool keep, str impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     kernel="slipstream.kernels.attnres.triton.attnres:forward",
@@ -192,10 +188,10 @@ forward = KernelOp(
 )
 
 
-def _backward(name: str, kernels: str, launch: str) -> KernelOp:
-    return KernelOp(
+def _backward(name: str, kernels: str, launch: str) -> custom_op.KernelOp:
+    return custom_op.KernelOp(
         name,
-        f"({_INPUTS}, Tensor dy, {schema_of(ForwardSums)}, str impl) -> Tensor[]",
+        f"({_INPUTS}, Tensor dy, {custom_op.schema_of(ForwardSums)}, str impl) -> Tensor[]",
         fake=_backward_fake,
         kernel=f"slipstream.kernels.attnres.{launch}:backward",
         plain=eager_backward,
@@ -209,11 +205,11 @@ backward = _backward("attnres_backward", "triton", "triton.attnres")
 backward_sm90 = _backward("attnres_backward_sm90", "sm90", "sm90.launch")
 _BY_TRITON = forward.candidates(_unsupported_reason)
 _CANDIDATES = (
-    Candidate(
+    dispatch.Candidate(
         "sm90",
         "residuals in shared memory backward, on sm_90",
         lambda call: _sm90_unsupported(*call),
-        elsewhere=Selection(
+        elsewhere=dispatch.Selection(
             _BY_TRITON[1].name,
             _BY_TRITON[1].why,
             tuple((name, "it runs on CUDA devices") for name in ("sm90", "triton")),

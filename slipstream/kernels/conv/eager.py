@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.common.checks import cast
-from slipstream.common.varlen import bounded_offsets
+from slipstream.common import checks, varlen
 from slipstream.kernels.conv.inputs import (
     UNIT_EPS,
     UNIT_TENSORS,
@@ -29,17 +28,8 @@ from slipstream.kernels.conv.inputs import (
     UpdateInputs,
 )
 from slipstream.kernels.conv.reference import correlate_reference
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    by_operation,
-    once_differentiable,
-    refuse_transforms,
-    save,
-    wants_gradient,
-)
-from slipstream.runtime.guarded_launch import plain_gradients
-from slipstream.runtime.token_ids import expect_below
+from slipstream.runtime import autograd, guarded_launch, token_ids
+from slipstream.runtime.autograd import Function, Saved, by_operation, once_differentiable, save
 
 # rows whose products with all taps are in memory at once
 BLOCK_ROWS = 64
@@ -57,7 +47,7 @@ class Positions(NamedTuple):
 
 
 def positions(cu_seqlens: Tensor, tokens: int, width: int) -> Positions:
-    begin = bounded_offsets(cu_seqlens, tokens)
+    begin = varlen.bounded_offsets(cu_seqlens, tokens)
     n = torch.arange(begin.shape[0] - 1, device=begin.device)
     t = torch.arange(tokens, device=begin.device)
     token = t + (torch.searchsorted(begin[1:], t, right=True) + 1) * (width - 1)
@@ -81,7 +71,7 @@ def convolve(
     where = positions(cu_seqlens, x.shape[1], width)
     # what torch.export traces has no gradient of a Function
     exported = torch.compiler.is_exporting()
-    refuse_transforms(_Spread.operator, (x, weight, past))
+    autograd.refuse_transforms(_Spread.operator, (x, weight, past))
     padded = (_spread if exported else _Spread.apply)(x[0], past, *where)
     y = _correlate(padded[None], weight)[0]  # row i ends its window at padded row i + W - 1
     return (_gather if exported else _Gather.apply)(y, *where)[None]
@@ -112,7 +102,7 @@ def last_inputs(
 def _correlate(padded: Tensor, weight: Tensor) -> Tensor:
     if by_operation():
         return correlate_reference(padded, weight)
-    if wants_gradient(padded, weight):
+    if autograd.wants_gradient(padded, weight):
         return _Correlate.apply(padded, weight)
     return _dense(padded, weight, 0).data
 
@@ -231,10 +221,10 @@ def convolution(
     """y in x's shape and dtype, with gradients."""
     x, weight, bias, residual, state, cu_seqlens = inputs
     compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    state = None if state is None else cast(state, compute_dtype)
-    taps = cast(weight, compute_dtype)
-    y = _finish(convolve(cast(x, compute_dtype), taps, state, cu_seqlens), bias, silu)
-    return cast(y if residual is None else y + residual, x.dtype)
+    state = None if state is None else checks.cast(state, compute_dtype)
+    taps = checks.cast(weight, compute_dtype)
+    y = _finish(convolve(checks.cast(x, compute_dtype), taps, state, cu_seqlens), bias, silu)
+    return checks.cast(y if residual is None else y + residual, x.dtype)
 
 
 def forward(inputs: ConvInputs, sizes: Sequence[int] | None, unit: int, silu: bool) -> list[Tensor]:
@@ -267,7 +257,7 @@ def backward(t: GradInputs, unit: int, silu: bool) -> list[Tensor]:
         y = convolution(ConvInputs(x, weight, bias, None, state, cu_seqlens), silu)
         return normalised(y, [dy.shape[-1] for dy in dys], unit)
 
-    grads = plain_gradients(plain, (x, weight, bias, state), dys)
+    grads = guarded_launch.plain_gradients(plain, (x, weight, bias, state), dys)
     # as the launch's: none is a view with an offset
     inputs = [t for t in (x, weight, bias, state) if t is not None]
     return [torch.empty_like(t).copy_(g) for t, g in zip(inputs, grads)]
@@ -278,19 +268,19 @@ def update(t: UpdateInputs, silu: bool) -> Tensor:
     x, state, weight, bias, residual, indices = t
     window, live = _move_on(x, state, indices)
     compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    products = cast(window, compute_dtype) * cast(weight, compute_dtype)
+    products = checks.cast(window, compute_dtype) * checks.cast(weight, compute_dtype)
     y = _finish(products.sum(-1), bias, silu)
-    y = cast(y if residual is None else y + residual, x.dtype)
+    y = checks.cast(y if residual is None else y + residual, x.dtype)
     return y if live is None else y * live[:, None].to(y.dtype)
 
 
 def _move_on(token: Tensor, state: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The windows [N, D, W] after the token, in place in the state; and who has one."""
     if indices is None:
-        window = torch.cat([state[..., 1:], cast(token[..., None], state.dtype)], dim=-1)
+        window = torch.cat([state[..., 1:], checks.cast(token[..., None], state.dtype)], dim=-1)
         state.copy_(window.detach())
         return window, None
-    expect_below("state_indices", indices, state.shape[0], "states")
+    token_ids.expect_below("state_indices", indices, state.shape[0], "states")
     live = (indices >= 0) & (indices < state.shape[0])
     cache_slots = indices.long()[live]
     window = token.new_zeros(*token.shape, state.shape[-1], dtype=state.dtype)

@@ -20,16 +20,8 @@ from slipstream.kernels.conv.inputs import (
     GradInputs,
     UpdateInputs,
 )
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    needs_autograd,
-    once_differentiable,
-    save,
-    wants_gradient,
-)
-from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.numeric_probe import random_like
+from slipstream.runtime import autograd, custom_op, numeric_probe
+from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 
 # the kernels unroll the taps
 MAX_TAPS = 8
@@ -47,7 +39,7 @@ def _unsupported_reason(x: Tensor, weight: Tensor, *tensors: Tensor | None) -> s
 
 
 def _update_unsupported_reason(x: Tensor, weight: Tensor, *tensors: Tensor | None) -> str | None:
-    if wants_gradient(x, weight, *tensors):
+    if autograd.wants_gradient(x, weight, *tensors):
         return "it makes no gradients"
     return _unsupported_reason(x, weight, *tensors)
 
@@ -124,9 +116,9 @@ _PROBES = (
     {
         "x": (1, 150, 70),
         "weight": (70, 0),
-        "bias": lambda weight: random_like(weight, 70),
-        "residual": lambda x: random_like(x, 1, 150, 70),
-        "state": lambda x, weight: random_like(x, 2, 70, weight.shape[1]),
+        "bias": lambda weight: numeric_probe.random_like(weight, 70),
+        "residual": lambda x: numeric_probe.random_like(x, 1, 150, 70),
+        "state": lambda x, weight: numeric_probe.random_like(x, 2, 70, weight.shape[1]),
         "cu_seqlens": lambda x: torch.tensor([0, 50, 150], device=x.device),
         "sizes": None,
         "unit": 0,
@@ -143,9 +135,9 @@ _PROBES = (
     },
 )
 _LAUNCH = "slipstream.kernels.conv.triton.launch"
-_call = KernelOp(
+_call = custom_op.KernelOp(
     "short_convolution",
-    f"({schema_of(ConvInputs)}, int[]? sizes, int unit, bool silu, str impl) -> Tensor[]",
+    f"({custom_op.schema_of(ConvInputs)}, int[]? sizes, int unit, bool silu, str impl) -> Tensor[]",
     fake=_fake,
     kernel=f"{_LAUNCH}:forward",
     plain=eager.forward,
@@ -154,9 +146,9 @@ _call = KernelOp(
     packed={"inputs": ConvInputs},
     replay=True,
 )
-_call_backward = KernelOp(
+_call_backward = custom_op.KernelOp(
     "short_convolution_backward",
-    f"({schema_of(GradInputs)}, int unit, bool silu, str impl) -> Tensor[]",
+    f"({custom_op.schema_of(GradInputs)}, int unit, bool silu, str impl) -> Tensor[]",
     fake=_fake_backward,
     kernel=f"{_LAUNCH}:backward",
     plain=eager.backward,
@@ -165,7 +157,7 @@ _call_backward = KernelOp(
     forward=_call,
     replay=True,
 )
-call_update = KernelOp(
+call_update = custom_op.KernelOp(
     "short_convolution_update",
     "(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? residual, Tensor? indices, "
     "bool silu, str impl) -> Tensor",

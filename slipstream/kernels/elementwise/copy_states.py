@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose
+from slipstream.runtime import custom_op, dispatch, numeric_probe
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,7 +29,7 @@ def copy_states(
     indices = target_indices if source_indices is None else source_indices
     if target.numel() == 0 or (indices is not None and indices.shape[0] == 0):
         return
-    impls = choose(_CANDIDATES, (source, target), impl, "copy_states", source).impls
+    impls = dispatch.choose(_CANDIDATES, (source, target), impl, "copy_states", source).impls
     _call(source, source_indices, target, target_indices, impl=impls)
 
 
@@ -87,14 +85,14 @@ def _mismatch(source: Tensor, target: Tensor) -> str | None:
         return t["rows"], t["other"]
 
     return numeric_probe.mismatch(
-        lambda t: copied(TRITON_OR_EAGER, t),
+        lambda t: copied(dispatch.TRITON_OR_EAGER, t),
         lambda t: copied("eager", t),
         probe_inputs,
         gradients=False,
     )
 
 
-_call = KernelOp(
+_call = custom_op.KernelOp(
     "copy_states",
     "(Tensor source, Tensor? source_indices, Tensor(a!) target, Tensor? target_indices, str impl)"
     " -> ()",

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
+from slipstream.runtime import custom_op, dispatch
 from slipstream.runtime.autograd import by_operation, needs_autograd
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import PLAIN, choose, is_triton
 
 
 def decay_gate(
@@ -30,11 +29,11 @@ def decay_gate(
         x: [B, T, HV] or [B, T, HV, K].
         A_log: [HV], any shape; None only with lower_bound. dt_bias: [HV] or [HV K], any shape.
     """
-    if impl in PLAIN or by_operation():
+    if impl in dispatch.PLAIN or by_operation():
         return plain(x, A_log, dt_bias, lower_bound)
     inputs = (x, A_log, dt_bias)
-    impl = choose(_CANDIDATES, inputs, None, "decay_gate", x).impls
-    if not is_triton(impl):
+    impl = dispatch.choose(_CANDIDATES, inputs, None, "decay_gate", x).impls
+    if not dispatch.is_triton(impl):
         return plain(*inputs, lower_bound)
     return (_Gate.apply if needs_autograd(*inputs) else _forward)(*inputs, lower_bound, impl)
 
@@ -70,7 +69,7 @@ def _unsupported_reason(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None)
 
 _LAUNCH = "slipstream.kernels.elementwise.triton.decay_gate"
 _PARAMETERS = "Tensor? A_log, Tensor? dt_bias, float? lower_bound, str impl"
-_forward = KernelOp(
+_forward = custom_op.KernelOp(
     "decay_gate",
     f"(Tensor x, {_PARAMETERS}) -> Tensor",
     kernel=f"{_LAUNCH}:forward",

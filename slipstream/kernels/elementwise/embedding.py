@@ -8,34 +8,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.backends import HAVE_TRITON
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime import autograd, backends, custom_op, dispatch, numeric_probe, token_ids
 from slipstream.runtime.kernel_pair import KernelPair, launch_of
-from slipstream.runtime.token_ids import clamped, expect_ids, raise_pending
 
 
 def rows(input_ids: Tensor, weight: Tensor) -> Tensor:
     """weight [V, D] at input_ids [...], with gradients."""
-    return (Embedding.apply if needs_autograd(weight) else _call)(input_ids, weight)
+    return (Embedding.apply if autograd.needs_autograd(weight) else _call)(input_ids, weight)
 
 
-class Embedding(Function):
+class Embedding(autograd.Function):
     operator = "slipstream::embedding"
 
     @staticmethod
     def forward(ctx: Any, input_ids: Tensor, weight: Tensor) -> Tensor:
-        save(ctx, input_ids)
+        autograd.save(ctx, input_ids)
         ctx.size = weight.shape[0]
         return _call(input_ids, weight)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[None, Tensor]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dy: Tensor) -> tuple[None, Tensor]:
         (ids,) = saved
-        ids = clamped(ids, ctx.size)
+        ids = token_ids.clamped(ids, ctx.size)
         # a CPU adds the rows of a token in dy's dtype: in bfloat16 1 + ... + 1 ends at 256
         wide = dy.float() if dy.device.type == "cpu" and dy.dtype.itemsize == 2 else dy
         dw = torch.ops.aten.embedding_dense_backward(wide, ids, ctx.size, -1, False)
@@ -43,20 +38,20 @@ class Embedding(Function):
 
 
 def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
-    raise_pending()
+    token_ids.raise_pending()
     if not input_ids.is_cuda:
-        expect_ids("input_ids", input_ids, weight.shape[0])
+        token_ids.expect_ids("input_ids", input_ids, weight.shape[0])
         return F.embedding(input_ids, weight)
     if weight.shape[0] == 0 and input_ids.numel():
         raise ValueError(f"weight: want at least one row [V, D], got shape {(*weight.shape,)}")
-    if not HAVE_TRITON:
+    if not backends.HAVE_TRITON:
         return _nearest(input_ids, weight)
-    return _pair(input_ids, weight, TRITON_OR_EAGER)
+    return _pair(input_ids, weight, dispatch.TRITON_OR_EAGER)
 
 
 def _nearest(input_ids: Tensor, weight: Tensor) -> Tensor:
     """Without a look at the ids."""
-    return F.embedding(clamped(input_ids, weight.shape[0]), weight)
+    return F.embedding(token_ids.clamped(input_ids, weight.shape[0]), weight)
 
 
 def _kind(input_ids: Tensor, weight: Tensor) -> KernelKey:
@@ -84,7 +79,7 @@ _pair = KernelPair(
     _kind,
     _mismatch,
 )
-_call = KernelOp(
+_call = custom_op.KernelOp(
     "embedding",
     "(Tensor input_ids, Tensor weight) -> Tensor",
     _embedding,

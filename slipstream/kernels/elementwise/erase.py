@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime.autograd import by_operation, needs_autograd
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import PLAIN, choose, is_triton
-from slipstream.runtime.numeric_probe import random_like
+from slipstream.runtime import autograd, custom_op, dispatch, numeric_probe
 
 
 def erase(g: Tensor, k: Tensor, b: Tensor | None = None, *, impl: str | None = None) -> Tensor:
@@ -23,13 +20,13 @@ def erase(g: Tensor, k: Tensor, b: Tensor | None = None, *, impl: str | None = N
         g: log decay, k: key, b: how much to erase, None is 1; of one shape, any floating dtypes.
         impl: of the recurrence that follows: plain torch here too if it is named.
     """
-    if impl in PLAIN or by_operation():
+    if impl in dispatch.PLAIN or autograd.by_operation():
         return plain(g, k, b)
-    impl = choose(_CANDIDATES, (k, g, b), None, "erase", k).impls
-    if not is_triton(impl):
+    impl = dispatch.choose(_CANDIDATES, (k, g, b), None, "erase", k).impls
+    if not dispatch.is_triton(impl):
         return plain(g, k, b)
     inputs = [None if x is None else x.contiguous() for x in (g, k, b)]
-    return (_Erase.apply if needs_autograd(*inputs) else _forward)(*inputs, impl)
+    return (_Erase.apply if autograd.needs_autograd(*inputs) else _forward)(*inputs, impl)
 
 
 def plain(g: Tensor, k: Tensor, b: Tensor | None) -> Tensor:
@@ -51,7 +48,7 @@ def _unsupported_reason(k: Tensor, g: Tensor, b: Tensor | None) -> str | None:
 
 _LAUNCH = "slipstream.kernels.elementwise.triton.erase"
 _INPUTS = "Tensor g, Tensor k, Tensor? b, str impl"
-_forward = KernelOp(
+_forward = custom_op.KernelOp(
     "erase",
     f"({_INPUTS}) -> Tensor",
     kernel=f"{_LAUNCH}:forward",
@@ -59,7 +56,7 @@ _forward = KernelOp(
     kind=_kind,
     probe={
         # more than a tile
-        "g": lambda g: -random_like(g, 3, 1003).abs(),
+        "g": lambda g: -numeric_probe.random_like(g, 3, 1003).abs(),
         "k": (3, 1003),
         "b": (3, 1003),
     },

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime.autograd import needs_autograd
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import PLAIN, choose
+from slipstream.runtime import autograd, custom_op, dispatch
 
 
 def _squared_relu(x: Tensor) -> Tensor:
@@ -38,14 +36,14 @@ def impl_for(gate: Tensor, f: str, impl: str | None) -> str:
     # torch.compile makes one kernel of it and of what is around it
     if impl is None and (not gate.is_cuda or torch.compiler.is_compiling()):
         return "eager"
-    return choose(_CANDIDATES, (gate, f), impl, "glu", gate).impls
+    return dispatch.choose(_CANDIDATES, (gate, f), impl, "glu", gate).impls
 
 
 def run(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
     """By one of the implementations that impl_for names."""
-    if impl in PLAIN:
+    if impl in dispatch.PLAIN:
         return _eager(gate, up, f)
-    if needs_autograd(gate, up):
+    if autograd.needs_autograd(gate, up):
         return _Glu.apply(gate, up, f, impl)
     return forward(gate, up, f=f, impl=impl)
 
@@ -67,7 +65,7 @@ def _unsupported_reason(gate: Tensor, f: str) -> str | None:
 
 _LAUNCH = "slipstream.kernels.elementwise.triton.glu"
 _OPTIONS = "str f, str impl"
-forward = KernelOp(
+forward = custom_op.KernelOp(
     "glu",
     f"(Tensor gate, Tensor? up, {_OPTIONS}) -> Tensor",
     kernel=f"{_LAUNCH}:glu",

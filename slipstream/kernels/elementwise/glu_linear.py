@@ -16,17 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.elementwise import glu
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    as_base,
-    by_operation,
-    needs_autograd,
-    once_differentiable,
-    save,
-)
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import is_triton
+from slipstream.runtime import autograd, custom_op, dispatch
 
 
 def glu_linear(
@@ -35,12 +25,12 @@ def glu_linear(
     """gate, up [..., F], weight [D, F], bias [D] -> [..., D]."""
     impl = glu.impl_for(gate, f, impl)
     tensors = (gate, up, weight, bias)
-    if not by_operation() and needs_autograd(*tensors):
+    if not autograd.by_operation() and autograd.needs_autograd(*tensors):
         return _GluLinear.apply(*tensors, f, impl)
     return F.linear(glu.run(gate, up, f, impl), weight, bias)
 
 
-class _GluLinear(Function):
+class _GluLinear(autograd.Function):
     operator = "slipstream::glu_linear"
 
     @staticmethod
@@ -53,13 +43,13 @@ class _GluLinear(Function):
         f: str,
         impl: str,
     ) -> Tensor:
-        save(ctx, gate, up, weight)
+        autograd.save(ctx, gate, up, weight)
         ctx.f, ctx.impl = f, impl
-        return as_base(F.linear(_product(gate, up, f, impl), weight, bias))
+        return autograd.as_base(F.linear(_product(gate, up, f, impl), weight, bias))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = saved
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         rows = _flat(dy)
@@ -67,13 +57,13 @@ class _GluLinear(Function):
         if not (needs_gate or needs_up):
             h = _product(gate, up, ctx.f, ctx.impl)
             return None, None, rows.t() @ _flat(h), dbias, None, None
-        run = _kernel_grads if is_triton(ctx.impl) else _eager_grads
+        run = _kernel_grads if dispatch.is_triton(ctx.impl) else _eager_grads
         return *run(rows, gate, up, weight, ctx.f, ctx.impl, needs_weight), dbias, None, None
 
 
 def _product(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
     """h, contiguous."""
-    if is_triton(impl):
+    if dispatch.is_triton(impl):
         return glu.forward(gate, up, f=f, impl=impl)
     y = glu.FUNCTIONS[f](gate)
     return (y if up is None else y.mul_(up)).contiguous()
@@ -144,7 +134,7 @@ def _fake(dh: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> tuple[Tensor,
     return gate.new_empty(gate.shape), gate.new_empty(0 if up is None else up.shape)
 
 
-_call = KernelOp(
+_call = custom_op.KernelOp(
     "glu_again",
     "(Tensor(a!) dh, Tensor gate, Tensor? up, str f, str impl) -> (Tensor, Tensor)",
     fake=_fake,

@@ -21,15 +21,12 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.elementwise import glu, glu_linear
-from slipstream.runtime import numeric_probe
+from slipstream.runtime import custom_op, dispatch, numeric_probe, size_ladder
 from slipstream.runtime.autograd import Function, Saved, as_base, once_differentiable, save
 from slipstream.runtime.backends import sm90_unsupported, sm_count
-from slipstream.runtime.custom_op import DirectCall
-from slipstream.runtime.dispatch import TRITON_OR_EAGER
 from slipstream.runtime.guarded_launch import Guard, known_failure
-from slipstream.runtime.size_ladder import resized
 
-IMPLS = f"sm90|{TRITON_OR_EAGER}"
+IMPLS = f"sm90|{dispatch.TRITON_OR_EAGER}"
 _DTYPES = (torch.bfloat16, torch.float16)
 # Where TMA reads and writes rows, in bytes.
 _ALIGNED = 16
@@ -61,7 +58,7 @@ def impls_for(x: Tensor, gate: Tensor, processors: int | None = None) -> str:
     if -(-rows // 128) * tiles >= processors:
         return IMPLS
     # torch.compile makes one kernel of the activation and of what is around it
-    return "eager" if torch.compiler.is_compiling() else TRITON_OR_EAGER
+    return "eager" if torch.compiler.is_compiling() else dispatch.TRITON_OR_EAGER
 
 
 def gated_mlp(
@@ -157,9 +154,9 @@ def _at_sizes(args: tuple) -> Iterator[tuple]:
     """Of one row, and of as many as the kernel takes."""
     x, gate, up, f, _ = args
     for rows in (1, 128 * sm_count(x.get_device())):
-        other = resized(x, rows)
+        other = size_ladder.resized(x, rows)
         assert other is not None
         yield other, gate, up, f, impls_for(other, gate)
 
 
-_call = DirectCall(_products, at_sizes=_at_sizes)
+_call = custom_op.DirectCall(_products, at_sizes=_at_sizes)

@@ -14,17 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.common.linear_rows import (
-    ClassifierInputs,
-    LinearRows,
-    empty_gradients,
-    row_chunks,
-)
+from slipstream.common import linear_rows
+from slipstream.common.linear_rows import ClassifierInputs, LinearRows, row_chunks
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime.autograd import needs_autograd
-from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.numeric_probe import random_like
-from slipstream.runtime.token_ids import expect_ids
+from slipstream.runtime import autograd, custom_op, numeric_probe, token_ids
 
 
 def log_probs(
@@ -33,7 +26,7 @@ def log_probs(
     """log_prob and entropy [N]."""
     if impl == "reference":
         return reference(inputs, scale, ignore_index)
-    call = _LogProbs.apply if needs_autograd(*inputs) else _forward
+    call = _LogProbs.apply if autograd.needs_autograd(*inputs) else _forward
     return call(*inputs, scale, ignore_index, impl)
 
 
@@ -49,7 +42,7 @@ def reference(inputs: ClassifierInputs, scale: float, ignore_index: int) -> tupl
 def plain(inputs: ClassifierInputs, scale: float, ignore_index: int) -> tuple[Tensor, Tensor]:
     """log_prob and entropy [N]; 0 where the target is ignored."""
     hidden, target = inputs.hidden, inputs.target
-    expect_ids("target", target, inputs.weight.shape[0], ignore_index)
+    token_ids.expect_ids("target", target, inputs.weight.shape[0], ignore_index)
     log_prob, entropy = (
         hidden.new_zeros(len(target), dtype=inputs.compute_dtype) for _ in range(2)
     )
@@ -111,12 +104,12 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, bias = args[:3]
-    return empty_gradients(hidden, weight, bias, weight.dtype)
+    return linear_rows.empty_gradients(hidden, weight, bias, weight.dtype)
 
 
 _LAUNCH = "slipstream.kernels.elementwise.triton.log_probs"
-_TENSORS = schema_of(ClassifierInputs)
-_forward = KernelOp(
+_TENSORS = custom_op.schema_of(ClassifierInputs)
+_forward = custom_op.KernelOp(
     "linear_log_probs",
     f"({_TENSORS}, float scale, int ignore_index, str impl) -> (Tensor, Tensor)",
     fake=_fake,
@@ -126,7 +119,7 @@ _forward = KernelOp(
     # a few rows of as many classes
     probe={
         "hidden": (9, 16),
-        "weight": lambda weight: random_like(weight, weight.shape[0], 16) / 4,
+        "weight": lambda weight: numeric_probe.random_like(weight, weight.shape[0], 16) / 4,
         "bias": None,
         "target": _some_targets,
         "scale": 0.9,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import choose
+from slipstream.runtime import custom_op, dispatch
 
 # of one launch, two arguments of the kernel each
 MAX_TENSORS = 6
@@ -30,7 +29,7 @@ def place_tokens(
     ys = [y.view(N, y.shape[1], -1) for y in blocks]
     for at in range(0, len(xs), MAX_TENSORS):
         some = slice(at, at + MAX_TENSORS)
-        impls = choose(_CANDIDATES, xs[some], impl, "place_tokens", counts).impls
+        impls = dispatch.choose(_CANDIDATES, xs[some], impl, "place_tokens", counts).impls
         _call_with(xs[some], ys[some], counts, impls)
 
 
@@ -58,7 +57,7 @@ def _unsupported_reason(x0: Tensor, *others: Tensor) -> str | None:
 
 
 _Y = ", ".join(f"Tensor({'abcdef'[i]}!){'?' if i else ''} y{i}" for i in range(MAX_TENSORS))
-_call = KernelOp(
+_call = custom_op.KernelOp(
     "place_tokens",
     "(Tensor counts, Tensor x0, Tensor? x1, Tensor? x2, Tensor? x3, Tensor? x4, Tensor? x5, "
     f"{_Y}, str impl) -> ()",

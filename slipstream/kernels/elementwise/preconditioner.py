@@ -17,26 +17,22 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.elementwise.inputs import CENTRE
 from slipstream.kernels.elementwise.inputs import PreconditionerInputs as Inputs
 from slipstream.kernels.gated_scan.op import scan
-from slipstream.runtime.autograd import needs_autograd, transformed
-from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.dispatch import choose, is_triton
-from slipstream.runtime.guarded_launch import plain_gradients
-from slipstream.runtime.numeric_probe import random_like
+from slipstream.runtime import autograd, custom_op, dispatch, guarded_launch, numeric_probe
 
 
 def chosen(impl: str | None, k: Tensor, *others: Tensor | None) -> str | None:
     """The impl of precondition; None where plain torch computes it."""
-    if impl == "reference" or transformed():
+    if impl == "reference" or autograd.transformed():
         return None
-    impls = choose(_CANDIDATES, (k, *others), impl, "precond_delta_rule", k).impls
-    return impls if is_triton(impls) else None
+    impls = dispatch.choose(_CANDIDATES, (k, *others), impl, "precond_delta_rule", k).impls
+    return impls if dispatch.is_triton(impls) else None
 
 
 def precondition(inputs: Inputs, impl: str, inverse: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """y [B, T, H, K] in k's dtype, A after the last token [N, H, K], float32, and 1 / the factors
     as y, of no elements unless `inverse`."""
     inputs = Inputs._make(t.contiguous() if isinstance(t, Tensor) else t for t in inputs)
-    if needs_autograd(*inputs.differentiable):
+    if autograd.needs_autograd(*inputs.differentiable):
         return _Precondition.apply(*inputs, inverse, impl)
     return _forward(*inputs, keep=False, inverse=inverse, impl=impl)[:3]
 
@@ -76,7 +72,7 @@ def _plain_backward(
     def outputs(*leaves: Any) -> tuple[Tensor, ...]:
         return plain(Inputs._make([*leaves, *inputs[len(leaves) :]]), dby is not None)
 
-    return plain_gradients(outputs, inputs.differentiable, [dy, dfinal, dby])
+    return guarded_launch.plain_gradients(outputs, inputs.differentiable, [dy, dfinal, dby])
 
 
 def _kind(k: Tensor) -> KernelKey:
@@ -96,7 +92,7 @@ def _unsupported_reason(k: Tensor, *others: Tensor | None) -> str | None:
 
 # packed sequences of more than a tile, with states; K is two tiles and a half
 _PROBE = {
-    "k": lambda k: random_like(k, 1, 150, 2, 40),
+    "k": lambda k: numeric_probe.random_like(k, 1, 150, 2, 40),
     "g": lambda k: -torch.rand(1, 150, 2, device=k.device),
     "beta": lambda k: torch.rand(1, 150, 2, device=k.device),
     "centre": lambda k: torch.randn(2, device=k.device),
@@ -108,8 +104,8 @@ _PROBE = {
     "inverse": True,
 }
 _LAUNCH = "slipstream.kernels.elementwise.triton.preconditioner"
-_INPUTS = schema_of(Inputs)
-_forward = KernelOp(
+_INPUTS = custom_op.schema_of(Inputs)
+_forward = custom_op.KernelOp(
     "precondition",
     f"({_INPUTS}, bool keep, bool inverse, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     kernel=f"{_LAUNCH}:forward",

@@ -15,20 +15,9 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    as_base,
-    by_operation,
-    needs_autograd,
-    once_differentiable,
-    save,
-)
+from slipstream.runtime import autograd, guarded_launch, numeric_probe, token_ids
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.guarded_launch import known_failure
-from slipstream.runtime.token_ids import SYNC
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -42,23 +31,23 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """As the reference, without a gradient for cos and sin."""
-    if by_operation():
+    if autograd.by_operation():
         return rotary_reference(x, cos, sin, interleaved)
     return _Rotary.apply(x, cos, sin, interleaved)
 
 
-class _Rotary(Function):
+class _Rotary(autograd.Function):
     operator = "slipstream::rotary"
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        save(ctx, cos, sin)
+        autograd.save(ctx, cos, sin)
         ctx.interleaved = interleaved
         return _rotate(x, cos, sin, interleaved, 1)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dy: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = saved
         return _rotate(dy, cos, sin, ctx.interleaved, -1), None, None, None
 
@@ -92,12 +81,12 @@ def rotary_by_table(
 ) -> Tensor:
     """x [B, T, H, D]; cos, sin [S, R/2] and positions [1 or B, T], or [B or 1, T, R/2]; impl is
     triton, or triton|eager."""
-    if needs_autograd(x):
+    if autograd.needs_autograd(x):
         return _RotaryByTable.apply(x, cos, sin, positions, interleaved, impl)
     return _call(x, cos, sin, positions, interleaved=interleaved, back=False, impl=impl)
 
 
-class _RotaryByTable(Function):
+class _RotaryByTable(autograd.Function):
     operator = "slipstream::rotary"
 
     @staticmethod
@@ -110,13 +99,13 @@ class _RotaryByTable(Function):
         interleaved: bool,
         impl: str,
     ) -> Tensor:
-        save(ctx, cos, sin, positions)
+        autograd.save(ctx, cos, sin, positions)
         ctx.interleaved, ctx.impl = interleaved, impl
         return _call(x, cos, sin, positions, interleaved=interleaved, back=False, impl=impl)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx = _call(dy, *saved, interleaved=ctx.interleaved, back=True, impl=ctx.impl)
         return dx, None, None, None, None, None
 
@@ -129,7 +118,7 @@ def split_rotary(
     return _SplitRotary.apply(qkv, cos, sin, sizes, impl)
 
 
-class _SplitRotary(Function):
+class _SplitRotary(autograd.Function):
     operator = "slipstream::rotary"
 
     @staticmethod
@@ -141,18 +130,18 @@ class _SplitRotary(Function):
         sizes: tuple[int, int, int],
         impl: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        save(ctx, cos, sin)
+        autograd.save(ctx, cos, sin)
         ctx.impl = impl
         qk, v = qkv.split([sizes[0] + sizes[1], sizes[2]], 2)
         q, k = _call(qk, cos, sin, None, interleaved=False, back=False, impl=impl).split(
             sizes[:2], 2
         )
-        return as_base(q), as_base(k), v.detach()
+        return autograd.as_base(q), autograd.as_base(k), v.detach()
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(
-        ctx: Any, saved: Saved, dq: Tensor, dk: Tensor, dv: Tensor
+        ctx: Any, saved: autograd.Saved, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> tuple[Tensor | None, ...]:
         return _join(dq, dk, dv, *saved, impl=ctx.impl), None, None, None, None
 
@@ -200,7 +189,7 @@ def unsupported_reason(x: Tensor, half: int, interleaved: bool = False) -> str |
     """Why the Triton kernel can't take a call, or None if it can."""
     if half == 0:
         return "no features turn"
-    return known_failure(lambda: _kind(x, half, interleaved), x.device)
+    return guarded_launch.known_failure(lambda: _kind(x, half, interleaved), x.device)
 
 
 _LAUNCH = "slipstream.kernels.elementwise.triton.rotary"
@@ -213,7 +202,7 @@ _call = KernelOp(
     plain=_eager,
     kind=lambda x, cos, interleaved: _kind(x, cos.shape[-1], interleaved),
     probe=_mismatch,
-    replay=not SYNC,
+    replay=not token_ids.SYNC,
 )
 _join = KernelOp(
     "split_rotary_backward",

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from slipstream.common.checks import autocast_dtype
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime.autograd import by_operation, needs_autograd
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import PLAIN, choose, is_triton
+from slipstream.runtime import autograd, custom_op, dispatch
 
 # inputs a token that the kernels take, whose products they make one by one, and channels
 INPUTS, WIDEST = 8, 1024
@@ -27,13 +25,13 @@ def rotate_qk(q: Tensor, k: Tensor, theta: Tensor, impl: str | None = None) -> R
         q, k: [..., R, K]. theta: angles in radians [..., P], P at most K / 2, float32 at least.
         impl: of the recurrence: plain torch here too if it is named.
     """
-    if impl in PLAIN or by_operation():
+    if impl in dispatch.PLAIN or autograd.by_operation():
         return plain(q, k, theta)
-    impl = choose(_CANDIDATES, (q, k, theta), None, "mamba3", q).impls
-    if not is_triton(impl):
+    impl = dispatch.choose(_CANDIDATES, (q, k, theta), None, "mamba3", q).impls
+    if not dispatch.is_triton(impl):
         return plain(q, k, theta)
     inputs = [x.contiguous() for x in (q, k, theta)]
-    return (_Rotate.apply if needs_autograd(*inputs) else _forward)(*inputs, impl)
+    return (_Rotate.apply if autograd.needs_autograd(*inputs) else _forward)(*inputs, impl)
 
 
 def plain(q: Tensor, k: Tensor, theta: Tensor) -> Rotated:
@@ -76,7 +74,7 @@ def _unsupported_reason(q: Tensor, k: Tensor, theta: Tensor) -> str | None:
 
 
 _LAUNCH = "slipstream.kernels.elementwise.triton.rotation"
-_forward = KernelOp(
+_forward = custom_op.KernelOp(
     "rotate_qk",
     "(Tensor q, Tensor k, Tensor theta, str impl) -> (Tensor, Tensor, Tensor)",
     kernel=f"{_LAUNCH}:forward",

@@ -12,10 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import PLAIN, choose
-from slipstream.runtime.numeric_probe import random_like
+from slipstream.runtime import autograd, custom_op, dispatch, numeric_probe
 from slipstream.runtime.size_ladder import AtSizes, Size
 
 
@@ -72,8 +69,8 @@ def previous(
     x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str | None
 ) -> tuple[Tensor, Tensor]:
     """y and the last tokens, by the implementation that is chosen."""
-    impl = choose(_CANDIDATES, (x, cu_seqlens), impl, "token_shift", x).impls
-    if impl not in PLAIN:
+    impl = dispatch.choose(_CANDIDATES, (x, cu_seqlens), impl, "token_shift", x).impls
+    if impl not in dispatch.PLAIN:
         return kernel_shift(x, state, cu_seqlens, impl)
     return (shift_reference if impl == "reference" else shift)(x, state, cu_seqlens)
 
@@ -82,12 +79,12 @@ def kernel_shift(
     x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str
 ) -> tuple[Tensor, Tensor]:
     """impl: triton, or triton|eager."""
-    if needs_autograd(x, state):
+    if autograd.needs_autograd(x, state):
         return _Shift.apply(x, state, cu_seqlens, impl)
     return _call(x, state, cu_seqlens, back=False, impl=impl)
 
 
-class _Shift(Function):
+class _Shift(autograd.Function):
     operator = "slipstream::token_shift"
 
     @staticmethod
@@ -95,15 +92,15 @@ class _Shift(Function):
         ctx: Any, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str
     ) -> tuple[Tensor, Tensor]:
         y, last = _call(x, state, cu_seqlens, back=False, impl=impl)
-        save(ctx, cu_seqlens)
+        autograd.save(ctx, cu_seqlens)
         ctx.shape, ctx.dtype, ctx.impl = x.shape, x.dtype, impl
         ctx.set_materialize_grads(False)
         return y, last
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(
-        ctx: Any, saved: Saved, dy: Tensor | None, dlast: Tensor | None
+        ctx: Any, saved: autograd.Saved, dy: Tensor | None, dlast: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if dy is None:
             if dlast is None:
@@ -148,7 +145,7 @@ def _fake(
     return x.new_empty(x.shape), x.new_empty(_sequences(x, cu_seqlens), x.shape[2])
 
 
-_call = KernelOp(
+_call = custom_op.KernelOp(
     "token_shift",
     "(Tensor x, Tensor? edge, Tensor? cu_seqlens, bool back, str impl) -> (Tensor, Tensor)",
     fake=_fake,
@@ -158,7 +155,7 @@ _call = KernelOp(
     # three packed sequences, one of them empty, with states
     probe={
         "x": (1, 40, 0),
-        "edge": lambda x: random_like(x, 3, x.shape[-1]),
+        "edge": lambda x: numeric_probe.random_like(x, 3, x.shape[-1]),
         "cu_seqlens": lambda x: torch.tensor([0, 17, 17, 40], device=x.device),
         "back": False,
     },

@@ -6,12 +6,8 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.gated_scan.op import kind, scan
-from slipstream.kernels.gated_scan.reference import compute_dtype, scan_reference
-from slipstream.runtime import guarded_launch
-from slipstream.runtime.backends import triton_unsupported
-from slipstream.runtime.context_exchange import tie
-from slipstream.runtime.context_in_segments import scan_of_rank
+from slipstream.kernels.gated_scan import op, reference
+from slipstream.runtime import backends, context_exchange, context_in_segments, guarded_launch
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.context_share import Share
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
@@ -23,7 +19,9 @@ def unsupported_reason(tensors: tuple[Tensor, Tensor]) -> str | None:
     x, g = tensors
     if torch.version.hip:
         return "its kernel does not compile for AMD's GPUs"
-    return triton_unsupported(x, "x") or guarded_launch.known_failure(lambda: kind(x, g), x.device)
+    return backends.triton_unsupported(x, "x") or guarded_launch.known_failure(
+        lambda: op.kind(x, g), x.device
+    )
 
 
 CANDIDATES = (
@@ -55,9 +53,9 @@ def run(
     if reverse:
         x, g, initial_state, cu_seqlens = _from_the_end(x, g, initial_state, cu_seqlens)
     if plan.impl == "reference":
-        h, final = scan_reference(x, g, initial_state, cu_seqlens)
+        h, final = reference.scan_reference(x, g, initial_state, cu_seqlens)
     else:
-        h, final = scan(x, g, initial_state, cu_seqlens, plan.impls)
+        h, final = op.scan(x, g, initial_state, cu_seqlens, plan.impls)
     if reverse:
         h, final = h.flip(1), final if cu_seqlens is None else final.flip(0)
     return h, final if output_final_state else None
@@ -87,7 +85,7 @@ def _run_across_ranks(
     h, after = _scan_of_rank(x, g, cu_seqlens, initial_state, share, plan.impls)
     final = None
     if output_final_state:
-        final = share.whole_states(tie(after, x, g), initial_state, rows)
+        final = share.whole_states(context_exchange.tie(after, x, g), initial_state, rows)
     if reverse:
         h = h.flip(1)
         final = final if cu_seqlens is None or final is None else final.flip(0)
@@ -113,15 +111,15 @@ def _scan_of_rank(
     impls: str,
 ) -> tuple[Tensor, Tensor]:
     """h, and the states after this rank's pieces."""
-    wide = compute_dtype(x)
+    wide = reference.compute_dtype(x)
 
     def change(x: Tensor, g: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         gates = g.to(wide, memory_format=torch.contiguous_format)
-        return scan(x, g, state, None, impls)[1], gates.sum(1).exp()
+        return op.scan(x, g, state, None, impls)[1], gates.sum(1).exp()
 
     like = x.new_empty(1 if share.packed else x.shape[0], x.shape[2], dtype=wide)
-    return scan_of_rank(
-        change, partial(scan, impl=impls), (x, g), initial_state, like, share, cu_seqlens
+    return context_in_segments.scan_of_rank(
+        change, partial(op.scan, impl=impls), (x, g), initial_state, like, share, cu_seqlens
     )
 
 

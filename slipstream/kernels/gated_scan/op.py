@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.gated_scan.eager import scan_backward, scan_forward
-from slipstream.kernels.gated_scan.reference import compute_dtype
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import needs_autograd
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.kernels.gated_scan import eager, reference
+from slipstream.runtime import autograd, custom_op, numeric_probe, size_ladder
 from slipstream.runtime.gradient import autograd_function
-from slipstream.runtime.size_ladder import AtSizes
 
 
 def kind(x: Tensor, g: Tensor) -> KernelKey:
@@ -44,7 +40,7 @@ def _fake_forward(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, impl: str
 ) -> tuple[Tensor, Tensor]:
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return x.new_empty(x.shape), x.new_empty(rows, x.shape[2], dtype=compute_dtype(x))
+    return x.new_empty(x.shape), x.new_empty(rows, x.shape[2], dtype=reference.compute_dtype(x))
 
 
 def _fake_backward(g: Tensor, h: Tensor, initial_state: Tensor | None, *_: Any) -> list[Tensor]:
@@ -52,30 +48,30 @@ def _fake_backward(g: Tensor, h: Tensor, initial_state: Tensor | None, *_: Any) 
 
 
 _LAUNCH = "slipstream.kernels.gated_scan.triton.scan"
-_call_forward = KernelOp(
+_call_forward = custom_op.KernelOp(
     "scan_forward",
     "(Tensor x, Tensor g, Tensor? initial_state, Tensor? cu_seqlens, str impl) -> (Tensor, Tensor)",
     fake=_fake_forward,
     kernel=f"{_LAUNCH}:forward",
-    plain=scan_forward,
+    plain=eager.scan_forward,
     kind=kind,
     probe=_mismatch,
     in_torch_if=lambda x: x.numel() == 0,
     replay=True,
-    at_sizes=AtSizes(tokens=(0, 1), states=(2,), offsets=(3,)),
+    at_sizes=size_ladder.AtSizes(tokens=(0, 1), states=(2,), offsets=(3,)),
 )
-_call_backward = KernelOp(
+_call_backward = custom_op.KernelOp(
     "scan_backward",
     "(Tensor g, Tensor h, Tensor? initial_state, Tensor? cu_seqlens, Tensor? dh, Tensor? dfinal, "
     "str impl) -> Tensor[]",
     fake=_fake_backward,
     kernel=f"{_LAUNCH}:backward",
-    plain=scan_backward,
+    plain=eager.scan_backward,
     kind=lambda h, g: kind(h, g),
     probe=lambda h, g: _mismatch(h, g),
     in_torch_if=lambda h: h.numel() == 0,
     replay=True,
-    at_sizes=AtSizes(tokens=(0, 1, 4), states=(2, 5), offsets=(3,)),
+    at_sizes=size_ladder.AtSizes(tokens=(0, 1, 4), states=(2, 5), offsets=(3,)),
 )
 _Scan = autograd_function(_call_forward, _call_backward, results="h final", wrt="x g initial_state")
 
@@ -85,6 +81,6 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """h [B, T, D] in x's dtype and the final state [N, D], with gradients."""
     tensors = (x, g, initial_state)
-    if needs_autograd(*tensors):
+    if autograd.needs_autograd(*tensors):
         return _Scan.apply(x, g, initial_state, cu_seqlens, impl)
     return _call_forward(x, g, initial_state, cu_seqlens, impl=impl)

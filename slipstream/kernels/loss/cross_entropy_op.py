@@ -13,25 +13,22 @@ from torch import Tensor
 
 from slipstream.kernels.loss import launch
 from slipstream.kernels.loss.reference import LossInputs
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import DirectCall, KernelOp, schema_of
-from slipstream.runtime.gradient import autograd_function
-from slipstream.runtime.token_ids import expect_ids, launched
+from slipstream.runtime import autograd, custom_op, gradient, token_ids
 
 
 def rows(logits: Tensor, target: Tensor, options: LossInputs, impl: str) -> Tensor:
     """logits [N, V], target [N] -> loss [N]."""
-    if needs_autograd(logits):
+    if autograd.needs_autograd(logits):
         return _Rows.apply(logits, target, *options, impl)
     return _call(logits, target, *options, impl=impl)[0]
 
 
 def reduced(logits: Tensor, target: Tensor, options: LossInputs, mean: bool, impl: str) -> Tensor:
     """logits [N, V], target [N] -> loss []."""
-    grads = needs_autograd(logits)
+    grads = autograd.needs_autograd(logits)
     args = _rows_adjacent(logits), target.contiguous(), options, mean, grads, impl
     loss = _Reduced.apply(*args) if grads else _replayed_forward(*args)
-    launched()
+    token_ids.launched()
     return loss
 
 
@@ -39,7 +36,7 @@ def _rows_adjacent(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-class _Reduced(Function):
+class _Reduced(autograd.Function):
     """The gradient is made in the forward, beside the loss, and scaled in place by what comes in,
     which is nearly always 1. It is given away then: a second backward makes it from the logits."""
 
@@ -49,13 +46,13 @@ class _Reduced(Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         logits, target, options, mean, grads, impl = args
         total, lse, factor, grad = _replayed_forward(logits, target, options, mean, grads, impl)
-        save(ctx, logits, target, lse, factor if mean else None)
+        autograd.save(ctx, logits, target, lse, factor if mean else None)
         ctx.options, ctx.impl, ctx.grad = options, impl, grad
         return total
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         grad, ctx.grad = ctx.grad, None
         logits, target, lse, factor = saved
         if factor is not None and (grad is None or _scales_late(logits)):
@@ -88,7 +85,7 @@ def _fused_forward(
 
 
 # a later call of its kind is played from its record
-_replayed_forward = DirectCall(_fused_forward)
+_replayed_forward = custom_op.DirectCall(_fused_forward)
 
 
 def _recompute_grad(
@@ -103,7 +100,7 @@ def _recompute_grad(
 def _forward(logits: Tensor, target: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *options, impl = args
     options = LossInputs(*options)
-    expect_ids("target", target, logits.shape[1], options.ignore_index)
+    token_ids.expect_ids("target", target, logits.shape[1], options.ignore_index)
     loss, lse = _forward_fake(logits, target)
     outputs: dict[str, Any] = {"loss": loss, "lse": lse}
     launch.cross_entropy(impl, _rows_adjacent(logits), target.contiguous(), options, **outputs)
@@ -126,17 +123,17 @@ def _backward_fake(logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-_TERMS = f"{schema_of(LossInputs)}, str impl"
-_call = KernelOp(
+_TERMS = f"{custom_op.schema_of(LossInputs)}, str impl"
+_call = custom_op.KernelOp(
     "cross_entropy",
     f"(Tensor logits, Tensor target, {_TERMS}) -> (Tensor, Tensor)",
     _forward,
     _forward_fake,
 )
-_call_backward = KernelOp(
+_call_backward = custom_op.KernelOp(
     "cross_entropy_backward",
     f"(Tensor logits, Tensor target, Tensor lse, Tensor dloss, {_TERMS}) -> Tensor",
     _backward,
     _backward_fake,
 )
-_Rows = autograd_function(_call, _call_backward, results="loss lse", wrt="logits")
+_Rows = gradient.autograd_function(_call, _call_backward, results="loss lse", wrt="logits")

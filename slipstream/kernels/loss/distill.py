@@ -15,11 +15,7 @@ from torch import Tensor
 
 from slipstream.common.checks import cast
 from slipstream.common.linear_rows import LinearRows, empty_gradients, row_chunks, scaled
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import is_triton
-from slipstream.runtime.kernel_pair import guarded, launch_of
+from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair, numeric_probe
 
 Linear = tuple[Tensor, Tensor, Tensor | None]
 
@@ -78,7 +74,7 @@ def linear_kl_div(
         logits = [torch.nn.functional.linear(x, w, b) for x, w, b in (student, teacher)]
         return kl_div(logits[0], logits[1], live, temperature, reduction)
     tensors = (*student, *teacher, live)
-    if needs_autograd(*student):
+    if autograd.needs_autograd(*student):
         rows = _Rows.apply(*tensors, temperature, reduction != "none", impl)
     else:
         rows = _CALL(*tensors, None, temperature=temperature, grads=False, impl=impl)[0]
@@ -101,7 +97,7 @@ def _reduced(rows: Tensor, live: Tensor | None, reduction: str) -> Tensor:
     return total / (max(rows.shape[0], 1) if live is None else live.sum().clamp(min=1))
 
 
-class _Rows(Function):
+class _Rows(autograd.Function):
     """Where the gradient of the rows' sum was made in the forward, what comes in is one number,
     expanded; a reduction is all that may follow."""
 
@@ -113,13 +109,13 @@ class _Rows(Function):
         loss, *forward_grads = _CALL(
             *tensors, None, temperature=temperature, grads=grads, impl=impl
         )
-        save(ctx, *tensors, *(forward_grads if grads else ()))
+        autograd.save(ctx, *tensors, *(forward_grads if grads else ()))
         ctx.options = temperature, True, impl
         return loss
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         tensors, forward_grads = saved[:7], saved[7:]
         if not forward_grads:
             _, *forward_grads = _CALL(*tensors, dloss.contiguous(), *ctx.options)
@@ -137,13 +133,13 @@ def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, w, b, y, u, c = contiguous
     options = live, None if dloss is None else cast(dloss, _compute_dtype(x)), temperature, grads
     student, teacher = (x, w, b), (y, u, c)
-    if not is_triton(impl):
+    if not dispatch.is_triton(impl):
         return kl_rows(student, teacher, *options)
     kernel = "slipstream.kernels.loss.triton.kl_div:linear_rows"
     kind = ("linear_kl_div.triton", x.dtype, w.shape[0])
     mismatch = partial(_mismatch, x, w.shape[0], kernel)
     call = student, teacher, *options
-    return guarded(impl, x.device, kernel, _plain, call, lambda: kind, mismatch)
+    return kernel_pair.guarded(impl, x.device, kernel, _plain, call, lambda: kind, mismatch)
 
 
 def _plain(student: Linear, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -169,7 +165,7 @@ def _mismatch(like: Tensor, classes: int, kernel: str) -> str | None:
     student, teacher = fresh(), fresh()
     live, dloss = torch.arange(9, device=like.device) != 4, torch.rand(9, device=like.device)
     options = live, dloss, 1.5, True
-    got = launch_of(kernel)(student, teacher, *options)
+    got = kernel_pair.launch_of(kernel)(student, teacher, *options)
     want = kl_rows(in_float32(student), in_float32(teacher), *options)
     names, bar = ("loss", "dhidden", "dweight", "dbias"), numeric_probe.BARS[like.dtype][1]
     for name, x, y in zip(names, got, want):
@@ -187,11 +183,11 @@ def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = hidden.new_empty(hidden.shape[0], dtype=_compute_dtype(hidden))
     if not grads:
         return loss, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
-    dtype = weight.dtype if is_triton(args[-1]) else _compute_dtype(hidden)
+    dtype = weight.dtype if dispatch.is_triton(args[-1]) else _compute_dtype(hidden)
     return loss, *empty_gradients(hidden, weight, bias, dtype)
 
 
-_CALL = KernelOp(
+_CALL = custom_op.KernelOp(
     "linear_kl_div",
     "(Tensor student, Tensor student_weight, Tensor? student_bias, Tensor teacher, "
     "Tensor teacher_weight, Tensor? teacher_bias, Tensor? live, Tensor? dloss, "

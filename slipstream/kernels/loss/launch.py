@@ -14,10 +14,7 @@ from slipstream.common.linear_rows import ClassifierInputs, scaled
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.loss import eager
 from slipstream.kernels.loss.reference import LossInputs
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.kernel_pair import guarded, launch_of
-from slipstream.runtime.token_ids import expect_ids
+from slipstream.runtime import dispatch, kernel_pair, numeric_probe, token_ids
 
 _LAUNCH = "slipstream.kernels.loss.triton.cross_entropy"
 
@@ -83,7 +80,7 @@ def _guarded(
     call = dtype or like.dtype, like.shape[-1]
     mismatch = partial(_mismatch, *call, like.device)
     kernel, kind_of = f"{_LAUNCH}:{name}", partial(kind, *call)
-    return guarded(impl, like.device, kernel, plain, args, kind_of, mismatch, **named)
+    return kernel_pair.guarded(impl, like.device, kernel, plain, args, kind_of, mismatch, **named)
 
 
 def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | None:
@@ -103,7 +100,7 @@ def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | N
         return loss, lse[target >= 0], grad, by_lse
 
     return numeric_probe.mismatch(
-        lambda t: run(TRITON_OR_EAGER, t["logits"]),
+        lambda t: run(dispatch.TRITON_OR_EAGER, t["logits"]),
         lambda t: run("eager", t["logits"]),
         probe_inputs,
         gradients=False,
@@ -117,7 +114,7 @@ def inverse_count(impl: str, target: Tensor, ignore_index: int, classes: int) ->
     if target.is_cuda:
         args = target, ignore_index, classes
     else:
-        expect_ids("target", target, classes, ignore_index)
+        token_ids.expect_ids("target", target, classes, ignore_index)
 
     def probe_args() -> tuple[Any, ...]:
         return torch.randint(0, 3, (5000,), device=target.device), 1, *[3 for _ in args[2:]]
@@ -127,7 +124,7 @@ def inverse_count(impl: str, target: Tensor, ignore_index: int, classes: int) ->
 
 def _inverse_count(target: Tensor, ignore_index: int, classes: int | None = None) -> Tensor:
     if classes is not None:
-        expect_ids("target", target, classes, ignore_index)
+        token_ids.expect_ids("target", target, classes, ignore_index)
     return 1 / (target != ignore_index).sum().clamp(min=1).float()
 
 
@@ -150,9 +147,9 @@ def _pass(impl: str, name: str, args: tuple, plain: Any, probe_args: Any) -> Any
 
     def mismatch() -> str | None:
         x, *others = probe_args()
-        got, want = (f(x.clone(), *others) for f in (launch_of(kernel), plain))
+        got, want = (f(x.clone(), *others) for f in (kernel_pair.launch_of(kernel), plain))
         error = numeric_probe.relative_error(got, want)
         return None if error < 1e-2 else f"off by {error:.1e} of its size"
 
     kind_of = (f"cross_entropy.{name}", x.dtype)
-    return guarded(impl, x.device, kernel, plain, args, lambda: kind_of, mismatch)
+    return kernel_pair.guarded(impl, x.device, kernel, plain, args, lambda: kind_of, mismatch)

@@ -11,43 +11,31 @@ from slipstream.common.checks import cast
 from slipstream.common.linear_rows import ClassifierInputs, empty_gradients, scaled
 from slipstream.kernels.loss import cross_entropy_op, eager, launch
 from slipstream.kernels.loss.reference import LossInputs, reduced, rows_reference
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    anchors,
-    as_base,
-    by_operation,
-    needs_autograd,
-    once_differentiable,
-    save,
-    wants_gradient,
-)
+from slipstream.runtime import autograd, dispatch, token_ids
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.dispatch import is_triton
-from slipstream.runtime.token_ids import expect_ids, launched
 
 
 def cross_entropy(
     logits: Tensor, target: Tensor, options: LossInputs, reduction: str, impl: str
 ) -> Tensor:
     """logits [N, V], target [N] -> loss [N] or []."""
-    if not is_triton(impl):
+    if not dispatch.is_triton(impl):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         rows = cross_entropy_rows(logits, target, options, impl)
         return reduced(rows, target, options, reduction)
-    if reduction != "none" and not by_operation():
+    if reduction != "none" and not autograd.by_operation():
         return cross_entropy_op.reduced(logits, target, options, reduction == "mean", impl)
     return reduced(cross_entropy_op.rows(logits, target, options, impl), target, options, reduction)
 
 
 def cross_entropy_rows(logits: Tensor, target: Tensor, options: LossInputs, impl: str) -> Tensor:
     """logits [N, V] float32 or float64, target [N] -> loss [N]."""
-    if by_operation() or impl == "reference":
+    if autograd.by_operation() or impl == "reference":
         return rows_reference(logits, target, options)
-    expect_ids("target", target, logits.shape[1], options.ignore_index)
-    if wants_gradient(logits):
+    token_ids.expect_ids("target", target, logits.shape[1], options.ignore_index)
+    if autograd.wants_gradient(logits):
         return _CrossEntropy.apply(logits, target, options)
-    return as_base(_rows(logits, target, options).loss)
+    return autograd.as_base(_rows(logits, target, options).loss)
 
 
 def _rows(logits: Tensor, target: Tensor, options: LossInputs) -> eager.Rows:
@@ -63,10 +51,10 @@ def linear_cross_entropy(
     if impl == "reference":
         logits = torch.nn.functional.linear(hidden, weight, bias).to(inputs.compute_dtype)
         return cross_entropy(logits, target, options, reduction, impl)
-    grads = needs_autograd(hidden, weight, bias)
-    if is_triton(impl) and not by_operation() and reduction != "none":
+    grads = autograd.needs_autograd(hidden, weight, bias)
+    if dispatch.is_triton(impl) and not autograd.by_operation() and reduction != "none":
         loss = _TritonLinear.apply(*inputs, options, reduction == "mean", grads, impl)
-        launched()
+        token_ids.launched()
         return loss
     if grads:
         rows = _LinearRows.apply(*inputs, options, reduction != "none", impl)
@@ -75,25 +63,25 @@ def linear_cross_entropy(
     return reduced(rows, target, options, reduction)
 
 
-class _CrossEntropy(Function):
+class _CrossEntropy(autograd.Function):
     operator = "slipstream::cross_entropy"
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: LossInputs) -> Tensor:
         r = _rows(logits, target, options)
-        save(ctx, r.logp, r.lse, r.live, r.target, *anchors(logits))
+        autograd.save(ctx, r.logp, r.lse, r.live, r.target, *autograd.anchors(logits))
         ctx.options = options
-        return as_base(r.loss)
+        return autograd.as_base(r.loss)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor, None, None]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dloss: Tensor) -> tuple[Tensor, None, None]:
         logp, lse, live, target, *_ = saved
         r = eager.Rows(dloss, logp.clone(), lse, live, target)
         return eager.dlogits(r, dloss, ctx.options), None, None
 
 
-class _LinearRows(Function):
+class _LinearRows(autograd.Function):
     """Where the gradient of the rows' sum was made in the forward, what comes in is one number,
     expanded; a reduction is all that may follow."""
 
@@ -103,14 +91,14 @@ class _LinearRows(Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         *inputs, options, grads, impl = args
         loss, *forward_grads = _call_linear(*inputs, None, *options, grads=grads, impl=impl)
-        save(ctx, *([*forward_grads, *anchors(*inputs[:3])] if grads else inputs))
+        autograd.save(ctx, *([*forward_grads, *autograd.anchors(*inputs[:3])] if grads else inputs))
         ctx.options, ctx.grads, ctx.impl = options, grads, impl
         ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
         return loss
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.grads:
             _, *grads = _call_linear(*saved, dloss, *ctx.options, grads=True, impl=ctx.impl)
         else:
@@ -119,7 +107,7 @@ class _LinearRows(Function):
         return *(None if dtype is None else cast(x, dtype) for x, dtype in pairs), *[None] * 4
 
 
-class _TritonLinear(Function):
+class _TritonLinear(autograd.Function):
     """As kernels.reduced, through the linear layer; a second backward makes everything again."""
 
     operator = "slipstream::linear_cross_entropy"
@@ -134,15 +122,15 @@ class _TritonLinear(Function):
         scales_late = inputs.hidden.dtype == torch.float16
         row_weight = None if scales_late else factor
         loss, *grads_saved = launch.linear_rows(impl, inputs, row_weight, options, grads)
-        save(ctx, *inputs, factor)
+        autograd.save(ctx, *inputs, factor)
         ctx.options, ctx.impl, ctx.scales_late = options, impl, scales_late
         ctx.grads_saved = grads_saved if grads else None
         total = loss.sum()
         return total if factor is None else total * factor
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         grads_saved, ctx.grads_saved = ctx.grads_saved, None
         inputs, factor = ClassifierInputs(*saved[:4]), saved[4]
         if grads_saved is None:
@@ -156,8 +144,8 @@ class _TritonLinear(Function):
 
 def _linear(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs, dloss, options, grads, impl = _of_call(args)
-    expect_ids("target", inputs.target, inputs.weight.shape[0], options.ignore_index)
-    if is_triton(impl):
+    token_ids.expect_ids("target", inputs.target, inputs.weight.shape[0], options.ignore_index)
+    if dispatch.is_triton(impl):
         return launch.linear_rows(impl, inputs, dloss, options, grads)
     return eager.linear_rows(inputs, dloss, options, grads)
 
@@ -168,7 +156,7 @@ def _linear_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss = hidden.new_empty(hidden.shape[0], dtype=dtype)
     if not grads:
         return loss, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
-    dtype = weight.dtype if is_triton(impl) else dtype
+    dtype = weight.dtype if dispatch.is_triton(impl) else dtype
     return loss, *empty_gradients(hidden, weight, bias, dtype)
 
 

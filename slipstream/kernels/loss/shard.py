@@ -19,16 +19,8 @@ from torch import Tensor
 
 from slipstream.common.linear_rows import ClassifierInputs
 from slipstream.kernels.loss.reference import LossInputs, reduced
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    once_differentiable,
-    refuse_transforms,
-    save,
-)
+from slipstream.runtime import autograd, numeric_probe, token_ids
 from slipstream.runtime.kernel_pair import guarded
-from slipstream.runtime.token_ids import expect_ids
 
 
 class Shard(NamedTuple):
@@ -85,9 +77,9 @@ def cross_entropy(
     logits: Tensor, target: Tensor, options: LossInputs, shard: Shard, reduction: str, impl: str
 ) -> Tensor:
     """logits [N, count], target [N] of the whole vocabulary -> loss [N] or []."""
-    expect_ids("target", target, shard.size, options.ignore_index)
+    token_ids.expect_ids("target", target, shard.size, options.ignore_index)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    refuse_transforms(_Rows.operator, (logits,))
+    autograd.refuse_transforms(_Rows.operator, (logits,))
     return reduced(_Rows.apply(logits, target, options, shard, impl), target, options, reduction)
 
 
@@ -95,8 +87,8 @@ def linear_cross_entropy(
     inputs: ClassifierInputs, options: LossInputs, shard: Shard, reduction: str, impl: str
 ) -> Tensor:
     """hidden [N, D] is the same on every rank; weight [count, D] and bias [count] are a rank's."""
-    expect_ids("target", inputs.target, shard.size, options.ignore_index)
-    refuse_transforms(_LinearRows.operator, inputs[:3])
+    token_ids.expect_ids("target", inputs.target, shard.size, options.ignore_index)
+    autograd.refuse_transforms(_LinearRows.operator, inputs[:3])
     rows = _LinearRows.apply(*inputs, options, shard, impl)
     return reduced(rows, inputs.target, options, reduction)
 
@@ -199,7 +191,7 @@ def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | N
     return None
 
 
-class _Rows(Function):
+class _Rows(autograd.Function):
     operator = "slipstream::cross_entropy"
 
     @staticmethod
@@ -207,20 +199,20 @@ class _Rows(Function):
         logits, target, options, shard, impl = args
         t = RankRows(logits, target.contiguous(), options, shard)
         loss, lse = combined(columns(t, impl), t.target, options, shard)
-        save(ctx, logits, t.target, lse)
+        autograd.save(ctx, logits, t.target, lse)
         ctx.call_options = options, shard, impl
         return loss
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         (logits, target, lse), (*options, impl) = saved, ctx.call_options
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
         t = RankRows(logits, target, *options)
         return dlogits(t, lse, dloss.contiguous(), out, impl), *[None] * 4
 
 
-class _LinearRows(Function):
+class _LinearRows(autograd.Function):
     """Logits are made a chunk of rows at a time, again in backward; lse is kept."""
 
     operator = "slipstream::linear_cross_entropy"
@@ -237,13 +229,13 @@ class _LinearRows(Function):
             column_sums = [Columns(*(_to_compute_dtype(hidden.new_empty(0)) for _ in range(3)))]
         all_columns = Columns(*(torch.cat(x) for x in zip(*column_sums)))
         loss, lse = combined(all_columns, target, options, shard)
-        save(ctx, hidden, weight, bias, target, lse)
+        autograd.save(ctx, hidden, weight, bias, target, lse)
         ctx.call_options = options, shard, impl
         return loss
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, target, lse = saved
         options, shard, impl = ctx.call_options
         dloss = dloss.expand(target.shape).contiguous()

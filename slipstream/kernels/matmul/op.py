@@ -36,12 +36,10 @@ from slipstream.kernels.matmul.inputs import (
     scaled,
     tma_swaps,
 )
-from slipstream.runtime.autograd import Function, needs_autograd, save
+from slipstream.runtime import autograd, custom_op, numeric_probe
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, sm90_unsupported
-from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
 from slipstream.runtime.guarded_launch import Guard, known_failure
-from slipstream.runtime.numeric_probe import Given, mismatch
 from slipstream.runtime.size_ladder import resized
 
 # Rows between which and beyond which no other tile is chosen; with one more a number is odd.
@@ -53,7 +51,7 @@ Call = tuple[MatmulInputs, MatmulConfig | None, bool]
 def matmul(t: MatmulInputs, config: MatmulConfig | None, impl: str | None) -> Tensor:
     """out [M, N], differentiable by all but the scales."""
     others = () if config is None else config.pack(), impl or ""
-    if needs_autograd(t.a, t.b, t.bias, t.residual):
+    if autograd.needs_autograd(t.a, t.b, t.bias, t.residual):
         return _with_gradient(t, *others)
     return _CALL(*t, *others)
 
@@ -66,13 +64,13 @@ def _with_gradient(t: MatmulInputs, *others: Any) -> Tensor:
     return y if t.residual is None else (y + t.residual).to(t.out_dtype)
 
 
-class _Matmul(Function):
+class _Matmul(autograd.Function):
     operator = "slipstream::matmul"
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         a, b, bias, residual, scale_a, scale_b, precision, out_dtype, packed, impl = args
-        save(ctx, a, b, scale_a, scale_b)
+        autograd.save(ctx, a, b, scale_a, scale_b)
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (bias, residual))
         # hopper and a tile may refuse the other two products
         ctx.precision, ctx.impl = precision, None if impl == "sm90" else impl or None
@@ -247,7 +245,7 @@ def _probe(name: str, like: MatmulInputs) -> str | None:
         "b": torch.randn(168, 144, device=like.a.device).to(like.a.dtype) / 13,
     }
 
-    def run(tensors: Given, impl: str) -> Tensor:
+    def run(tensors: numeric_probe.Given, impl: str) -> Tensor:
         a, b = tensors["a"], tensors["b"]
         assert a is not None and b is not None
         return matmul(
@@ -257,7 +255,7 @@ def _probe(name: str, like: MatmulInputs) -> str | None:
     # tf32 keeps 10 bits, which is not what is looked for
     if like.a.dtype == torch.float32 and like.precision == "tf32":
         tensors = {n: x.bfloat16().float() for n, x in tensors.items()}
-    return mismatch(lambda g: run(g, name), lambda g: run(g, "reference"), tensors)
+    return numeric_probe.mismatch(lambda g: run(g, name), lambda g: run(g, "reference"), tensors)
 
 
 def _fake(*args: Any) -> Tensor:
@@ -293,7 +291,7 @@ def _with_columns(t: MatmulInputs, n: int) -> MatmulInputs:
     return t._replace(a=a.t(), b=b)
 
 
-_CALL = KernelOp(
+_CALL = custom_op.KernelOp(
     "matmul",
     "(Tensor a, Tensor b, Tensor? bias, Tensor? residual, Tensor? scale_a, Tensor? scale_b, "
     "str activation, str precision, ScalarType out_dtype, int[] config, str impl) -> Tensor",

@@ -13,12 +13,9 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.mixer_step.inputs import MAX_TAPS, UNIT_EPS, Blocks, TokenInputs
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.backends import triton_unsupported
+from slipstream.runtime import backends, guarded_launch, kernel_pair, numeric_probe
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
-from slipstream.runtime.guarded_launch import known_failure
-from slipstream.runtime.kernel_pair import guarded
 
 # of heads whose rows the norm's kernel loads with 8 numbers a thread
 WIDTHS = (64, 128, 256)
@@ -26,7 +23,7 @@ WIDTHS = (64, 128, 256)
 
 def unsupported_reason(t: TokenInputs, K: int) -> str | None:
     """Why the kernel can't take a call with keys of K channels, or None if it can."""
-    if reason := triton_unsupported(t.x, "x"):
+    if reason := backends.triton_unsupported(t.x, "x"):
         return reason
     if t.x.dtype.itemsize != 2 or K not in WIDTHS:
         return f"it takes heads of {', '.join(map(str, WIDTHS))} channels in 16 bits"
@@ -35,7 +32,7 @@ def unsupported_reason(t: TokenInputs, K: int) -> str | None:
     tensors = (t.weight, t.bias, t.A_log, t.dt_bias)
     if not all(x is None or x.is_contiguous() for x in tensors):
         return "a parameter is not contiguous"
-    return known_failure(lambda: _kind(t, K), t.x.device)
+    return guarded_launch.known_failure(lambda: _kind(t, K), t.x.device)
 
 
 def block_inputs(t: TokenInputs, blocks: Blocks, impl: str = TRITON_OR_EAGER) -> None:
@@ -53,7 +50,7 @@ def _impl(*args: Any) -> None:
     kind = _kind(t, blocks.q.shape[-1])
     kernel = "slipstream.kernels.mixer_step.triton.block_inputs:block_inputs"
     mismatch = partial(_mismatch, t, blocks)
-    guarded(impl, t.x.device, kernel, _eager, (t, blocks), lambda: kind, mismatch)
+    kernel_pair.guarded(impl, t.x.device, kernel, _eager, (t, blocks), lambda: kind, mismatch)
 
 
 def _eager(t: TokenInputs, blocks: Blocks) -> None:

@@ -4,13 +4,9 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.mixer_step import op
+from slipstream.kernels.mixer_step import op, reference
 from slipstream.kernels.mixer_step.inputs import MAX_TAPS, StepInputs, StepOptions
-from slipstream.kernels.mixer_step.reference import step_reference
-from slipstream.runtime.autograd import is_tracing, wants_gradient
-from slipstream.runtime.backends import is_plain_call, triton_unsupported
-from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
-from slipstream.runtime.guarded_launch import is_capturing, known_failure
+from slipstream.runtime import autograd, backends, dispatch, guarded_launch
 from slipstream.runtime.token_ids import expect_below
 
 MAX_K = 1024  # all rows of a state are in one program's registers
@@ -19,7 +15,7 @@ MAX_K = 1024  # all rows of a state are in one program's registers
 def unsupported_reason(call: tuple[StepInputs, StepOptions]) -> str | None:
     """Why the Triton kernel can't take this call, or None if it can."""
     inputs, _ = call
-    if reason := triton_unsupported(inputs.q, "q"):
+    if reason := backends.triton_unsupported(inputs.q, "q"):
         return reason
     for name, x in inputs._asdict().items():
         if x is not None and x.dtype == torch.float64:
@@ -30,25 +26,25 @@ def unsupported_reason(call: tuple[StepInputs, StepOptions]) -> str | None:
         return f"it takes at most {MAX_TAPS} taps"
     if inputs.state.stride()[-2:] != (inputs.state.shape[-1], 1):
         return "the last two dimensions of state are not contiguous"
-    return known_failure(lambda: op.kind(inputs), inputs.q.device)
+    return guarded_launch.known_failure(lambda: op.kind(inputs), inputs.q.device)
 
 
 CANDIDATES = (
-    Candidate("triton", "one Triton kernel, on CUDA", unsupported_reason),
-    Candidate("eager", "plain torch, on any device"),
-    Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
+    dispatch.Candidate("triton", "one Triton kernel, on CUDA", unsupported_reason),
+    dispatch.Candidate("eager", "plain torch, on any device"),
+    dispatch.Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )
-_PLANS = ValidationCache()
+_PLANS = dispatch.ValidationCache()
 
 
 def run(inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str | None) -> Tensor:
     """y [B, T, HV, V], in out if that is given; the pools are updated."""
-    key = signature((*inputs, out), *options, impl)
+    key = dispatch.signature((*inputs, out), *options, impl)
     if key is not None:
         key = (*key, inputs.state.stride())
     tensors = (*inputs, out)
     plan = _PLANS.get(key, lambda: _plan(inputs, options, out, impl), tensors)
-    if wants_gradient(*tensors):
+    if autograd.wants_gradient(*tensors):
         raise NotImplementedError(
             "mixer_step: the states are overwritten, so there are no gradients; call it under "
             "torch.no_grad()"
@@ -56,14 +52,14 @@ def run(inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str 
     if out is None:
         out = inputs.q.new_empty(_output_shape(inputs, options))
     # in a graph that is captured it would be one more launch
-    if not torch.compiler.is_compiling() and not is_capturing(inputs.q.device):
+    if not torch.compiler.is_compiling() and not guarded_launch.is_capturing(inputs.q.device):
         expect_below("state_indices", inputs.state_indices, inputs.state.shape[0], "slots")
     if plan.impl == "reference":
-        step_reference(out, inputs, options)
+        reference.step_reference(out, inputs, options)
         return out
     counters = None
     # a graph of torch.jit.trace would keep them; the operator finds its own
-    if plan.impl == "triton" and is_plain_call(inputs.q) and not is_tracing():
+    if plan.impl == "triton" and backends.is_plain_call(inputs.q) and not autograd.is_tracing():
         counters = op.counters(inputs, options)
     op.mixer_step(out, inputs, options, counters, plan.impls)
     return out
@@ -71,10 +67,10 @@ def run(inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str 
 
 def _plan(
     inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str | None
-) -> Selection:
+) -> dispatch.Selection:
     """Checks the arguments and chooses; looks at nothing but shapes, strides, dtypes, devices."""
     check(inputs, options, out)
-    return choose(CANDIDATES, (inputs, options), impl, "mixer_step", inputs.q)
+    return dispatch.choose(CANDIDATES, (inputs, options), impl, "mixer_step", inputs.q)
 
 
 def check(inputs: StepInputs, options: StepOptions, out: Tensor | None) -> None:

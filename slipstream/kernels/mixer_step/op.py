@@ -9,11 +9,9 @@ from torch import Tensor
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
-from slipstream.runtime import numeric_probe
+from slipstream.runtime import kernel_pair, numeric_probe, token_ids
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.kernel_pair import launch_of
 from slipstream.runtime.size_ladder import AtSizes, Size
-from slipstream.runtime.token_ids import expect_unique
 
 _LAUNCH = "slipstream.kernels.mixer_step.triton.launch"
 # what a probe makes in other ways
@@ -29,7 +27,7 @@ def mixer_step(
 
 def counters(inputs: StepInputs, options: StepOptions) -> Tensor | None:
     """The counters of the kernel's programs, where it has some."""
-    return launch_of(f"{_LAUNCH}:counters")(inputs, options)
+    return kernel_pair.launch_of(f"{_LAUNCH}:counters")(inputs, options)
 
 
 def kind(inputs: StepInputs) -> KernelKey:
@@ -47,7 +45,7 @@ def _plain(out: Tensor, inputs: StepInputs, _: Tensor | None, options: StepOptio
         out.zero_()
         return
     if inputs.state_indices is not None:
-        expect_unique("state_indices", inputs.state_indices, "slot")
+        token_ids.expect_unique("state_indices", inputs.state_indices, "slot")
     step_eager(out, inputs, options)
 
 

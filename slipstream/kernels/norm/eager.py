@@ -19,14 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common.checks import cast
-from slipstream.kernels.norm.inputs import (
-    BackwardInputs,
-    NormInputs,
-    NormOptions,
-    stats_shape,
-    stores_h,
-)
-from slipstream.kernels.norm.reference import rms_reference
+from slipstream.kernels.norm import inputs, reference
+from slipstream.kernels.norm.inputs import BackwardInputs, NormInputs, NormOptions, stats_shape
+from slipstream.runtime import backends, guarded_launch
 from slipstream.runtime.autograd import (
     Function,
     Saved,
@@ -36,8 +31,6 @@ from slipstream.runtime.autograd import (
     save,
     wants_gradient,
 )
-from slipstream.runtime.backends import is_plain_call
-from slipstream.runtime.guarded_launch import plain_gradients
 
 ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -77,7 +70,7 @@ def forward(
     stats = None
     if (shape := stats_shape(t.x, n, save)) is not None:
         stats = torch.zeros(shape, dtype=torch.float32, device=t.x.device)
-    return y.contiguous(), h if stores_h(t.x, t.residual, n, save) else None, stats
+    return y.contiguous(), h if inputs.stores_h(t.x, t.residual, n, save) else None, stats
 
 
 def backward(
@@ -89,7 +82,7 @@ def backward(
     def plain(*leaves: Any) -> Tensor:
         return compose(NormInputs(*leaves), n, rms, layer)[0]
 
-    dsum, *others = plain_gradients(plain, (h, weight, bias, gate), [dy])
+    dsum, *others = guarded_launch.plain_gradients(plain, (h, weight, bias, gate), [dy])
     remaining = iter(others)
     dweight, dbias, dgate = (None if x is None else next(remaining) for x in (weight, bias, gate))
     if dh is not None:
@@ -102,7 +95,7 @@ def backward(
 def _l2(x: Tensor, eps: float, grads: bool, rms: Callable[..., Tensor]) -> Tensor:
     if not (torch.is_grad_enabled() and grads):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        if is_plain_call(x) and not is_tracing():
+        if backends.is_plain_call(x) and not is_tracing():
             return x * norm.square_().add_(eps).rsqrt_()
         # a graph or a transform of inputs without gradients may be differentiated: not in place
         return x * (norm.square() + eps).rsqrt()
@@ -139,7 +132,7 @@ def _residual_sum(x: Tensor, residual: Tensor | None, in_fp32: bool) -> Tensor:
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., D], weight [D] of x's dtype, float32 or float64."""
     if not x.is_cpu or by_operation() or x.numel() == 0:
-        return rms_reference(x, weight, eps)
+        return reference.rms_reference(x, weight, eps)
     if weight is None:
         weight = x.new_ones(x.shape[-1])
     return _Rms.apply(x, weight, eps) if wants_gradient(x, weight) else _rms(x, weight, eps)[0]

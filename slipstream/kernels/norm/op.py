@@ -11,35 +11,18 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.norm import eager, reference
-from slipstream.kernels.norm.inputs import (
-    BackwardInputs,
-    NormInputs,
-    NormOptions,
-    h_dtype,
-    stats_shape,
-    stores_h,
-)
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    anchors,
-    needs_autograd,
-    once_differentiable,
-    save,
-)
-from slipstream.runtime.backends import DTYPES
+from slipstream.kernels.norm import eager, inputs, reference
+from slipstream.runtime import autograd, backends, dispatch
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.dispatch import choose, is_triton
 from slipstream.runtime.size_ladder import AtSizes, Size
 
-_COUNT = len(NormInputs._fields)
+_COUNT = len(inputs.NormInputs._fields)
 
 
-def run(t: NormInputs, n: NormOptions, impl: str | None) -> tuple[Tensor, Tensor]:
+def run(t: inputs.NormInputs, n: inputs.NormOptions, impl: str | None) -> tuple[Tensor, Tensor]:
     """y in x's shape and dtype, and h = x + residual."""
-    impl = choose(_CANDIDATES, (t.x, n, t), impl, "norm", t.x).impls
-    if is_triton(impl):
+    impl = dispatch.choose(_CANDIDATES, (t.x, n, t), impl, "norm", t.x).impls
+    if dispatch.is_triton(impl):
         y, h = norm(t, n, impl)
         return y, t.x if h is None else h
     functions = (eager.rms, eager.layer)
@@ -48,15 +31,15 @@ def run(t: NormInputs, n: NormOptions, impl: str | None) -> tuple[Tensor, Tensor
     return eager.compose(t, n, *functions)
 
 
-def norm(t: NormInputs, n: NormOptions, impl: str) -> tuple[Tensor, Tensor | None]:
+def norm(t: inputs.NormInputs, n: inputs.NormOptions, impl: str) -> tuple[Tensor, Tensor | None]:
     """y, and h if it is kept and is not x. impl: triton, or triton|eager."""
-    if needs_autograd(*t):
+    if autograd.needs_autograd(*t):
         return _Norm.apply(*t, n, impl)
     y, h, _ = _forward(*t, *n, save=False, impl=impl)
-    return y, h if stores_h(t.x, t.residual, n, False) else None
+    return y, h if inputs.stores_h(t.x, t.residual, n, False) else None
 
 
-class _Norm(Function):
+class _Norm(autograd.Function):
     operator = "slipstream::norm"
 
     @staticmethod
@@ -64,9 +47,9 @@ class _Norm(Function):
         *tensors, n, impl = args
         x, weight, bias, gate, residual = tensors
         y, h, stats = _forward(*tensors, *n, save=True, impl=impl)
-        h = h if stores_h(x, residual, n, True) else None
-        links = [] if h is None or n.keep_h else anchors(x, residual)
-        save(ctx, x if h is None else h, weight, bias, gate, stats, *links)
+        h = h if inputs.stores_h(x, residual, n, True) else None
+        links = [] if h is None or n.keep_h else autograd.anchors(x, residual)
+        autograd.save(ctx, x if h is None else h, weight, bias, gate, stats, *links)
         ctx.norm, ctx.impl, ctx.dtype = n, impl, x.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
@@ -76,9 +59,9 @@ class _Norm(Function):
         return y, h if n.keep_h else None
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(
-        ctx: Any, saved: Saved, dy: Tensor | None, dh: Tensor | None
+        ctx: Any, saved: autograd.Saved, dy: Tensor | None, dh: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         h, weight, bias, gate, stats, *_ = saved
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -100,11 +83,11 @@ class _Norm(Function):
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    (x, *_, residual), n, save = args[:_COUNT], NormOptions(*args[_COUNT:-2]), args[-2]
+    (x, *_, residual), n, save = args[:_COUNT], inputs.NormOptions(*args[_COUNT:-2]), args[-2]
     h, stats = x.new_empty(0), x.new_empty(0)
-    if stores_h(x, residual, n, save):
-        h = x.new_empty(x.shape, dtype=h_dtype(x, residual, n))
-    if (shape := stats_shape(x, n, save)) is not None:
+    if inputs.stores_h(x, residual, n, save):
+        h = x.new_empty(x.shape, dtype=inputs.h_dtype(x, residual, n))
+    if (shape := inputs.stats_shape(x, n, save)) is not None:
         stats = x.new_empty(shape, dtype=torch.float32)
     return x.new_empty(x.shape), h, stats
 
@@ -119,46 +102,47 @@ def _backward_fake(*args: Any) -> list[Tensor]:
     return grads + [x.new_empty(x.shape) for x in parameters if x is not None]
 
 
-def kind(t: NormInputs | BackwardInputs, n: NormOptions) -> KernelKey:
+def kind(t: inputs.NormInputs | inputs.BackwardInputs, n: inputs.NormOptions) -> KernelKey:
     """The calls that share a verdict on the kernels."""
     weight = None if t.weight is None else t.weight.dtype
     return ("norm.triton", t.x.dtype, t.x.shape[-1], weight, *n.kind(t.gate is not None))
 
 
-def _unsupported_reason(x: Tensor, n: NormOptions, t: NormInputs) -> str | None:
+def _unsupported_reason(x: Tensor, n: inputs.NormOptions, t: inputs.NormInputs) -> str | None:
     if x.shape[-1] == 0:
         return "there are no features"
     for other in t[1:]:
-        if other is not None and other.dtype not in DTYPES:
+        if other is not None and other.dtype not in backends.DTYPES:
             return f"it computes in float32, and an input is {other.dtype}"
     return None
 
 
 _LAUNCH = "slipstream.kernels.norm.triton.launch"
-_OPTIONS = schema_of(NormOptions)
+_OPTIONS = schema_of(inputs.NormOptions)
 _forward = KernelOp(
     "norm_forward",
-    f"({schema_of(NormInputs)}, {_OPTIONS}, bool save, str impl) -> (Tensor, Tensor, Tensor)",
+    f"({schema_of(inputs.NormInputs)}, {_OPTIONS}, bool save, str impl) "
+    "-> (Tensor, Tensor, Tensor)",
     fake=_forward_fake,
     kernel=f"{_LAUNCH}:forward",
     plain=eager.forward,
     kind=kind,
     # rows of the same width
     probe={"x": (37, 0), "gate": (37, 0), "residual": (37, 0), "save": False},
-    packed={"t": NormInputs, "n": NormOptions},
+    packed={"t": inputs.NormInputs, "n": inputs.NormOptions},
     replay=True,
     # x, gate, residual: few rows, whose launch begins ahead, and more (triton/launch.py: STEP_ROWS)
     at_sizes=AtSizes(tokens=(0, 3, 4), steps=(Size(1, 1), Size(1, 1024))),
 )
 _backward = KernelOp(
     "norm_backward",
-    f"({schema_of(BackwardInputs)}, {_OPTIONS}, bool needs_weight, bool needs_bias, str impl) "
-    "-> Tensor[]",
+    f"({schema_of(inputs.BackwardInputs)}, {_OPTIONS}, bool needs_weight, bool needs_bias, "
+    "str impl) -> Tensor[]",
     fake=_backward_fake,
     kernel=f"{_LAUNCH}:backward",
     plain=eager.backward,
     kind=kind,
-    packed={"t": BackwardInputs, "n": NormOptions},
+    packed={"t": inputs.BackwardInputs, "n": inputs.NormOptions},
     forward=_forward,
     replay=True,
 )
@@ -167,9 +151,9 @@ _CANDIDATES = _forward.candidates(_unsupported_reason)
 
 def _of_operator(*args: Any) -> tuple[Tensor, ...]:
     """As slipstream::_norm_forward is called."""
-    n = NormOptions(*args[_COUNT:-2])
+    n = inputs.NormOptions(*args[_COUNT:-2])
     y, h = _Norm.apply(*args[:_COUNT], n, args[-1])
-    return (y, h) if n.keep_h and stores_h(args[0], args[4], n, True) else (y,)
+    return (y, h) if n.keep_h and inputs.stores_h(args[0], args[4], n, True) else (y,)
 
 
 _forward.set_gradient(_of_operator)

@@ -8,31 +8,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.projection_step import eager
-from slipstream.kernels.projection_step.inputs import MMA_ROWS, NormedInputs
-from slipstream.kernels.projection_step.op import LAUNCH, MAX_ROWS, unsupported_reason
-from slipstream.runtime.backends import supports_pdl
-from slipstream.runtime.consistent import consistent_scope
-from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.kernels.projection_step import eager, inputs, op
+from slipstream.runtime import backends, consistent, custom_op, guarded_launch
 from slipstream.runtime.dispatch import Candidate, choose
-from slipstream.runtime.guarded_launch import known_failure
 from slipstream.runtime.numeric_probe import random_like
 
 
 def takes(rows: int, device: torch.device) -> bool:
     """Whether shares of K are faster for so many rows; consistent models want one order of sums
     whatever the rows."""
-    return MMA_ROWS < rows <= MAX_ROWS and not consistent_scope.on and supports_pdl(device)
+    return (
+        inputs.MMA_ROWS < rows <= op.MAX_ROWS
+        and not consistent.consistent_scope.on
+        and backends.supports_pdl(device)
+    )
 
 
-def _unsupported_reason(t: NormedInputs) -> str | None:
-    if reason := unsupported_reason(t.product):
+def _unsupported_reason(t: inputs.NormedInputs) -> str | None:
+    if reason := op.unsupported_reason(t.product):
         return reason
     if not t.x.dtype == t.weight.dtype == t.norm_weight.dtype or t.x.dtype.itemsize != 2:
         return "it takes x and weights of one dtype of 16 bits"
     if t.residual.stride(1) != 1 or not t.norm_weight.is_contiguous():
         return "rows of the residual, or the norm's weight, are not contiguous"
-    return known_failure(lambda: _kind(t), t.x.device)
+    return guarded_launch.known_failure(lambda: _kind(t), t.x.device)
 
 
 CANDIDATES = (
@@ -42,31 +41,31 @@ CANDIDATES = (
 )  # fmt: skip
 
 
-def run(t: NormedInputs, impl: str | None = None) -> tuple[Tensor, Tensor]:
+def run(t: inputs.NormedInputs, impl: str | None = None) -> tuple[Tensor, Tensor]:
     """h = residual + x W^T + b [M, N] and its norm, in the weight's dtype."""
     impls = choose(CANDIDATES, t, impl, "projection_norm_step", t.x).impls
     return _call(*t, impl=impls)
 
 
-def _eager(t: NormedInputs) -> tuple[Tensor, Tensor]:
+def _eager(t: inputs.NormedInputs) -> tuple[Tensor, Tensor]:
     h = t.residual + F.linear(t.x, t.weight, t.bias).to(t.residual.dtype)
     y = eager.normed(h.to(t.weight.dtype), t)
     return h, y.to(t.weight.dtype)
 
 
-def _kind(t: NormedInputs) -> KernelKey:
+def _kind(t: inputs.NormedInputs) -> KernelKey:
     """The calls that share a verdict on the kernels."""
     dtypes = t.x.dtype, t.residual.dtype
     return ("projection_norm_step.triton", *dtypes, *t.weight.shape, t.bias is not None)
 
 
-_call = KernelOp(
+_call = custom_op.KernelOp(
     "projection_norm_step",
-    f"({schema_of(NormedInputs)}, str impl) -> (Tensor, Tensor)",
-    kernel=f"{LAUNCH}:projection_norm",
+    f"({custom_op.schema_of(inputs.NormedInputs)}, str impl) -> (Tensor, Tensor)",
+    kernel=f"{op.LAUNCH}:projection_norm",
     plain=_eager,
     kind=_kind,
-    packed={"t": NormedInputs},
+    packed={"t": inputs.NormedInputs},
     in_torch_if=lambda x, residual: 0 in (x.numel(), residual.numel()),
     # of as many rows: they decide about the launches
     probe={"weight": lambda weight: random_like(weight, *weight.shape) * weight.shape[1] ** -0.5},

@@ -16,12 +16,8 @@ from slipstream.kernels.projection_step.inputs import (
     WGMMA_COLUMNS,
     ProjectionInputs,
 )
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import wants_gradient
-from slipstream.runtime.backends import triton_unsupported
-from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime import autograd, backends, custom_op, guarded_launch, numeric_probe
 from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, Candidate, choose
-from slipstream.runtime.guarded_launch import known_failure
 from slipstream.runtime.kernel_pair import guarded
 from slipstream.runtime.size_ladder import resized
 
@@ -35,7 +31,7 @@ MAX_ROWS = 64
 def unsupported_reason(t: ProjectionInputs) -> str | None:
     """Why the Triton kernel can't take this call, or None if it can."""
     for name, x in (("x", t.x), ("weights", t.weights[0])):
-        if reason := triton_unsupported(x, name):
+        if reason := backends.triton_unsupported(x, name):
             return reason
     rows = t.x.shape[0]
     if rows > MAX_ROWS:
@@ -49,7 +45,7 @@ def unsupported_reason(t: ProjectionInputs) -> str | None:
         return "rows of x or residual are not contiguous"
     if any(b is not None and b.dtype != t.weights[0].dtype for b in t.biases):
         return "a bias has another dtype than its weight"
-    return known_failure(lambda: _kind(t), t.x.device)
+    return guarded_launch.known_failure(lambda: _kind(t), t.x.device)
 
 
 CANDIDATES = (
@@ -62,7 +58,7 @@ CANDIDATES = (
 def run(t: ProjectionInputs, impl: str | None) -> Tensor:
     """y [M, N]."""
     _check(t)
-    if wants_gradient(t.x, *t.weights, *t.biases, t.norm_weight, t.residual):
+    if autograd.wants_gradient(t.x, *t.weights, *t.biases, t.norm_weight, t.residual):
         raise NotImplementedError(
             "projection_step: it has no gradients; call it under torch.no_grad()"
         )
@@ -171,7 +167,7 @@ def _at_sizes(args: tuple) -> Iterator[tuple]:
         yield (*_flat(t._replace(**of_rows, normed=rows > 1)), args[-1])
 
 
-_call = KernelOp(
+_call = custom_op.KernelOp(
     "projection_step",
     "(Tensor x, Tensor weight, Tensor? weight1, Tensor? weight2, Tensor? weight3, "
     "Tensor? weight4, Tensor? bias, Tensor? bias1, Tensor? bias2, Tensor? bias3, Tensor? bias4, "

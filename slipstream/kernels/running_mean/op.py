@@ -19,18 +19,15 @@ from torch import Tensor
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.running_mean import eager
 from slipstream.kernels.running_mean.inputs import MeanInputs
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import needs_autograd, transformed
-from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton
+from slipstream.runtime import autograd, custom_op, dispatch, numeric_probe
 
 
 def chosen(operator: str, impl: str | None, k: Tensor, *others: Tensor) -> str | None:
     """The impl of running_weights and running_mean; None where torch computes them."""
-    if impl == "reference" or transformed():
+    if impl == "reference" or autograd.transformed():
         return None
-    impls = choose(_CANDIDATES, (k, *others), impl, operator, k).impls
-    return impls if is_triton(impls) else None
+    impls = dispatch.choose(_CANDIDATES, (k, *others), impl, operator, k).impls
+    return impls if dispatch.is_triton(impls) else None
 
 
 def running_weights(
@@ -39,13 +36,13 @@ def running_weights(
     """c [B, T, D] in k's dtype, log a, float32, 0 where nothing is before, and z after the last
     token. k: any floating dtype but float64. z: [N, D], float32, -inf for nothing."""
     inputs = k.contiguous(), z.contiguous(), cu_seqlens
-    return (_Weights.apply if needs_autograd(k, z) else _weights)(*inputs, impl)
+    return (_Weights.apply if autograd.needs_autograd(k, z) else _weights)(*inputs, impl)
 
 
 def running_mean(inputs: MeanInputs, impl: str) -> tuple[Tensor, Tensor]:
     """o [B, T, D] in v's dtype, and M and z after the last token."""
     inputs = MeanInputs._make(None if x is None else x.contiguous() for x in inputs)
-    if needs_autograd(*inputs[:5]):
+    if autograd.needs_autograd(*inputs[:5]):
         return _Mean.apply(*inputs, impl)
     return _mean(*inputs, keep=False, impl=impl)[:2]
 
@@ -82,8 +79,8 @@ def _mismatch(k: Tensor) -> str | None:
 
     return numeric_probe.mismatch(
         both(
-            partial(running_weights, impl=TRITON_OR_EAGER),
-            partial(running_mean, impl=TRITON_OR_EAGER),
+            partial(running_weights, impl=dispatch.TRITON_OR_EAGER),
+            partial(running_mean, impl=dispatch.TRITON_OR_EAGER),
         ),
         both(_plain_weights, lambda inputs: _plain_mean(inputs, False)[:2]),
         inputs,
@@ -113,8 +110,8 @@ def _widen(x: Tensor) -> Tensor:
 
 
 _LAUNCH = "slipstream.kernels.running_mean.triton.launch"
-_TENSORS = schema_of(MeanInputs)
-_weights = KernelOp(
+_TENSORS = custom_op.schema_of(MeanInputs)
+_weights = custom_op.KernelOp(
     "running_weights",
     "(Tensor k, Tensor z, Tensor? cu_seqlens, str impl) -> (Tensor, Tensor, Tensor)",
     kernel=f"{_LAUNCH}:weights",
@@ -130,7 +127,7 @@ _Weights = _weights.with_gradient(
     results="c g after",
     wrt="k z",
 )
-_mean = KernelOp(
+_mean = custom_op.KernelOp(
     "running_mean",
     f"({_TENSORS}, bool keep, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     kernel=f"{_LAUNCH}:means",

@@ -7,12 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.kernels.selective_scan import op, reference
 from slipstream.kernels.selective_scan.inputs import ScanInputs, compute_dtype
-from slipstream.kernels.selective_scan.op import kind, selective_scan
-from slipstream.kernels.selective_scan.reference import selective_scan_reference
-from slipstream.runtime import guarded_launch
+from slipstream.runtime import context_exchange, guarded_launch
 from slipstream.runtime.backends import DTYPES, sm90_unsupported, triton_unsupported
-from slipstream.runtime.context_exchange import tie
 from slipstream.runtime.context_in_segments import scan_of_rank
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.context_share import Share
@@ -46,7 +44,7 @@ def _wider(inputs: ScanInputs) -> str | None:
 
 
 def _failure(inputs: ScanInputs, name: str) -> str | None:
-    return guarded_launch.known_failure(lambda: kind(inputs, name), inputs.u.device)
+    return guarded_launch.known_failure(lambda: op.kind(inputs, name), inputs.u.device)
 
 
 CANDIDATES = (
@@ -74,9 +72,9 @@ def run(
     if cu_seqlens is not None and cu_seqlens.is_cuda:  # plain torch looks on the CPU
         expect_offsets("cu_seqlens", cu_seqlens, inputs.u.shape[1])
     if plan.impl == "reference":
-        y, final = selective_scan_reference(inputs, delta_softplus)
+        y, final = reference.selective_scan_reference(inputs, delta_softplus)
     else:
-        y, final = selective_scan(inputs, delta_softplus, plan.impls)
+        y, final = op.selective_scan(inputs, delta_softplus, plan.impls)
     return y, final if output_final_state else None
 
 
@@ -101,7 +99,7 @@ def _run_across_ranks(
     if not output_final_state:
         return y, None
     tensors = [x for x in inputs[:8] if x is not None]
-    return y, share.whole_states(tie(after, *tensors), initial_state, rows)
+    return y, share.whole_states(context_exchange.tie(after, *tensors), initial_state, rows)
 
 
 def _scan_of_rank(
@@ -119,7 +117,7 @@ def _scan_of_rank(
         return _change_of(of(*args, None), delta_softplus, impls)
 
     def run(*args: Any) -> tuple[Tensor, Tensor]:
-        return selective_scan(of(*args), delta_softplus, impls)
+        return op.selective_scan(of(*args), delta_softplus, impls)
 
     u, tensors = inputs.u, [getattr(inputs, name) for name in names]
     rows = 1 if share.packed else u.shape[0]
@@ -132,7 +130,7 @@ def _change_of(inputs: ScanInputs, delta_softplus: bool, impls: str) -> tuple[Te
     """The state after a sequence's tokens, from zeros or the given one, and the product of their
     decays, [rows, D, N] each."""
     alone = inputs._replace(D=None, z=None)
-    _, added = selective_scan(alone, delta_softplus, impls)
+    _, added = op.selective_scan(alone, delta_softplus, impls)
     steps = inputs.delta.to(added.dtype, memory_format=torch.contiguous_format)
     if inputs.delta_bias is not None:
         steps = steps + inputs.delta_bias.to(added.dtype)

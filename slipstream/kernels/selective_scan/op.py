@@ -20,12 +20,9 @@ from slipstream.kernels.selective_scan.inputs import (
     compute_dtype,
     empty_states,
 )
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import needs_autograd
+from slipstream.runtime import autograd, gradient, numeric_probe, size_ladder
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.gradient import autograd_function
 from slipstream.runtime.kernel_pair import guarded
-from slipstream.runtime.size_ladder import AtSizes
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,7 +147,7 @@ def _backward_at_sizes(args: tuple) -> Iterator[tuple]:
 
 
 # u, delta, B, C, z; kernels of other sizes, compiled after a first call
-_AT_SIZES = AtSizes(tokens=(0, 1, 3, 4, 6), states=(8,), offsets=(9,))
+_AT_SIZES = size_ladder.AtSizes(tokens=(0, 1, 3, 4, 6), states=(8,), offsets=(9,))
 _DY_AT_SIZES = _AT_SIZES._replace(tokens=(*_AT_SIZES.tokens, 11), states=(8, 12))
 _TENSORS = schema_of(ScanInputs)
 _call_forward = KernelOp(
@@ -172,7 +169,7 @@ _call_backward = KernelOp(
 )
 
 
-_SelectiveScan = autograd_function(
+_SelectiveScan = gradient.autograd_function(
     _call_forward,
     _call_backward,
     results="y final states",
@@ -183,7 +180,7 @@ _SelectiveScan = autograd_function(
 
 def selective_scan(inputs: ScanInputs, delta_softplus: bool, impl: str) -> tuple[Tensor, Tensor]:
     """y [B, T, D] in u's dtype and the final state [S, D, N], with gradients."""
-    if needs_autograd(*inputs[:9]):
+    if autograd.needs_autograd(*inputs[:9]):
         return _SelectiveScan.apply(*inputs, delta_softplus, impl)
     y, final, _ = _call_forward(
         *inputs, delta_softplus=delta_softplus, for_backward=False, impl=impl

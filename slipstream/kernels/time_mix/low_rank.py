@@ -11,14 +11,12 @@ from torch import Tensor
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.inputs import LowRankInputs
-from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.dispatch import choose, triton_or_eager
-from slipstream.runtime.guarded_launch import known_failure
+from slipstream.runtime import custom_op, dispatch, guarded_launch
 
 
 def low_rank(t: LowRankInputs, impl: str | None = None) -> Tensor:
     """w, a, g and v [3 or 4, N, D], in float32 or float64. impl: as runtime.dispatch.choose."""
-    return _call(*t, impl=choose(_CANDIDATES, t, impl, "low_rank_step", t.w).impls)
+    return _call(*t, impl=dispatch.choose(_CANDIDATES, t, impl, "low_rank_step", t.w).impls)
 
 
 def plain(t: LowRankInputs) -> Tensor:
@@ -37,15 +35,15 @@ def _unsupported_reason(*t: Tensor | None) -> str | None:
         return "there are no tokens"
     if any(x is not None and x.dtype != inputs.w.dtype for x in t):
         return "it takes tensors of one dtype"
-    return known_failure(lambda: _kind(inputs), inputs.w.device)
+    return guarded_launch.known_failure(lambda: _kind(inputs), inputs.w.device)
 
 
-_CANDIDATES = triton_or_eager(_unsupported_reason)
+_CANDIDATES = dispatch.triton_or_eager(_unsupported_reason)
 
 
-_call = KernelOp(
+_call = custom_op.KernelOp(
     "low_rank_step",
-    f"({schema_of(LowRankInputs)}, str impl) -> Tensor",
+    f"({custom_op.schema_of(LowRankInputs)}, str impl) -> Tensor",
     kernel="slipstream.kernels.time_mix.triton.low_rank:low_rank",
     plain=plain,
     kind=_kind,

@@ -26,18 +26,8 @@ from slipstream.kernels.time_mix.inputs import (
     TermsGrads,
     TermsInputs,
 )
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    as_base,
-    by_operation,
-    needs_autograd,
-    once_differentiable,
-    save,
-)
-from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton, triton_or_eager
+from slipstream.runtime import autograd, custom_op, dispatch, numeric_probe
+from slipstream.runtime.autograd import Function, Saved, as_base, by_operation, needs_autograd
 from slipstream.runtime.guarded_launch import known_failure, plain_gradients
 
 
@@ -46,8 +36,8 @@ def recurrence_terms(inputs: TermsInputs, heads: int, impl: str | None = None) -
     impl: as runtime.dispatch.choose."""
     by_kernels = False
     if not by_operation():
-        impl = choose(_TERMS, inputs, impl, "rwkv7", inputs.w).impls
-        by_kernels = is_triton(impl)
+        impl = dispatch.choose(_TERMS, inputs, impl, "rwkv7", inputs.w).impls
+        by_kernels = dispatch.is_triton(impl)
     if by_kernels and needs_autograd(*inputs):
         return [*_Terms.apply(*inputs, heads, impl)]
     found = _terms(*inputs, heads=heads, impl=impl) if by_kernels else plain_terms(inputs, heads)
@@ -58,8 +48,8 @@ def output(inputs: OutputInputs, eps: float, impl: str | None = None) -> Tensor:
     """y [B, T, D]. eps: of the norm. impl: as runtime.dispatch.choose."""
     if by_operation():
         return plain_output(inputs, eps)
-    impl = choose(_OUTPUT, inputs, impl, "rwkv7", inputs.o).impls
-    if not is_triton(impl):
+    impl = dispatch.choose(_OUTPUT, inputs, impl, "rwkv7", inputs.o).impls
+    if not dispatch.is_triton(impl):
         return plain_output(inputs, eps)
     return (_Output.apply if needs_autograd(*inputs) else _output)(*inputs, eps, impl)
 
@@ -106,14 +96,14 @@ class _Terms(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         *inputs, heads, impl = args
-        save(ctx, *inputs)
+        autograd.save(ctx, *inputs)
         ctx.options = heads, impl
         ctx.set_materialize_grads(False)
         w, k, a, b, *v = _terms(*args)
         return w, k, a, b, *v, as_base(k.detach()), *(as_base(x.detach()) for x in v)
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx: Any, saved: Saved, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         (_, k, _, v, *_), heads = saved, ctx.options[0]
         dw, dk, da, db, *dv, dk_read = douts if v is None else douts[:-1]
@@ -151,8 +141,8 @@ def _unsupported_reason(
     return known_failure(lambda: _kind(given[0], parameters[0]), given[0].device)
 
 
-_TERMS = triton_or_eager(_terms_unsupported)
-_OUTPUT = triton_or_eager(_output_unsupported)
+_TERMS = dispatch.triton_or_eager(_terms_unsupported)
+_OUTPUT = dispatch.triton_or_eager(_output_unsupported)
 
 
 def _kind(x: Tensor, parameter: Tensor | None) -> KernelKey:
@@ -181,8 +171,8 @@ def _mismatch(x: Tensor, parameter: Tensor, heads: int) -> str | None:
     return numeric_probe.mismatch(
         lambda t: run(
             t,
-            lambda inputs, heads: _Terms.apply(*inputs, heads, TRITON_OR_EAGER),
-            lambda inputs, eps: _Output.apply(*inputs, eps, TRITON_OR_EAGER),
+            lambda inputs, heads: _Terms.apply(*inputs, heads, dispatch.TRITON_OR_EAGER),
+            lambda inputs, eps: _Output.apply(*inputs, eps, dispatch.TRITON_OR_EAGER),
         ),
         lambda t: run(t, plain_terms, plain_output),
         probe_inputs,
@@ -198,10 +188,10 @@ def terms_grads(douts: TermsGrads, inputs: TermsInputs, heads: int) -> list[Tens
     return plain_gradients(lambda *x: plain_terms(TermsInputs(*x), heads), inputs, grads)
 
 
-_TERMS_ARGS = f"{schema_of(TermsInputs)}, int heads, str impl"
-_OUTPUT_ARGS = f"{schema_of(OutputInputs)}, float eps, str impl"
+_TERMS_ARGS = f"{custom_op.schema_of(TermsInputs)}, int heads, str impl"
+_OUTPUT_ARGS = f"{custom_op.schema_of(OutputInputs)}, float eps, str impl"
 _LAUNCH = "slipstream.kernels.time_mix.triton.rwkv7"
-_terms = KernelOp(
+_terms = custom_op.KernelOp(
     "rwkv7_terms",
     f"({_TERMS_ARGS}) -> Tensor[]",
     kernel=f"{_LAUNCH}:terms",
@@ -211,9 +201,9 @@ _terms = KernelOp(
     packed={"inputs": TermsInputs},
     replay=True,
 )
-_terms_backward = KernelOp(
+_terms_backward = custom_op.KernelOp(
     "rwkv7_terms_backward",
-    f"({schema_of(TermsGrads)}, {_TERMS_ARGS}) -> Tensor[]",
+    f"({custom_op.schema_of(TermsGrads)}, {_TERMS_ARGS}) -> Tensor[]",
     fake=lambda *args: [x.new_empty(x.shape) for x in args[7:-2] if x is not None],
     kernel=f"{_LAUNCH}:terms_backward",
     plain=terms_grads,
@@ -223,7 +213,7 @@ _terms_backward = KernelOp(
     replay=True,
 )
 _terms.set_gradient(lambda *args: _Terms.apply(*args)[: 4 if args[3] is None else 5])
-_output = KernelOp(
+_output = custom_op.KernelOp(
     "rwkv7_output",
     f"({_OUTPUT_ARGS}) -> Tensor",
     fake=lambda o, r, k, v, gate, *_: o.new_empty(gate.shape),

@@ -20,12 +20,8 @@ from slipstream.common.pool_rows import PoolRows
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.inputs import TOKENS, OutputInputs, StepInputs, TermsInputs
-from slipstream.runtime.autograd import wants_gradient
-from slipstream.runtime.backends import triton_unsupported
-from slipstream.runtime.custom_op import KernelOp, schema_of
+from slipstream.runtime import autograd, backends, custom_op, guarded_launch, token_ids
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
-from slipstream.runtime.guarded_launch import is_capturing, known_failure
-from slipstream.runtime.token_ids import expect_below, expect_unique
 
 MAX_K = 1024  # all rows of a tile of columns are in one program's registers
 
@@ -43,7 +39,7 @@ class StepCall(NamedTuple):
 def unsupported_reason(call: tuple[StepInputs, StepCall]) -> str | None:
     """Why the kernel can't take a call, or None if it can."""
     t, (state, *_) = call
-    if reason := triton_unsupported(t.r, "r"):
+    if reason := backends.triton_unsupported(t.r, "r"):
         return reason
     for name, x in {**t._asdict(), "state": state}.items():
         if x is not None and x.dtype == torch.float64:
@@ -52,7 +48,7 @@ def unsupported_reason(call: tuple[StepInputs, StepCall]) -> str | None:
         return f"K may be at most {MAX_K}"
     if state.stride()[2:] != (state.shape[3], 1):
         return "the last two dimensions of state are not contiguous"
-    return known_failure(lambda: _kind(t, state), state.device)
+    return guarded_launch.known_failure(lambda: _kind(t, state), state.device)
 
 
 CANDIDATES = (
@@ -69,15 +65,15 @@ def run(t: StepInputs, call: StepCall, out: Tensor | None, impl: str | None) -> 
     key = signature((*t, state, indices, out), v_first, impl)
     key = None if key is None else (*key, state.stride())
     plan = _PLANS.get(key, lambda: _plan(t, call, out, impl), (*t, state, indices, out))
-    if wants_gradient(*t, state, out):
+    if autograd.wants_gradient(*t, state, out):
         raise NotImplementedError(
             "rwkv7_step: the states are overwritten, so there are no gradients; call it under "
             "torch.no_grad()"
         )
     out = t.r.new_empty(t.r.shape) if out is None else out
     # in a graph that is captured it would be one more launch
-    if not is_capturing(state.device):
-        expect_below("state_indices", indices, state.shape[0], "slots")
+    if not guarded_launch.is_capturing(state.device):
+        token_ids.expect_below("state_indices", indices, state.shape[0], "slots")
     if plan.impl == "reference":
         plain(out, state, indices, t, eps, v_first, torch.float64)
     else:
@@ -122,7 +118,7 @@ def plain(
     if out.numel() == 0:
         return
     if indices is not None:
-        expect_unique("state_indices", indices, "slot")
+        token_ids.expect_unique("state_indices", indices, "slot")
     state, (H, K) = state.mT if v_first else state, t.r_k.shape
     dtype = dtype or (torch.float64 if t.r.dtype == torch.float64 else torch.float32)
     wide = StepInputs._make(None if x is None else x.to(dtype) for x in t)
@@ -150,10 +146,10 @@ def _kind(t: StepInputs, state: Tensor) -> KernelKey:
     return ("rwkv7_step.triton", t.r.dtype, state.dtype, t.r_k.shape[1], has_first)
 
 
-_call = KernelOp(
+_call = custom_op.KernelOp(
     "rwkv7_step",
     "(Tensor(a!) out, Tensor(b!) state, Tensor? state_indices, "
-    f"{schema_of(StepInputs)}, float eps, bool v_first, str impl) -> ()",
+    f"{custom_op.schema_of(StepInputs)}, float eps, bool v_first, str impl) -> ()",
     fake=lambda *args: None,
     kernel="slipstream.kernels.time_mix.triton.rwkv7_step:step",
     plain=plain,

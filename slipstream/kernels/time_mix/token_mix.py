@@ -17,18 +17,8 @@ from torch import Tensor
 
 from slipstream.common.checks import autocast_dtype
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import numeric_probe
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    as_base,
-    by_operation,
-    needs_autograd,
-    once_differentiable,
-    save,
-)
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import TRITON_OR_EAGER, choose, is_triton
+from slipstream.runtime import autograd, custom_op, dispatch, numeric_probe
+from slipstream.runtime.autograd import Function, Saved, as_base, by_operation, needs_autograd
 
 Weights = Sequence[Sequence[Tensor]]
 
@@ -52,8 +42,8 @@ def mixed_projections(
     matrices = [w for row in weights for w in row]
     if by_operation() or autocast_dtype(x) is not None or any(w.dtype != x.dtype for w in matrices):
         return None
-    impl = choose(_CANDIDATES, (x, before, mu), impl, "token_mix", x).impls
-    if not is_triton(impl):
+    impl = dispatch.choose(_CANDIDATES, (x, before, mu), impl, "token_mix", x).impls
+    if not dispatch.is_triton(impl):
         return None
     counts = tuple(map(len, weights))
     if needs_autograd(x, before, mu, *matrices):
@@ -85,12 +75,12 @@ class _MixedProjections(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         x, before, starts, mu, counts, impl, *matrices = args
-        save(ctx, x, before, starts, mu, *matrices)
+        autograd.save(ctx, x, before, starts, mu, *matrices)
         ctx.counts, ctx.impl = counts, impl
         return tuple(_project(_forward(x, before, starts, mu, impl=impl), counts, matrices))
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx: Any, saved: Saved, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         x, before, starts, mu, *matrices = saved
         mixes = _forward(x, before, starts, mu, impl=ctx.impl)
@@ -149,15 +139,15 @@ def _mismatch(x: Tensor, mu: Tensor) -> str | None:
         return call
 
     kernels = run(
-        lambda *args: _forward(*args, impl=TRITON_OR_EAGER),
-        lambda *args: _backward(*args, impl=TRITON_OR_EAGER),
+        lambda *args: _forward(*args, impl=dispatch.TRITON_OR_EAGER),
+        lambda *args: _backward(*args, impl=dispatch.TRITON_OR_EAGER),
     )
     in_torch = run(plain, _backward.impl.plain)
     return numeric_probe.mismatch(kernels, in_torch, probe_inputs, gradients=False)
 
 
 _LAUNCH = "slipstream.kernels.time_mix.triton.token_mix"
-_forward = KernelOp(
+_forward = custom_op.KernelOp(
     "token_mix",
     "(Tensor x, Tensor? before, Tensor? starts, Tensor mu, str impl) -> Tensor",
     fake=lambda x, before, starts, mu, impl: x.new_empty(mu.shape[0], *x.shape),

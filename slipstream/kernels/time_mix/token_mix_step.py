@@ -14,11 +14,7 @@ from slipstream.common import checks
 from slipstream.common.pool_rows import PoolRows
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.time_mix.rwkv7 import wide
-from slipstream.runtime.autograd import wants_gradient
-from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import choose
-from slipstream.runtime.guarded_launch import is_capturing
-from slipstream.runtime.token_ids import expect_below, expect_unique
+from slipstream.runtime import autograd, custom_op, dispatch, guarded_launch, token_ids
 
 
 def run(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None, impl: str | None) -> Tensor:
@@ -33,21 +29,21 @@ def run(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None, impl: str 
     tensors = {"x": x, "mu": mu, "state": state}
     checks.expect_one_device({**tensors, "state_indices": indices})
     checks.expect_floating(tensors)
-    if wants_gradient(*tensors.values()):
+    if autograd.wants_gradient(*tensors.values()):
         raise NotImplementedError(
             "token_mix_step: the state is overwritten, so there are no gradients; call it under "
             "torch.no_grad()"
         )
-    impls = choose(_CANDIDATES, (x, mu, state), impl, "token_mix_step", x).impls
+    impls = dispatch.choose(_CANDIDATES, (x, mu, state), impl, "token_mix_step", x).impls
     # in a graph that is captured it would be one more launch
-    if not is_capturing(x.device):
-        expect_below("state_indices", indices, state.shape[0], "slots")
+    if not guarded_launch.is_capturing(x.device):
+        token_ids.expect_below("state_indices", indices, state.shape[0], "slots")
     return _call(x, mu, state, indices, impl=impls)
 
 
 def plain(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None) -> Tensor:
     if indices is not None:
-        expect_unique("state_indices", indices, "slot")
+        token_ids.expect_unique("state_indices", indices, "slot")
     rows, token = PoolRows(indices, state.shape[0]), wide(x)
     before = rows.read(state).to(token.dtype)
     y = token + (before - token) * mu.to(token.dtype)[:, None]
@@ -69,7 +65,7 @@ def _unsupported_reason(x: Tensor, mu: Tensor, state: Tensor) -> str | None:
     return None
 
 
-_call = KernelOp(
+_call = custom_op.KernelOp(
     "token_mix_step",
     "(Tensor x, Tensor mu, Tensor(a!) state, Tensor? state_indices, str impl) -> Tensor",
     fake=lambda x, mu, *_: x.new_empty(mu.shape[0], *x.shape),

@@ -29,7 +29,7 @@ def terms(
 
 @pytest.fixture
 def on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "sm90_unsupported", lambda x: None)
+    monkeypatch.setattr(plan.backends, "sm90_unsupported", lambda x: None)
 
 
 @pytest.mark.usefixtures("on_sm_90")
@@ -84,7 +84,7 @@ def test_mixed_width_gradients_take_portable_kernels(
         ways.append((impls, backward_impls))
         return terms.v, terms.v
 
-    monkeypatch.setattr(call, "INTERPRETED", True)  # so that it asks, on a CPU too
+    monkeypatch.setattr(call.backends, "INTERPRETED", True)  # so that it asks, on a CPU too
     monkeypatch.setattr(call, "unsupported_reason", lambda qkv: None)
     monkeypatch.setattr(call.guarded_launch, "known_failure", lambda kind, device: None)
     monkeypatch.setattr(run, "softmax", noted)

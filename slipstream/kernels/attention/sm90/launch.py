@@ -8,19 +8,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.sm90.bwd_dkv import softmax_dkv_sm90_kernel
-from slipstream.kernels.attention.sm90.bwd_dq import softmax_dq_sm90_kernel
-from slipstream.kernels.attention.sm90.bwd_fused import softmax_bwd_sm90_kernel
-from slipstream.kernels.attention.sm90.decode_latent import softmax_latent_decode_sm90_kernel
+from slipstream.kernels.attention.sm90 import bwd_dkv, bwd_dq, bwd_fused, decode_latent, plan
 from slipstream.kernels.attention.sm90.forward import panels, softmax_fwd_sm90_kernel
-from slipstream.kernels.attention.sm90.plan import (
-    FWD_SECTION_BYTES,
-    MIXED_WIDTHS,
-    REGISTERS,
-    SECTION_BYTES,
-    TILES,
-    Tile,
-)
 from slipstream.kernels.attention.triton import decode_launch
 from slipstream.kernels.attention.triton import launch as triton_launch
 from slipstream.kernels.attention.triton.sums import (
@@ -56,7 +45,7 @@ def forward(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor,
     q, k, v = inputs[:3]
     B, T, H, D = q.shape
     DV = v.shape[-1]
-    tile = MIXED_WIDTHS[D, DV] if D != DV else TILES[D].forward
+    tile = plan.MIXED_WIDTHS[D, DV] if D != DV else plan.TILES[D].forward
     width = D // panels(D)
     o = q.new_empty(B, T, H, DV)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
@@ -142,7 +131,7 @@ def _section(inputs: AttentionInputs, options: AttentionOptions) -> int:
     masked = max(options.left, options.right) >= 0
     group = inputs.q.shape[2] // k.shape[2]
     pair = k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
-    return max(1 + masked, FWD_SECTION_BYTES * group // pair)
+    return max(1 + masked, plan.FWD_SECTION_BYTES * group // pair)
 
 
 def _row_sums(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -166,13 +155,13 @@ def _separate(
 ) -> None:
     """Writes dq by one kernel, dk and dv by another."""
     D = inputs.q.shape[-1]
-    of_q, of_k = TILES[D].dq, TILES[D].dkv
+    of_q, of_k = plan.TILES[D].dq, plan.TILES[D].dkv
     assert of_q is not None and of_k is not None
     buffers = {"KS": of_q.buffers[0], "VS": of_q.buffers[1]}
     outputs = {"dk_ptr": dk, "dv_ptr": dv}
     for kernel, tile, specific in (
-        (softmax_dq_sm90_kernel, of_q, {"dq_ptr": dq, "BN": of_q.B, **buffers}),
-        (softmax_dkv_sm90_kernel, of_k, {**outputs, "BM": of_k.B, "ST": of_k.buffers[0]}),
+        (bwd_dq.softmax_dq_sm90_kernel, of_q, {"dq_ptr": dq, "BN": of_q.B, **buffers}),
+        (bwd_dkv.softmax_dkv_sm90_kernel, of_k, {**outputs, "BM": of_k.B, "ST": of_k.buffers[0]}),
     ):
         grid, sizes = _sizes(inputs, tile, of_keys=tile is of_k)
         queries, keys = (64, tile.B) if tile is of_q else (tile.B, 64)
@@ -227,7 +216,7 @@ def _layout(rows: int, D: int, dtype: torch.dtype) -> Any:
 
 def _sizes(
     inputs: AttentionInputs,
-    tile: Tile,
+    tile: plan.Tile,
     of_keys: bool = False,
     section: int = 0,
 ) -> tuple[tuple[int], dict[str, int]]:
@@ -241,7 +230,7 @@ def _sizes(
     pairs = heads if cu is not None else heads * N
     streamed_rows = (T * H // HKV) if of_keys else -(-S * HKV // H)
     section = section or max(
-        1, SECTION_BYTES // (streamed_rows * 2 * q.shape[-1] * q.element_size())
+        1, plan.SECTION_BYTES // (streamed_rows * 2 * q.shape[-1] * q.element_size())
     )
     units = tiles * pairs
     sizes = {
@@ -273,7 +262,7 @@ def _flags(
         dynamic,
     )
     flags = sum(1 << i for i, x in enumerate(features) if x)
-    consumer, producer, max_registers = REGISTERS
+    consumer, producer, max_registers = plan.REGISTERS
     registers = {"CONSUMER": consumer, "PRODUCER": producer, "maxnreg": max_registers}
     return {"FLAGS": flags, "num_warps": 4, **registers}
 
@@ -323,7 +312,7 @@ def _fused(
         rotation = {"cos_ptr": cos, "sin_ptr": sin, "table_rows": each}
     pair_bytes = T * H // HKV * 4 * D * do.element_size()
     section = pairs_at_work(pairs, pair_bytes, options.right >= 0, sm_count(do.get_device()))
-    cached(softmax_bwd_sm90_kernel)[(tiles * pairs,)](
+    cached(bwd_fused.softmax_bwd_sm90_kernel)[(tiles * pairs,)](
         desc_base=_tiles(base.view(-1), BM),
         desc_delta=_tiles(delta.view(-1), BM),
         desc_dq=_tiles(sums, BM, D // 2),
@@ -417,5 +406,5 @@ def launch_latent(q: Tensor, latent: Tensor, grid: tuple[int], common: dict[str,
         for name, x, size, stride in (("q", q, [B * T * H, D], D), ("k", latent, shape, row))
         for suffix, width in (("", LATENT // 2), ("r", ROPE_DIM))
     }
-    run = cached(softmax_latent_decode_sm90_kernel)[grid]
+    run = cached(decode_latent.softmax_latent_decode_sm90_kernel)[grid]
     run(**descs, **common, rows_b=rows_b, num_warps=4, maxnreg=168)

@@ -12,8 +12,7 @@ import torch
 
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton.plan import kind
-from slipstream.runtime import guarded_launch
-from slipstream.runtime.backends import sm90_unsupported
+from slipstream.runtime import backends, guarded_launch
 
 
 class Tile(NamedTuple):
@@ -56,7 +55,7 @@ FWD_SECTION_BYTES = 8 << 20
 def unsupported_reason(inputs: AttentionInputs, options: AttentionOptions) -> str | None:
     """Why the kernels can't take this call, or None if they can."""
     q, k, v = inputs[:3]
-    if reason := sm90_unsupported(q):
+    if reason := backends.sm90_unsupported(q):
         return reason
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, and q is {q.dtype}"

@@ -23,8 +23,7 @@ from slipstream.kernels.attention.triton.tiles import (
     tiles_for,
     unit_and_strides,
 )
-from slipstream.runtime.backends import INTERPRETED
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 # queries times heads of a group up to which cutting the keys is worth it
 MAX_DECODE_ROWS = 64
@@ -78,7 +77,7 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         k_scale, v_scale = (x if same else x.contiguous() for x in (k_scale, v_scale))
     slopes = None if slopes is None else slopes.float().contiguous()
     with device_of(q.device):
-        cached(softmax_decode_kernel)[(splits * tiles * HKV * B,)](
+        launch_cache.cached(softmax_decode_kernel)[(splits * tiles * HKV * B,)](
             q_ptr=q,
             k_ptr=k,
             v_ptr=v,
@@ -126,7 +125,7 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
             WORDS=in_words,
             FLOAT8=float8,
             # by instructions of NVIDIA's GPUs
-            ASM=in_words and not INTERPRETED and torch.version.hip is None,
+            ASM=in_words and not backends.INTERPRETED and torch.version.hip is None,
             PRECISION=fp32_dot_precision(),
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -140,7 +139,7 @@ def combine(
     """o [B, T, H, DV] in q's dtype and lse [B, H, T] of those of shares of the keys."""
     splits, B, T, H, DV = partial_o.shape
     o, lse = q.new_empty(B, T, H, DV), partial_lse.new_empty(B, H, T)
-    cached(softmax_combine_kernel)[(B * T * H,)](
+    launch_cache.cached(softmax_combine_kernel)[(B * T * H,)](
         partial_o_ptr=partial_o,
         partial_lse_ptr=partial_lse,
         sinks_ptr=sinks,
@@ -187,7 +186,7 @@ def append(
     after = torch.empty_like(lengths)
     DV, size = v.shape[-1], k_cache.shape[1]
     with device_of(k.device):
-        cached(softmax_append_kernel)[(HKV * T * B,)](
+        launch_cache.cached(softmax_append_kernel)[(HKV * T * B,)](
             k_ptr=k_cache,
             v_ptr=v_cache,
             new_k_ptr=_apart(k, k_cache, v_cache),

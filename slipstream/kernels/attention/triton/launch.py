@@ -12,8 +12,7 @@ from torch import Tensor
 from slipstream.kernels.attention import dropout
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.triton import decode_launch
-from slipstream.kernels.attention.triton.softmax import softmax_dkv_kernel, softmax_queries_kernel
+from slipstream.kernels.attention.triton import decode_launch, softmax
 from slipstream.kernels.attention.triton.sums import (
     launch_delta,
     softmax_gate_grad_kernel,
@@ -88,7 +87,7 @@ def backward(
         }
         _launch_queries(inputs, options, tiles.dq, {**operands, "dq_ptr": dq, "sums_ptr": rows})
         for tile, *outputs in _dkv_launches(tiles):
-            cached(softmax_dkv_kernel)[_grid(inputs, tile.BN, k.shape[2], of_keys=True)](
+            cached(softmax.softmax_dkv_kernel)[_grid(inputs, tile.BN, k.shape[2], of_keys=True)](
                 dk_ptr=dk,
                 dv_ptr=dv,
                 sums_ptr=columns,
@@ -116,7 +115,7 @@ def _launch_queries(
     inputs: AttentionInputs, options: AttentionOptions, tile: Tile, operands: dict[str, Any]
 ) -> None:
     """o, or the gradient of q: operands has the arguments of one of the two."""
-    cached(softmax_queries_kernel)[_grid(inputs, tile.BM, inputs.q.shape[2])](
+    cached(softmax.softmax_queries_kernel)[_grid(inputs, tile.BM, inputs.q.shape[2])](
         **dict.fromkeys((*_OUTPUTS, *_GRADIENTS)) | operands,
         **_common(inputs, options, _tiles(inputs, tile.BM)),
         HAS_SINKS=operands.get("sinks_ptr") is not None,

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.runtime.backends import INTERPRETED, sm_count
+from slipstream.runtime import backends, launch_cache
 from slipstream.runtime.backends import device_of as device_of
 from slipstream.runtime.backends import fp32_dot_precision as fp32_dot_precision
-from slipstream.runtime.launch_cache import by_sizes, cache
 
 
 class Tile(NamedTuple):
@@ -172,23 +171,23 @@ LOG2E = 1.4426950408889634
 STRIDES = tuple(f"stride_{name}{dim}" for name in "qkv" for dim in "bth")
 
 
-@cache
+@launch_cache.cache
 def tiles_for(
     device: torch.device, D: int, DV: int, bytes_each: int, has_bias: bool = False
 ) -> tuple[Tiles, int, int]:
-    has_bias &= not INTERPRETED
+    has_bias &= not backends.INTERPRETED
     return choose(family_of(device), D, DV, bytes_each, has_bias)
 
 
-@cache
+@launch_cache.cache
 def family_of(device: torch.device) -> str:
-    if INTERPRETED:
+    if backends.INTERPRETED:
         return "interpreter"
     return family(torch.cuda.get_device_capability(device), hip=bool(torch.version.hip))
 
 
 def multiprocessors(device: torch.device) -> int:
-    return sm_count(device.index if device.type == "cuda" else -1)
+    return backends.sm_count(device.index if device.type == "cuda" else -1)
 
 
 def unit_and_strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, list[int]]:
@@ -198,7 +197,7 @@ def unit_and_strides(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, list[int]]:
     return unit, [s // unit for s in strides]
 
 
-@by_sizes
+@launch_cache.by_sizes
 def _unit(width: int, *strides: int) -> int:
     return math.gcd(width, *strides)
 

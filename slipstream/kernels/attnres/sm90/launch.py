@@ -8,8 +8,7 @@ from slipstream.kernels.attnres.inputs import AttnresInputs, ForwardSums
 from slipstream.kernels.attnres.sm90 import plan
 from slipstream.kernels.attnres.sm90.backward import attnres_bwd_sm90_kernel
 from slipstream.kernels.attnres.triton.streams import named
-from slipstream.runtime.backends import device_of, sm_count
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 
 def backward(inputs: AttnresInputs, dy: Tensor, sums: ForwardSums) -> list[Tensor]:
@@ -22,12 +21,12 @@ def backward(inputs: AttnresInputs, dy: Tensor, sums: ForwardSums) -> list[Tenso
     dy, grads = dy.contiguous(), [torch.empty_like(x) for x in residuals]
     normed = output_weight is not None
     tile = plan.tile(L, D, normed)
-    programs = min(R, plan.programs(L, tile, normed) * sm_count(first.get_device()))
+    programs = min(R, plan.programs(L, tile, normed) * backends.sm_count(first.get_device()))
     da = first.new_empty(programs, D, dtype=torch.float32)
     dwo = torch.empty_like(da) if normed else None
     if R > 0:
-        with device_of(first.device):
-            cached(attnres_bwd_sm90_kernel)[(programs,)](
+        with backends.device_of(first.device):
+            launch_cache.cached(attnres_bwd_sm90_kernel)[(programs,)](
                 **named("v", residuals),
                 **named("d", grads),
                 q_ptr=query,

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.matmul.config import TMA_BYTES, MatmulConfig
-from slipstream.kernels.matmul.inputs import MatmulInputs, epilogue, row_by_row, tma_swaps
+from slipstream.kernels.matmul import config, inputs
 from slipstream.kernels.matmul.sm90.matmul import matmul_sm90_kernel
 from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
-from slipstream.runtime.backends import device_of, sm_count
-from slipstream.runtime.launch_cache import cache, cached
+from slipstream.runtime import backends, launch_cache
 
 _GLUON = {
     torch.float16: gl.float16,
@@ -27,24 +25,24 @@ _GLUON = {
 REGISTERS = 168
 
 
-def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
+def matmul(t: inputs.MatmulInputs, c: config.MatmulConfig) -> Tensor:
     """out [M, N]."""
     (M, K), N = t.a.shape, t.b.shape[1]
     out = torch.empty(M, N, dtype=t.out_dtype, device=t.a.device)
     # the left factor [M, K] and the right one's transpose [N, K], or what is their transpose
-    lhs, rhs, swapped = t.a, t.b.t(), tma_swaps(t)
+    lhs, rhs, swapped = t.a, t.b.t(), inputs.tma_swaps(t)
     if swapped:
         lhs, rhs, M, N = rhs, lhs, N, M
     size = lhs.element_size()
     lhs, lhs_t = _align_for_tma(lhs, size in (2, 4))
     rhs, rhs_t = _align_for_tma(rhs, size == 2)
-    tensors, strides = epilogue(t)
+    tensors, strides = inputs.epilogue(t)
     BN, BK = c.block_n, c.block_k
-    levels = max((BN * out.element_size() // TMA_BYTES).bit_length() - 1, 0)
+    levels = max((BN * out.element_size() // config.TMA_BYTES).bit_length() - 1, 0)
     out_block = (BN >> levels, 64) if swapped else (64, BN >> levels)
     tiles = -(-M // 128) * -(-N // BN)
-    with device_of(out.device):
-        cached(matmul_sm90_kernel)[(min(tiles, sm_count(out.get_device())),)](
+    with backends.device_of(out.device):
+        launch_cache.cached(matmul_sm90_kernel)[(min(tiles, backends.sm_count(out.get_device())),)](
             a_desc=_descriptor(lhs, (BK, 64) if lhs_t else (64, BK)),
             b_desc=_descriptor(rhs, (BK, BN) if rhs_t else (BN, BK)),
             out_desc=_descriptor(out, out_block),
@@ -70,10 +68,10 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
 
 def _align_for_tma(x: Tensor, may_transpose: bool) -> tuple[Tensor, bool]:
     """x [rows, K] as its rows, or if it may be as its columns [K, rows]; and which."""
-    transposed = may_transpose and not row_by_row(x) and row_by_row(x.t())
+    transposed = may_transpose and not inputs.row_by_row(x) and inputs.row_by_row(x.t())
     if transposed:
         x = x.t()
-    if not row_by_row(x) or x.data_ptr() % 16:
+    if not inputs.row_by_row(x) or x.data_ptr() % 16:
         # not .contiguous(), which leaves alone what is contiguous but badly placed
         x = x.clone(memory_format=torch.contiguous_format)
     return x, transposed
@@ -84,6 +82,6 @@ def _descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
 
 
-@cache
+@launch_cache.cache
 def _layout(dtype: torch.dtype, block: tuple[int, int]) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON[dtype])

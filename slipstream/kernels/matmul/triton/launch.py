@@ -4,14 +4,12 @@ float32 where K is split in S, and a copy of a factor neither of whose strides i
 import torch
 from torch import Tensor
 
-from slipstream.kernels.matmul.config import MAX_SPLIT_K, MatmulConfig
-from slipstream.kernels.matmul.inputs import MatmulInputs, epilogue
+from slipstream.kernels.matmul import config, inputs
 from slipstream.kernels.matmul.triton.matmul import matmul_kernel, matmul_sum_kernel
-from slipstream.runtime.backends import INTERPRETED, device_of, supports_pdl
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 
-def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
+def matmul(t: inputs.MatmulInputs, c: config.MatmulConfig) -> Tensor:
     """out [M, N]."""
     (M, K), N = t.a.shape, t.b.shape[1]
     out = torch.empty(M, N, dtype=t.out_dtype, device=t.a.device)
@@ -19,18 +17,18 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
     a_t, b_t = a.stride(1) != 1, b.stride(1) != 1
     # it is of float32 only, and another one would be another kernel
     precision = t.precision if a.dtype == torch.float32 else "tf32"
-    if INTERPRETED:
+    if backends.INTERPRETED:
         precision = "ieee"
     tiles = -(-M // c.block_m) * -(-N // c.block_n)
     S = c.split_k
-    tensors, strides = epilogue(t)
+    tensors, strides = inputs.epilogue(t)
     fused, target, f = tensors, out, t.activation
     if S > 1:
         fused, f = dict.fromkeys(tensors), ""
         target = out.new_empty(S, M, N, dtype=torch.float32)
-    overlaps = S > 1 and supports_pdl(a.device)
-    with device_of(a.device):
-        cached(matmul_kernel)[(tiles, S)](
+    overlaps = S > 1 and backends.supports_pdl(a.device)
+    with backends.device_of(a.device):
+        launch_cache.cached(matmul_kernel)[(tiles, S)](
             a_ptr=a,
             b_ptr=b,
             **fused,
@@ -59,7 +57,7 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
         )
         if S > 1:
             columns = 512  # of a row, which a program adds up
-            cached(matmul_sum_kernel)[(M, -(-N // columns))](
+            launch_cache.cached(matmul_sum_kernel)[(M, -(-N // columns))](
                 partial_ptr=target,
                 **tensors,
                 out_ptr=out,
@@ -69,7 +67,7 @@ def matmul(t: MatmulInputs, c: MatmulConfig) -> Tensor:
                 **strides,
                 BM=1,
                 BN=columns,
-                MAX_SPLITS=MAX_SPLIT_K,
+                MAX_SPLITS=config.MAX_SPLIT_K,
                 EVEN_N=N % 16 == 0,
                 PDL=overlaps,
                 ACTIVATION=t.activation,

@@ -15,9 +15,7 @@ from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.kernels.mixer_step.sm90.plan import drafts_on_sm90
 from slipstream.kernels.mixer_step.triton.step import mixer_step_kernel
 from slipstream.kernels.primitives.begin_ahead import PREFETCH_ROWS
-from slipstream.runtime.backends import INTERPRETED, device_of, supports_pdl
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.token_ids import expect_unique
+from slipstream.runtime import backends, launch_cache, token_ids
 
 
 @dataclass(frozen=True)
@@ -184,11 +182,11 @@ def arguments(
 def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepOptions) -> None:
     """Writes y into out and the new states and windows into the pools."""
     if inputs.state_indices is not None:
-        expect_unique("state_indices", inputs.state_indices, "slot")
+        token_ids.expect_unique("state_indices", inputs.state_indices, "slot")
     if counter is None:
         counter = counters(inputs, options)
     common = arguments(out, inputs, counter, options)
-    with device_of(out.device):
+    with backends.device_of(out.device):
         if drafts_on_sm90(inputs, options):
             from slipstream.kernels.mixer_step.sm90 import launch as sm90
 
@@ -222,8 +220,8 @@ def _tokens(common: dict[str, Any], inputs: StepInputs, options: StepOptions) ->
     scratch, y = None, common["y_ptr"]
     if _shares_norm(inputs, options):
         scratch = torch.empty(y.shape, dtype=torch.float32, device=y.device)
-    g, pdl = inputs.g, supports_pdl(y.device)
-    cached(mixer_step_kernel)[-(-V // tile.BV) * HV * B,](
+    g, pdl = inputs.g, backends.supports_pdl(y.device)
+    launch_cache.cached(mixer_step_kernel)[-(-V // tile.BV) * HV * B,](
         **common,
         scratch_ptr=scratch,
         T=T,
@@ -242,5 +240,5 @@ def _tokens(common: dict[str, Any], inputs: StepInputs, options: StepOptions) ->
         PREFETCH=pdl and B <= PREFETCH_ROWS and _in_words(inputs, tile.BV),
         num_warps=tile.warps,
         **({"launch_pdl": True} if pdl else {}),
-        **({} if tile.registers is None or INTERPRETED else {"maxnreg": tile.registers}),
+        **({} if tile.registers is None or backends.INTERPRETED else {"maxnreg": tile.registers}),
     )

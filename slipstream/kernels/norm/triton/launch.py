@@ -10,27 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm.inputs import (
-    BackwardInputs,
-    NormInputs,
-    NormOptions,
-    h_dtype,
-    stats_shape,
-    stores_h,
-)
-from slipstream.kernels.norm.triton import tiles
-from slipstream.kernels.norm.triton.norm import norm_bwd_kernel, norm_fwd_kernel, norm_sums_kernel
+from slipstream.kernels.norm import inputs
+from slipstream.kernels.norm.triton import norm, tiles
 from slipstream.kernels.primitives.partial_sums import add_partial_sums
-from slipstream.runtime.backends import device_of, shared_memory_bytes, sm_count, supports_pdl
-from slipstream.runtime.launch_cache import cache, cached
+from slipstream.runtime import backends, launch_cache
 
 # rows up to which it is one of a decoding step's launches, which begin ahead
 STEP_ROWS = 64
 
 
-@cache
+@launch_cache.cache
 def _tile(index: int, D: int, bytes_each: int, backward: bool, **options: bool) -> tiles.Tile:
-    tile = tiles.choose(D, bytes_each, shared_memory_bytes(index), backward, **options)
+    tile = tiles.choose(D, bytes_each, backends.shared_memory_bytes(index), backward, **options)
     # AMD's warps have 64 threads, of which a program takes 1024
     return replace(tile, warps=min(tile.warps, 16)) if torch.version.hip else tile
 
@@ -40,19 +31,19 @@ def _programs(rows: int, tile: tiles.Tile, groups: int, index: int) -> int:
     count = -(-rows // tile.BR)
     if tile.per_processor == 0:
         return count
-    max_programs = max(sm_count(index) * tile.per_processor // groups, 1)
+    max_programs = max(backends.sm_count(index) * tile.per_processor // groups, 1)
     rounds = max(-(-count // max_programs), 1)
     return max(-(-count // rounds), 1)
 
 
 def forward(
-    t: NormInputs, n: NormOptions, save: bool
+    t: inputs.NormInputs, n: inputs.NormOptions, save: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, h where it is neither x nor dropped, and if `save` the statistics for backward."""
     x, weight, bias, gate, residual = t
     groups, width = n.groups or 1, x.shape[-1]
     D, R = width // groups, x.numel() // width
-    sum_dtype = h_dtype(x, residual, n)
+    sum_dtype = inputs.h_dtype(x, residual, n)
     # what is normalised is x itself, which comes two features to a register
     lean = residual is None and sum_dtype == x.dtype and not n.centre and not n.gate_first
     lean = lean and x.element_size() == 2 and D % 8 == 0
@@ -60,13 +51,13 @@ def forward(
     x = x.contiguous()
     weight, bias = (None if w is None else w.contiguous() for w in (weight, bias))
     y, h, stats = torch.empty_like(x), None, None
-    if stores_h(x, residual, n, save):
+    if inputs.stores_h(x, residual, n, save):
         h = torch.empty_like(x, dtype=sum_dtype)
-    if (shape := stats_shape(x, n, save)) is not None:
+    if (shape := inputs.stats_shape(x, n, save)) is not None:
         stats = torch.empty(shape, dtype=torch.float32, device=x.device)
-    pdl = R <= STEP_ROWS and supports_pdl(x.device)
-    with device_of(x.device):
-        cached(norm_fwd_kernel)[(-(-R // tile.BR) * groups,)](
+    pdl = R <= STEP_ROWS and backends.supports_pdl(x.device)
+    with backends.device_of(x.device):
+        launch_cache.cached(norm.norm_fwd_kernel)[(-(-R // tile.BR) * groups,)](
             x_ptr=x,
             r_ptr=None if residual is None else residual.contiguous(),
             w_ptr=weight,
@@ -93,7 +84,7 @@ def forward(
 
 
 def backward(
-    t: BackwardInputs, n: NormOptions, needs_weight: bool, needs_bias: bool
+    t: inputs.BackwardInputs, n: inputs.NormOptions, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, ...]:
     """dx, dresidual if it has another dtype, dweight, dbias, dgate."""
     dy, dh, h, weight, bias, gate, stats, residual_dtype = t
@@ -120,11 +111,11 @@ def backward(
         "dy_ptr": dy, "h_ptr": h, "w_ptr": weight, "gate_ptr": gate,
         "R": R, "G": groups, "D": D, **n.constants(),
     }  # fmt: skip
-    with device_of(device):
+    with backends.device_of(device):
         sums = None
         if blocks > 1:
             sums = torch.empty(2, R * groups, dtype=torch.float32, device=device)
-            cached(norm_sums_kernel)[(R * groups,)](
+            launch_cache.cached(norm.norm_sums_kernel)[(R * groups,)](
                 **shared,
                 stats_ptr=stats,
                 sums_ptr=sums,
@@ -132,11 +123,11 @@ def backward(
                 STAGES=tiles.SUMS.stages,
                 num_warps=tiles.SUMS.warps,
             )
-        cached(norm_bwd_kernel)[(P, blocks, groups)](
+        launch_cache.cached(norm.norm_bwd_kernel)[(P, blocks, groups)](
             **shared,
             dh_ptr=dh,
             b_ptr=bias,
-            stats_ptr=None if stats_shape(h, n, True) is None else stats,
+            stats_ptr=None if inputs.stats_shape(h, n, True) is None else stats,
             sums_ptr=sums,
             dx_ptr=dx,
             dr_ptr=dr,

@@ -6,15 +6,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.primitives.begin_ahead import PREFETCH_ROWS
-from slipstream.kernels.projection_step.inputs import (
-    MAX_WEIGHTS,
-    NormedInputs,
-    ProjectionInputs,
-)
-from slipstream.kernels.projection_step.triton.step import projection_step_kernel
-from slipstream.kernels.projection_step.triton.sums import projection_sums_kernel
-from slipstream.runtime.backends import device_of, shared_memory_bytes, supports_pdl
-from slipstream.runtime.launch_cache import cached
+from slipstream.kernels.projection_step import inputs
+from slipstream.kernels.projection_step.triton import step, sums
+from slipstream.runtime import backends, launch_cache
 
 
 @dataclass(frozen=True)
@@ -72,18 +66,18 @@ def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _in_words(t: ProjectionInputs) -> bool:
+def _in_words(t: inputs.ProjectionInputs) -> bool:
     """Whether all rows of the weights are whole words of 16 bytes."""
     row = t.weights[0].shape[1] * t.weights[0].element_size()
     return row % 16 == 0 and all(w.data_ptr() % 16 == 0 for w in t.weights)
 
 
-def projection_step(t: ProjectionInputs) -> Tensor:
+def projection_step(t: inputs.ProjectionInputs) -> Tensor:
     M, K = t.x.shape
     y = torch.empty(M, t.size, dtype=t.out_dtype, device=t.x.device)
     x_bytes, w_bytes = t.x.element_size(), t.weights[0].element_size()
-    shared = shared_memory_bytes(t.x.get_device())
-    if t.is_wide and supports_pdl(t.x.device):
+    shared = backends.shared_memory_bytes(t.x.get_device())
+    if t.is_wide and backends.supports_pdl(t.x.device):
         tile = tile_of_many(t.size, K, 1 + t.glu, shared)
     else:
         tile = tile_of(M, t.size, K, x_bytes, w_bytes * (1 + t.glu), shared)
@@ -91,7 +85,7 @@ def projection_step(t: ProjectionInputs) -> Tensor:
     return y
 
 
-def projection_norm(t: NormedInputs) -> tuple[Tensor, Tensor]:
+def projection_norm(t: inputs.NormedInputs) -> tuple[Tensor, Tensor]:
     """Partial sums [shares, M, N] of shares of K, and their sum with the residual and its norm."""
     (M, K), N = t.x.shape, t.weight.shape[0]
     tile, shares = tile_of_shares(K)
@@ -101,9 +95,9 @@ def projection_norm(t: NormedInputs) -> tuple[Tensor, Tensor]:
     _launch(t.product, partial, tile, columns)
     h = torch.empty(M, N, dtype=t.residual.dtype, device=t.x.device)
     y = torch.empty(M, N, dtype=t.x.dtype, device=t.x.device)
-    pdl = supports_pdl(t.x.device)
-    with device_of(t.x.device):
-        cached(projection_sums_kernel)[(M,)](
+    pdl = backends.supports_pdl(t.x.device)
+    with backends.device_of(t.x.device):
+        launch_cache.cached(sums.projection_sums_kernel)[(M,)](
             partial_ptr=partial,
             residual_ptr=t.residual,
             norm_weight_ptr=t.norm_weight,
@@ -124,19 +118,19 @@ def projection_norm(t: NormedInputs) -> tuple[Tensor, Tensor]:
     return h, y
 
 
-def _launch(t: ProjectionInputs, y: Tensor, tile: ProjectionTile, columns: int) -> None:
+def _launch(t: inputs.ProjectionInputs, y: Tensor, tile: ProjectionTile, columns: int) -> None:
     """columns: of a share of K; y: [M, N], or of several shares [shares, M, N]."""
     M, K = t.x.shape
-    missing = MAX_WEIGHTS - len(t.weights)
+    missing = inputs.MAX_WEIGHTS - len(t.weights)
     weights = [*t.weights, *[None] * missing]
     biases = [*t.biases, *[None] * missing]
     sizes = [0 if w is None else w.shape[0] for w in weights]
-    pdl = supports_pdl(t.x.device)
+    pdl = backends.supports_pdl(t.x.device)
     blocks = sum(-(-n // tile.BN) for n in (sizes[:1] if t.glu else sizes))
     tensors = {f"w{i}_ptr": w for i, w in enumerate(weights)}
     tensors |= {f"b{i}_ptr": b for i, b in enumerate(biases)}
-    with device_of(t.x.device):
-        cached(projection_step_kernel)[blocks, -(-K // columns)](
+    with backends.device_of(t.x.device):
+        launch_cache.cached(step.projection_step_kernel)[blocks, -(-K // columns)](
             x_ptr=t.x,
             **tensors,
             norm_weight_ptr=t.norm_weight if t.normalises else None,

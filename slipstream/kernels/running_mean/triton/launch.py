@@ -9,11 +9,10 @@ from torch import Tensor
 from slipstream.kernels.running_mean.inputs import MeanInputs
 from slipstream.kernels.running_mean.triton.backward import running_mean_bwd_kernel
 from slipstream.kernels.running_mean.triton.forward import running_mean_fwd_kernel
-from slipstream.runtime.backends import INTERPRETED, device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 # tokens and channels at a time
-TILE = (8, 16) if INTERPRETED else (64, 16)
+TILE = (8, 16) if backends.INTERPRETED else (64, 16)
 
 
 def weights(k: Tensor, z: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,7 +81,7 @@ def _run(
 ) -> None:
     """x [B, T, D], all contiguous."""
     D, (BT, BD) = x.shape[2], TILE
-    with device_of(x.device):
-        cached(kernel)[start.shape[0], triton.cdiv(D, BD)](
+    with backends.device_of(x.device):
+        launch_cache.cached(kernel)[start.shape[0], triton.cdiv(D, BD)](
             **tensors, cu_ptr=cu_seqlens, T=x.shape[1], D=D, BT=BT, BD=BD, num_warps=8
         )

@@ -12,19 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.selective_scan.arguments import (
-    SEQUENCE_PROGRAMS,
-    channel_blocks,
-    contiguous,
-    empty_gradients,
-    pointers,
-    rows,
-)
+from slipstream.kernels.selective_scan import arguments
+from slipstream.kernels.selective_scan.arguments import channel_blocks, contiguous, rows
 from slipstream.kernels.selective_scan.inputs import SM90_CHUNK, ScanInputs, empty_states
 from slipstream.kernels.selective_scan.sm90.backward import selective_scan_backward_sm90_kernel
 from slipstream.kernels.selective_scan.sm90.forward import selective_scan_forward_sm90_kernel
-from slipstream.runtime.backends import device_of, sm_count
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 
 class Tile(NamedTuple):
@@ -54,8 +47,8 @@ def forward(
     final = states.new_empty(S, *inputs.A.shape)
     tile = _tile(FORWARD, inputs, S)
     blocks = channel_blocks(inputs, tile.width)
-    with device_of(u.device):
-        cached(selective_scan_forward_sm90_kernel)[(blocks * S,)](
+    with backends.device_of(u.device):
+        launch_cache.cached(selective_scan_forward_sm90_kernel)[(blocks * S,)](
             y_ptr=y,
             final_ptr=final,
             states_ptr=states if for_backward else None,
@@ -76,12 +69,12 @@ def backward(
     """Gradients of the nine tensors of ScanInputs that have one, None for those not given."""
     B, T, _ = inputs.u.shape
     dy, dy_row = rows(torch.zeros_like(inputs.u) if dy is None else dy)
-    programs = min(inputs.sequences, SEQUENCE_PROGRAMS)
+    programs = min(inputs.sequences, arguments.SEQUENCE_PROGRAMS)
     tile = _tile(BACKWARD, inputs, programs)
     blocks = channel_blocks(inputs, tile.width)
-    grads = empty_gradients(inputs, states, programs, blocks, tokens_last=False)
-    with device_of(dy.device):
-        cached(selective_scan_backward_sm90_kernel)[(blocks * programs,)](
+    grads = arguments.empty_gradients(inputs, states, programs, blocks, tokens_last=False)
+    with backends.device_of(dy.device):
+        launch_cache.cached(selective_scan_backward_sm90_kernel)[(blocks * programs,)](
             states_ptr=states,
             dy_ptr=dy,
             dfinal_ptr=contiguous(dfinal),
@@ -102,12 +95,12 @@ def _layout(inputs: ScanInputs) -> dict[str, Any]:
     B, B_row = rows(inputs.B.flatten(2))
     C, C_row = rows(inputs.C.flatten(2))
     sequences = {"cu_ptr": contiguous(inputs.cu_seqlens), "total": inputs.u.shape[1]}
-    return pointers(inputs, B, C) | {"B_row": B_row, "C_row": C_row} | sequences
+    return arguments.pointers(inputs, B, C) | {"B_row": B_row, "C_row": C_row} | sequences
 
 
 def _tile(tiles: Sequence[tuple[Tile, int]], inputs: ScanInputs, sequences: int) -> Tile:
     """The first of which there are as many warps as it wants; the last wants none."""
-    multiprocessors = sm_count(inputs.u.get_device())
+    multiprocessors = backends.sm_count(inputs.u.get_device())
     fitting = ((_fitting(tile, inputs), warps) for tile, warps in tiles)
     return next(
         tile

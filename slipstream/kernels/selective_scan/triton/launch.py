@@ -11,19 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.selective_scan.arguments import (
-    SEQUENCE_PROGRAMS,
-    channel_blocks,
-    contiguous,
-    empty_gradients,
-    pointers,
-    rows,
-)
+from slipstream.kernels.selective_scan import arguments
+from slipstream.kernels.selective_scan.arguments import channel_blocks, contiguous
 from slipstream.kernels.selective_scan.inputs import CHUNK, ScanInputs, empty_states
 from slipstream.kernels.selective_scan.triton.backward import selective_scan_backward_kernel
 from slipstream.kernels.selective_scan.triton.forward import selective_scan_forward_kernel
-from slipstream.runtime.backends import INTERPRETED, device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 
 class Tile(NamedTuple):
@@ -37,8 +30,8 @@ class Tile(NamedTuple):
 
 
 INTERPRETER = Tile(2, 4, 16, 2, 4)
-FORWARD = INTERPRETER if INTERPRETED else Tile(8, 8, 16, 4, 1)
-BACKWARD = INTERPRETER if INTERPRETED else Tile(8, 8, 8, 2, 1)
+FORWARD = INTERPRETER if backends.INTERPRETED else Tile(8, 8, 16, 4, 1)
+BACKWARD = INTERPRETER if backends.INTERPRETED else Tile(8, 8, 8, 2, 1)
 assert FORWARD.RUN * FORWARD.RUNS == BACKWARD.RUN * BACKWARD.RUNS == CHUNK
 
 
@@ -51,8 +44,8 @@ def forward(
     states = empty_states(inputs)
     final = states.new_empty(S, *inputs.A.shape)
     tile = _tile(FORWARD, inputs)
-    with device_of(u.device):
-        cached(selective_scan_forward_kernel)[channel_blocks(inputs, tile.BD), S](
+    with backends.device_of(u.device):
+        launch_cache.cached(selective_scan_forward_kernel)[channel_blocks(inputs, tile.BD), S](
             y_ptr=y,
             final_ptr=final,
             states_ptr=states,
@@ -74,12 +67,12 @@ def backward(
 ) -> list[Tensor | None]:
     """Gradients of the nine tensors of ScanInputs that have one, None for those not given."""
     (B, T, _), S = inputs.u.shape, inputs.sequences
-    dy, dy_row = rows(torch.zeros_like(inputs.u) if dy is None else dy)
+    dy, dy_row = arguments.rows(torch.zeros_like(inputs.u) if dy is None else dy)
     tile = _tile(BACKWARD, inputs)
-    blocks, programs = channel_blocks(inputs, tile.BD), min(S, SEQUENCE_PROGRAMS)
-    grads = empty_gradients(inputs, states, programs, blocks, tokens_last=True)
-    with device_of(dy.device):
-        cached(selective_scan_backward_kernel)[blocks, programs](
+    blocks, programs = channel_blocks(inputs, tile.BD), min(S, arguments.SEQUENCE_PROGRAMS)
+    grads = arguments.empty_gradients(inputs, states, programs, blocks, tokens_last=True)
+    with backends.device_of(dy.device):
+        launch_cache.cached(selective_scan_backward_kernel)[blocks, programs](
             states_ptr=states,
             dy_ptr=dy,
             dfinal_ptr=contiguous(dfinal),
@@ -99,7 +92,7 @@ def backward(
 def _layout(inputs: ScanInputs) -> dict[str, Any]:
     # [G, N, B, T]: runs of tokens, which are lanes', share a line of the cache
     B, C = (x.float().permute(2, 3, 0, 1).contiguous() for x in (inputs.B, inputs.C))
-    return pointers(inputs, B, C)
+    return arguments.pointers(inputs, B, C)
 
 
 def _tile(tile: Tile, inputs: ScanInputs) -> Tile:
