@@ -9,12 +9,10 @@ from torch import Tensor, nn
 from slipstream.common.varlen import bounded_offsets
 from slipstream.layers.base import Mixer, NormalLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.nn import decoding, projections, rounded
-from slipstream.nn.linear import linears, plain_linear
+from slipstream.nn import decoding, linear, projections, rounded
+from slipstream.ops import flash_attn, rotary
 from slipstream.ops.attention import attention, rotary_attention
-from slipstream.ops.flash_attn import flash_attn_with_kvcache
 from slipstream.ops.norm import rms_norm
-from slipstream.ops.rotary import rotary_embedding, rotary_heads
 
 
 class Attention(Mixer):
@@ -93,12 +91,12 @@ class Attention(Mixer):
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         at = call.token_positions(x)
-        qkv, gate = linears(x, (self.qkv_proj, self.g_proj))
+        qkv, gate = linear.linears(x, (self.qkv_proj, self.g_proj))
         alone = call.state is None and call.context is None and not call.use_cache
         if alone and self._only_rotates(qkv):
             heads = qkv.unflatten(-1, (-1, self.head_dim))
             # an adapter, or another module in its place, may read what it has returned
-            fresh = plain_linear(self.qkv_proj)
+            fresh = linear.plain_linear(self.qkv_proj)
             more = self.sizes, self.window_size, call.cu_seqlens, fresh
             o = rotary_attention(heads, self._tables(qkv, at), *more)
             return self.o_proj(self._gated(o, gate)), None
@@ -149,7 +147,7 @@ class Attention(Mixer):
 
     def _with_cache(self, q: Tensor, state: State, *new: Tensor, **scales: Tensor) -> Tensor:
         """o of q on the keys of a state, behind which new ones may be written."""
-        o = flash_attn_with_kvcache(
+        o = flash_attn.flash_attn_with_kvcache(
             q,
             state["k"],
             state["v"],
@@ -185,7 +183,7 @@ class Attention(Mixer):
         tables = self._tables(qkv, at) if self.rotary_dim else None
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is None and tables is not None:
-            return rotary_heads(qkv, tables, heads)
+            return rotary.rotary_heads(qkv, tables, heads)
         if self.q_norm is None:
             qk, v = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
         else:
@@ -195,7 +193,7 @@ class Attention(Mixer):
             k = rms_norm(k, self.k_norm, eps=self.norm_eps, zero_centered=zero_centered)
             qk = torch.cat([q, k], dim=2)
         if tables is not None:
-            qk = rotary_embedding(qk, *tables)
+            qk = rotary.rotary_embedding(qk, *tables)
         q, k = qk.split(heads[:2], dim=2)
         return q, k, v
 

@@ -29,25 +29,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.common.checks import (
-    autocast_dtype,
-    expect_floating,
-    expect_one_device,
-    expect_rank,
-    expect_shape,
-    expect_tensor,
-)
+from slipstream.common import checks
 from slipstream.kernels.elementwise.decay_gate import decay_gate
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.nn import decoding, projections, rounded
+from slipstream.nn import decoding, linear, projections, rounded
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
-from slipstream.nn.linear import is_hooked, plain_linear
 from slipstream.ops._fp32 import widen
 from slipstream.ops.norm import rms_norm, rms_norm_gated
-from slipstream.runtime.autograd import by_operation
-from slipstream.runtime.consistent import consistent_scope
+from slipstream.runtime import autograd, consistent, rank_sums
 from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.rank_sums import HeadShard, norm_of_parts
 
 MODES = ("chunk", "fused_recurrent", None)
 # on one CPU core at B 1, D 256, H 4 token by token is faster up to 16 tokens, chunks from 32 on
@@ -89,20 +79,20 @@ def expect_inputs(
     x: object, state: object = None, positions: object = None, cu_seqlens: object = None
 ) -> None:
     """Types, dtypes and shapes that all layers want; the rest is for each one's operators."""
-    expect_tensor("x", x)
+    checks.expect_tensor("x", x)
     assert isinstance(x, Tensor)
-    expect_rank("x", x, 3, "[B, T, D]")
-    expect_floating({"x": x})
+    checks.expect_rank("x", x, 3, "[B, T, D]")
+    checks.expect_floating({"x": x})
     rows = x.shape[0]
     if cu_seqlens is not None:
-        expect_tensor("cu_seqlens", cu_seqlens)
+        checks.expect_tensor("cu_seqlens", cu_seqlens)
         assert isinstance(cu_seqlens, Tensor)
         rows = cu_seqlens.shape[0] - 1 if cu_seqlens.dim() else rows
     if state is not None:
         expect_state(state, rows)
     if positions is None:
         return
-    expect_tensor("positions", positions)
+    checks.expect_tensor("positions", positions)
     assert isinstance(positions, Tensor)
     if positions.is_floating_point() or positions.dtype == torch.bool:
         raise TypeError(f"positions: want int64, got {positions.dtype}")
@@ -114,9 +104,9 @@ def expect_inputs(
 def expect_first_value(x: Tensor, first_value: Tensor | None, channels: int) -> None:
     """The values of an earlier layer, [B, T, channels]."""
     if first_value is not None:
-        expect_shape("first_value", first_value, (*x.shape[:2], channels))
-        expect_floating({"first_value": first_value})
-        expect_one_device({"x": x, "first_value": first_value})
+        checks.expect_shape("first_value", first_value, (*x.shape[:2], channels))
+        checks.expect_floating({"first_value": first_value})
+        checks.expect_one_device({"x": x, "first_value": first_value})
 
 
 def expect_state(state: object, rows: int) -> None:
@@ -213,7 +203,7 @@ class Mixer(nn.Module):
     rounded_keys: ClassVar[tuple[str, ...]] = ()
     # of tensor parallelism (models/tensor_parallel.py): which part of the heads this rank has, and
     # whether the norm of the output is over the channels of all ranks
-    head_shard: HeadShard | None = None
+    head_shard: rank_sums.HeadShard | None = None
     norms_across = False
 
     def __init__(self, mode: str | None = None, layer_idx: int = 0) -> None:
@@ -231,7 +221,7 @@ class Mixer(nn.Module):
     def recurrent(self, x: Tensor, context: ContextParallel | None = None) -> bool:
         """Whether to run token by token: if mode says so, or x is short and needs no gradient; not
         where bits have to be those of chunks."""
-        if consistent_scope.on:
+        if consistent.consistent_scope.on:
             return False
         if self.mode is not None:
             return self.mode == "fused_recurrent"
@@ -285,7 +275,7 @@ class Mixer(nn.Module):
             raise TypeError("state: want the dict of an earlier call, got None")
         expect_inputs(x, state, positions)
         try:
-            if is_hooked(self) or is_hooked(getattr(self, "conv", None)):
+            if linear.is_hooked(self) or linear.is_hooked(getattr(self, "conv", None)):
                 return self._call_in_place(x, state, positions, **options)
             return self._advance(x, state, positions, **options)
         except Exception as error:
@@ -313,8 +303,8 @@ class Mixer(nn.Module):
         return (
             self.mode != "chunk"
             and projections.fuses(x)
-            and not is_hooked(self)
-            and not is_hooked(getattr(self, "conv", None))
+            and not linear.is_hooked(self)
+            and not linear.is_hooked(getattr(self, "conv", None))
             and self.has_fused_step()
         )
 
@@ -347,7 +337,7 @@ class Mixer(nn.Module):
             order: dict[str, Any] = {"norm_before_gate": norm_before_gate, "group_size": group_size}
             return rms_norm_gated(o, gate, weight, eps=eps, **order)
         y = o if gate is None or norm_before_gate else widen(o) * F.silu(widen(gate))
-        y = norm_of_parts(y, eps, shard)
+        y = rank_sums.norm_of_parts(y, eps, shard)
         y = y if weight is None else y * weight
         y = y * F.silu(widen(gate)) if gate is not None and norm_before_gate else y
         return y.to(o.dtype)
@@ -400,8 +390,13 @@ def expect_feature_map(name: str | None) -> None:
 def log_sigmoid_decay(layer: nn.Linear, x: Tensor, heads: int, normalizer: float) -> Tensor:
     """logsigmoid(layer(x)) / normalizer as [B, T, heads, channels], in float32 at least."""
     narrow = x.dtype.itemsize == 2
-    usual = x.shape[1] > 1 and normalizer > 0 and not by_operation() and autocast_dtype(x) is None
-    if not (narrow and usual and plain_linear(layer) and layer.weight.dtype == x.dtype):
+    usual = (
+        x.shape[1] > 1
+        and normalizer > 0
+        and not autograd.by_operation()
+        and checks.autocast_dtype(x) is None
+    )
+    if not (narrow and usual and linear.plain_linear(layer) and layer.weight.dtype == x.dtype):
         raw = widen(layer(x)).unflatten(-1, (heads, -1))
         return F.logsigmoid(raw) / normalizer
     # -softplus(-y) / normalizer: the decay gate's kernel, once y's sign is the weight's

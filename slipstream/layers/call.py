@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.nn import decoding
+from slipstream.nn import decoding, linear
 from slipstream.nn.conv import ShortConvolution
-from slipstream.nn.linear import is_hooked
 from slipstream.ops.conv import split_convolution, unit_heads
 from slipstream.ops.rotary import packed_positions
 from slipstream.runtime.context_parallel import ContextParallel
@@ -106,7 +105,7 @@ class MixerCall(NamedTuple):
 
             return activate, 0 if once else x.numel()
         before, cu_seqlens = self.past("conv"), self.cu_seqlens
-        if once or x.shape[1] == 1 or is_hooked(conv) or torch.compiler.is_compiling():
+        if once or x.shape[1] == 1 or linear.is_hooked(conv) or torch.compiler.is_compiling():
             return lambda x: conv.split(x, sizes, before, use_cache, cu_seqlens, context, unit), 0
         weight, bias = conv.weight, conv.bias
         options: dict[str, Any] = {

@@ -12,15 +12,13 @@ from slipstream.kernels.mixer_step.block_inputs import (
     block_inputs,
     unsupported_reason,
 )
-from slipstream.layers.base import Mixer, ShortConvolution, expect_divisor, reset_decay
-from slipstream.layers.call import State
-from slipstream.nn import decoding, projections
-from slipstream.nn.linear import is_hooked
+from slipstream.layers import base, call
+from slipstream.nn import decoding, linear, projections
 from slipstream.ops.norm import l2_norm
 from slipstream.runtime.consistent import consistent_scope
 
 
-class DeltaHeads(Mixer):
+class DeltaHeads(base.Mixer):
     """Heads of q, k and v out of one projection, with a decay and a norm of each head's output.
 
     Args:
@@ -53,11 +51,11 @@ class DeltaHeads(Mixer):
     ) -> None:
         super().__init__(mode, layer_idx)
         if head_dim is None:
-            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+            base.expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
             head_dim = hidden_size // num_heads
         self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
         self.num_v_heads = num_v_heads or num_heads
-        expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
+        base.expect_divisor("num_heads", num_heads, "num_v_heads", self.num_v_heads)
         self.keys, self.values = num_heads * head_dim, self.num_v_heads * self.head_v_dim
         self.channels = 2 * self.keys + self.values
         self.norm_eps = norm_eps
@@ -70,7 +68,7 @@ class DeltaHeads(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        reset_decay(self.A_log, self.dt_bias)
+        base.reset_decay(self.A_log, self.dt_bias)
         nn.init.ones_(self.norm_weight)
 
     def _heads_of(
@@ -87,7 +85,7 @@ class DeltaHeads(Mixer):
         q, k = (y.unflatten(-1, (self.num_heads, self.head_dim)) for y in (q, k))
         return q, k, v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
 
-    def _heads_of_token(self, x: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads_of_token(self, x: Tensor, state: call.State) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of one token, q and k normalised; the window of the convolution moves on."""
         qkv = decoding.convolution(self.conv, self.qkv_proj(x), state.get("conv"))
         return self._heads_of(qkv, l2_norm)
@@ -102,7 +100,7 @@ class DeltaHeads(Mixer):
         qkv [N, 1, C], g [N, 1, HV] or [N, 1, HV, K] and beta [N, 1, HV] as projected.
         """
         step, conv = consistent_scope.step, getattr(self, "conv", None)
-        if step is None or not step.of_tokens or conv is None or is_hooked(conv):
+        if step is None or not step.of_tokens or conv is None or linear.is_hooked(conv):
             return None
         parameters = self.A_log, self.dt_bias
         tokens = TokenInputs(
@@ -137,8 +135,8 @@ class DeltaHeads(Mixer):
         self,
         qkv: Tensor,
         z: Tensor | None,
-        state: State,
-        conv: ShortConvolution,
+        state: call.State,
+        conv: base.ShortConvolution,
         residual: projections.Residual,
         **terms: Any,
     ) -> Any:
@@ -172,7 +170,7 @@ class SteppedDeltaHeads(DeltaHeads):
     verifies_drafts = True
 
     def decode(
-        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+        self, x: Tensor, state: call.State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
         if self.has_fused_step():
             return self._fused_step(x, state, self.conv, **options)
@@ -182,10 +180,10 @@ class SteppedDeltaHeads(DeltaHeads):
     def has_fused_step(self) -> bool:
         return self.conv is not None
 
-    def _fused_step(self, x: Tensor, state: State, conv: Any, **options: Any) -> Any:
+    def _fused_step(self, x: Tensor, state: call.State, conv: Any, **options: Any) -> Any:
         raise NotImplementedError
 
-    def _recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> Tensor:
+    def _recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: call.State) -> Tensor:
         """o [N, 1, HV, V]; state["recurrent"] is updated in place."""
         g, beta = self._gates(x)
         return decoding.recurrence(q, k, v, state, g=g, beta=beta)

@@ -6,20 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers.base import (
-    FEATURE_MAPS,
-    Mixer,
-    NormalLinear,
-    ShortConvolution,
-    expect_divisor,
-)
+from slipstream.layers import base
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, projections
 from slipstream.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from slipstream.ops.norm import l2_norm
 
 
-class DeltaNet(Mixer):
+class DeltaNet(base.Mixer):
     """The delta rule, with a norm after it.
 
         q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k);  beta = sigmoid(x W_b)
@@ -68,7 +62,7 @@ class DeltaNet(Mixer):
     ) -> None:
         super().__init__(mode, layer_idx)
         if head_dim is None:
-            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+            base.expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
             head_dim = hidden_size // num_heads
         self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
         self.allow_neg_eigval, self.norm_eps = allow_neg_eigval, norm_eps
@@ -80,15 +74,15 @@ class DeltaNet(Mixer):
             raise ValueError(f"qk_norm: want 'l2' or 'sum', got {qk_norm!r}")
         self.qk_activation, self.qk_norm = qk_activation, qk_norm
         keys, values = num_heads * head_dim, num_heads * self.head_v_dim
-        self.qkv_proj = NormalLinear(hidden_size, 2 * keys + values)
-        self.b_proj = NormalLinear(hidden_size, num_heads) if use_beta else None
-        self.g_proj = NormalLinear(hidden_size, values) if use_gate else None
-        self.o_proj = NormalLinear(values, hidden_size)
+        self.qkv_proj = base.NormalLinear(hidden_size, 2 * keys + values)
+        self.b_proj = base.NormalLinear(hidden_size, num_heads) if use_beta else None
+        self.g_proj = base.NormalLinear(hidden_size, values) if use_gate else None
+        self.o_proj = base.NormalLinear(values, hidden_size)
         self.conv = None
         if conv_size:
             # one for all of q, k and v; where q and k have another activation, it comes after it
             f = "silu" if qk_activation == "silu" else None
-            self.conv = ShortConvolution(2 * keys + values, conv_size, conv_bias, f)
+            self.conv = base.ShortConvolution(2 * keys + values, conv_size, conv_bias, f)
         self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
         self.reset_parameters()
 
@@ -126,7 +120,7 @@ class DeltaNet(Mixer):
         qk, v = qkv.split([2 * keys, self.num_heads * self.head_v_dim], dim=-1)
         qk = qk.unflatten(-1, (2 * self.num_heads, self.head_dim))
         if self.qk_activation != "silu":
-            qk, v = FEATURE_MAPS[self.qk_activation](qk), F.silu(v)
+            qk, v = base.FEATURE_MAPS[self.qk_activation](qk), F.silu(v)
         qk = l2_norm(qk) if self.qk_norm == "l2" else qk / qk.sum(-1, keepdim=True)
         q, k = qk.chunk(2, dim=2)
         return q, k, v.unflatten(-1, (self.num_heads, self.head_v_dim))
@@ -147,7 +141,7 @@ class DeltaNet(Mixer):
         self,
         x: Tensor,
         state: State,
-        conv: ShortConvolution,
+        conv: base.ShortConvolution,
         norm: nn.Module | None = None,
         residual: projections.Residual = None,
     ) -> Any:

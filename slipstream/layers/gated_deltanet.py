@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from slipstream.layers.base import NormalLinear, ShortConvolution, expect_gate_activation
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.layers.delta_heads import SteppedDeltaHeads
-from slipstream.nn import decoding, projections
-from slipstream.nn.linear import linears
+from slipstream.nn import decoding, linear, projections
 from slipstream.nn.recompute import Recompute
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
@@ -71,7 +70,7 @@ class GatedDeltaNet(SteppedDeltaHeads):
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         conv = None
-        qkv, ab, z = linears(x, (self.qkv_proj, self.ab_proj, self.z_proj))
+        qkv, ab, z = linear.linears(x, (self.qkv_proj, self.ab_proj, self.z_proj))
         sizes = (self.keys, self.keys, self.values)
         convolve, elements = call.convolution_in_parts(self.conv, qkv, sizes, self.head_dim)
 

@@ -5,23 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.layers.base import (
-    FEATURE_MAPS,
-    Mixer,
-    ShortConvolution,
-    XavierLinear,
-    expect_divisor,
-    expect_feature_map,
-    expect_gate_activation,
-    log_sigmoid_decay,
-)
+from slipstream.layers import base
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.nn import decoding, projections
-from slipstream.nn.linear import linears
+from slipstream.nn import decoding, linear, projections
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 
 
-class GatedLinearAttention(Mixer):
+class GatedLinearAttention(base.Mixer):
     """Linear attention whose keys decay channel by channel, as the input says.
 
         g = log sigmoid(x W_1 W_2 + b) / 16;  o = gla(x W_q, x W_k, x W_v, g)
@@ -76,29 +66,29 @@ class GatedLinearAttention(Mixer):
     ) -> None:
         super().__init__(mode, layer_idx)
         keys, values = int(hidden_size * expand_k), int(hidden_size * expand_v)
-        expect_divisor("num_heads", num_heads, "hidden_size * expand_k", keys)
-        expect_divisor("num_heads", num_heads, "hidden_size * expand_v", values)
+        base.expect_divisor("num_heads", num_heads, "hidden_size * expand_k", keys)
+        base.expect_divisor("num_heads", num_heads, "hidden_size * expand_v", values)
         self.num_heads, self.norm_eps = num_heads, norm_eps
         self.num_kv_heads = num_kv_heads or num_heads
-        expect_divisor("num_kv_heads", self.num_kv_heads, "num_heads", num_heads)
-        expect_gate_activation(gate_activation)
+        base.expect_divisor("num_kv_heads", self.num_kv_heads, "num_heads", num_heads)
+        base.expect_gate_activation(gate_activation)
         self.gate_activation, self.clamp_min = gate_activation, clamp_min
         self.gate_logit_normalizer = gate_logit_normalizer
-        expect_feature_map(feature_map)
+        base.expect_feature_map(feature_map)
         self.feature_map = feature_map
         of_kv = self.num_kv_heads / num_heads
         kv_keys, kv_values = round(keys * of_kv), round(values * of_kv)
         self.channels = [keys, kv_keys, kv_values]
-        self.q_proj = XavierLinear(hidden_size, keys)
-        self.k_proj = XavierLinear(hidden_size, kv_keys)
-        self.v_proj = XavierLinear(hidden_size, kv_values)
-        self.g_proj = XavierLinear(hidden_size, values) if use_gate else None
-        self.gk_down = XavierLinear(hidden_size, gate_low_rank_dim)
-        self.gk_up = XavierLinear(gate_low_rank_dim, kv_keys, bias=True)
-        self.o_proj = XavierLinear(values, hidden_size)
+        self.q_proj = base.XavierLinear(hidden_size, keys)
+        self.k_proj = base.XavierLinear(hidden_size, kv_keys)
+        self.v_proj = base.XavierLinear(hidden_size, kv_values)
+        self.g_proj = base.XavierLinear(hidden_size, values) if use_gate else None
+        self.gk_down = base.XavierLinear(hidden_size, gate_low_rank_dim)
+        self.gk_up = base.XavierLinear(gate_low_rank_dim, kv_keys, bias=True)
+        self.o_proj = base.XavierLinear(values, hidden_size)
         self.conv = None
         if conv_size:
-            self.conv = ShortConvolution(sum(self.channels), conv_size, conv_bias)
+            self.conv = base.ShortConvolution(sum(self.channels), conv_size, conv_bias)
         weight = nn.Parameter(torch.empty(values // num_heads)) if norm_affine else None
         self.register_parameter("norm_weight", weight)
         self.reset_parameters()
@@ -109,7 +99,7 @@ class GatedLinearAttention(Mixer):
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         layers = self.q_proj, self.k_proj, self.v_proj, self.gk_down, self.g_proj
-        q, k, v, gk, gate = linears(x, layers)
+        q, k, v, gk, gate = linear.linears(x, layers)
         (q, k, v), conv = call.convolved_together(self.conv, q, k, v)
         q, k, v, g = self._heads(q, k, v, self._log_decay(gk))
         gla = fused_recurrent_gla if self.recurrent(x, call.context) else chunk_gla
@@ -171,11 +161,13 @@ class GatedLinearAttention(Mixer):
         groups = self.num_heads // self.num_kv_heads
         if groups > 1:
             k, v, g = (y.repeat_interleave(groups, dim=2) for y in (k, v, g))
-        q, k = (FEATURE_MAPS[self.feature_map](y) for y in (q, k))
+        q, k = (base.FEATURE_MAPS[self.feature_map](y) for y in (q, k))
         return q, k, v, g
 
     def _log_decay(self, narrow: Tensor) -> Tensor:
         """[B, T, channels of the keys] of what gk_down makes."""
-        g = log_sigmoid_decay(self.gk_up, narrow, self.num_kv_heads, self.gate_logit_normalizer)
+        g = base.log_sigmoid_decay(
+            self.gk_up, narrow, self.num_kv_heads, self.gate_logit_normalizer
+        )
         g = g.flatten(-2)
         return g if self.clamp_min is None else g.clamp_min(self.clamp_min)

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from slipstream.layers.base import NormalLinear, ShortConvolution
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.layers.delta_heads import SteppedDeltaHeads
-from slipstream.nn import decoding, projections
-from slipstream.nn.linear import linears
+from slipstream.nn import decoding, linear, projections
 from slipstream.nn.recompute import Recompute
 from slipstream.ops._preprocess import delta_gate
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
@@ -83,7 +82,7 @@ class KimiDeltaAttention(SteppedDeltaHeads):
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         layers = self.qkv_proj, self.f_down, self.b_proj, self.g_down
-        qkv, f, beta, z = linears(x, layers)
+        qkv, f, beta, z = linear.linears(x, layers)
         f, conv = self.f_up(f).unflatten(-1, (self.num_v_heads, self.head_dim)), None
         if (placed := self._block_terms(qkv, f, beta, self.lower_bound)) is not None:
             terms, conv = placed

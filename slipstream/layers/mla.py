@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from slipstream.layers.attention import append, keys_to_attend
 from slipstream.layers.base import Mixer, NormalLinear
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.nn import decoding
-from slipstream.nn.linear import plain_linear
+from slipstream.nn import decoding, linear
+from slipstream.ops import norm, rotary
 from slipstream.ops.attention import attention
 from slipstream.ops.latent_attention import latent_attention
-from slipstream.ops.norm import rms_norm
-from slipstream.ops.rotary import rotary_embedding
 
 
 class MLA(Mixer):
@@ -122,17 +120,17 @@ class MLA(Mixer):
         """q [B, T, H, nope + rope], latent [B, T, R + P]"""
         narrow = x
         if self.q_a_proj is not None:
-            narrow = rms_norm(self.q_a_proj(x), self.q_norm, eps=self.norm_eps)
+            narrow = norm.rms_norm(self.q_a_proj(x), self.q_norm, eps=self.norm_eps)
         q = self.q_proj(narrow).unflatten(-1, (self.num_heads, -1))
         q_nope, q_rope = q.split([self.nope, self.rope], -1)
         c, r = self.kv_a_proj(x).split([self.rank, self.rope], -1)
-        c = rms_norm(c, self.kv_norm, eps=self.norm_eps)
+        c = norm.rms_norm(c, self.kv_norm, eps=self.norm_eps)
         if self.rotary_base is None:
             return q, torch.cat([c, r], -1)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         cos, sin = decoding.tables(at, self.rope, self.rotary_base, wide)
         both = torch.cat([q_rope, r[:, :, None]], 2)
-        both = rotary_embedding(both, cos, sin, interleaved=self.interleaved)
+        both = rotary.rotary_embedding(both, cos, sin, interleaved=self.interleaved)
         q_rope, r = both.split([self.num_heads, 1], 2)
         return torch.cat([q_nope, q_rope], -1), torch.cat([c, r[:, :, 0]], -1)
 
@@ -146,7 +144,7 @@ class MLA(Mixer):
 
     def _absorbs(self, x: Tensor) -> bool:
         """Whether to multiply by kv_b_proj's weight; an adapter or a hook needs its call."""
-        return self.recurrent(x) and plain_linear(self.kv_b_proj)
+        return self.recurrent(x) and linear.plain_linear(self.kv_b_proj)
 
     def _absorbed(self, q: Tensor, latent: Tensor, lengths: Tensor) -> Tensor:
         """q [N, T, H, nope + rope] -> [N, T, H, DV], the last query on token `lengths` of S."""

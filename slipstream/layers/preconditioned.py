@@ -8,18 +8,12 @@ from torch import Tensor, nn
 
 from slipstream.kernels.elementwise.inputs import CENTRE
 from slipstream.kernels.elementwise.preconditioner import squashed
-from slipstream.layers.base import NormalLinear, reset_decay
+from slipstream.layers import base, delta_heads, kda
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.layers.delta_heads import SteppedDeltaHeads
 from slipstream.layers.gated_deltanet import GatedDeltaNet
-from slipstream.layers.kda import KimiDeltaAttention
 from slipstream.nn import decoding
+from slipstream.ops import norm, precond_gated_delta_rule
 from slipstream.ops._fp32 import widen
-from slipstream.ops.norm import l2_norm
-from slipstream.ops.precond_gated_delta_rule import (
-    chunk_precond_gated_delta_rule,
-    fused_recurrent_precond_gated_delta_rule,
-)
 from slipstream.ops.precond_kda import chunk_precond_kda, fused_recurrent_precond_kda
 
 
@@ -36,14 +30,14 @@ class KeyPreconditioner(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int, squash: float, eps: float) -> None:
         super().__init__()
         self.squash, self.eps = squash, eps
-        self.ab_proj = NormalLinear(hidden_size, 2 * num_heads)
+        self.ab_proj = base.NormalLinear(hidden_size, 2 * num_heads)
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
         self.centre = nn.Parameter(torch.empty(num_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        reset_decay(self.A_log, self.dt_bias)
+        base.reset_decay(self.A_log, self.dt_bias)
         nn.init.constant_(self.centre, CENTRE)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
@@ -83,7 +77,7 @@ def preconditioned_step(
     )
 
 
-class _Preconditioned(SteppedDeltaHeads):
+class _Preconditioned(delta_heads.SteppedDeltaHeads):
     """The base of both layers. Their other base class has the other projections."""
 
     leaves_states = False  # not the preconditioner's
@@ -97,7 +91,7 @@ class _Preconditioned(SteppedDeltaHeads):
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         qkv, conv = call.convolved(self.conv, self.qkv_proj(x))
-        q, k, v = self._heads_of(qkv, l2_norm)
+        q, k, v = self._heads_of(qkv, norm.l2_norm)
         g, beta = self._gates(x)
         o, states = self._rule(self.recurrent(x, call.context))(
             q=q, k=k, v=v, g=g, beta=beta,
@@ -137,11 +131,11 @@ class PrecondGatedDeltaNet(_Preconditioned, GatedDeltaNet):
 
     def _rule(self, recurrent: bool) -> Callable[..., Any]:
         if recurrent:
-            return fused_recurrent_precond_gated_delta_rule
-        return chunk_precond_gated_delta_rule
+            return precond_gated_delta_rule.fused_recurrent_precond_gated_delta_rule
+        return precond_gated_delta_rule.chunk_precond_gated_delta_rule
 
 
-class PrecondKDA(_Preconditioned, KimiDeltaAttention):
+class PrecondKDA(_Preconditioned, kda.KimiDeltaAttention):
     """KimiDeltaAttention by ops.chunk_precond_kda.
 
     Args:

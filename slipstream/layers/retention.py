@@ -6,25 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.layers.base import (
-    FEATURE_MAPS,
-    Mixer,
-    ShortConvolution,
-    XavierLinear,
-    expect_divisor,
-    expect_feature_map,
-    expect_gate_activation,
-)
+from slipstream.layers import base
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.nn import decoding
-from slipstream.nn.linear import linears
+from slipstream.nn import decoding, linear
+from slipstream.ops import rotary, simple_gla
 from slipstream.ops._decay_tables import per_head
 from slipstream.ops.retention import chunk_retention, fused_recurrent_retention, log_decay
-from slipstream.ops.rotary import rotary_embedding
-from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 
-class MultiScaleRetention(Mixer):
+class MultiScaleRetention(base.Mixer):
     """Retention with rotary positions, a norm per head and an output gate.
 
         q, k = rotary(x W_q), rotary(x W_k);  o = retention(q, k, x W_v)
@@ -75,7 +65,7 @@ class MultiScaleRetention(Mixer):
     ) -> None:
         super().__init__(mode, layer_idx)
         if head_dim is None:
-            expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+            base.expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
             head_dim = hidden_size // num_heads
         self.num_heads, self.head_dim, self.value_dim = (
             num_heads,
@@ -84,22 +74,22 @@ class MultiScaleRetention(Mixer):
         )
         self.rotary_base, self.norm_eps = rotary_base, norm_eps
         self.num_kv_heads = num_kv_heads or num_heads
-        expect_divisor("num_kv_heads", self.num_kv_heads, "num_heads", num_heads)
-        expect_gate_activation(gate_activation)
+        base.expect_divisor("num_kv_heads", self.num_kv_heads, "num_heads", num_heads)
+        base.expect_gate_activation(gate_activation)
         self.gate_activation = gate_activation
-        expect_feature_map(feature_map)
+        base.expect_feature_map(feature_map)
         self.feature_map = feature_map
         keys, values = num_heads * head_dim, num_heads * self.value_dim
         kv_keys, kv_values = self.num_kv_heads * head_dim, self.num_kv_heads * self.value_dim
         self.channels = [keys, kv_keys, kv_values]
-        self.q_proj = XavierLinear(hidden_size, keys)
-        self.k_proj = XavierLinear(hidden_size, kv_keys)
-        self.v_proj = XavierLinear(hidden_size, kv_values)
-        self.g_proj = XavierLinear(hidden_size, values) if use_gate else None
-        self.o_proj = XavierLinear(values, hidden_size, gain=0.5)
+        self.q_proj = base.XavierLinear(hidden_size, keys)
+        self.k_proj = base.XavierLinear(hidden_size, kv_keys)
+        self.v_proj = base.XavierLinear(hidden_size, kv_values)
+        self.g_proj = base.XavierLinear(hidden_size, values) if use_gate else None
+        self.o_proj = base.XavierLinear(values, hidden_size, gain=0.5)
         self.conv = None
         if conv_size:
-            self.conv = ShortConvolution(sum(self.channels), conv_size, conv_bias)
+            self.conv = base.ShortConvolution(sum(self.channels), conv_size, conv_bias)
         weight = nn.Parameter(torch.empty(self.value_dim)) if norm_affine else None
         self.register_parameter("norm_weight", weight)
         self.reset_parameters()
@@ -109,21 +99,21 @@ class MultiScaleRetention(Mixer):
             nn.init.ones_(self.norm_weight)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
-        q, k, v, gate = linears(x, (self.q_proj, self.k_proj, self.v_proj, self.g_proj))
+        q, k, v, gate = linear.linears(x, (self.q_proj, self.k_proj, self.v_proj, self.g_proj))
         (q, k, v), conv = call.convolved_together(self.conv, q, k, v)
-        f = FEATURE_MAPS[self.feature_map]
+        f = base.FEATURE_MAPS[self.feature_map]
         q, k = (f(y.unflatten(-1, (-1, self.head_dim))) for y in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))
         if self.rotary_base is not None:
             at = call.token_positions(x)
             wide = torch.float64 if x.dtype == torch.float64 else torch.float32
             cos, sin = decoding.tables(at, self.head_dim, self.rotary_base, wide)
-            q, k = rotary_embedding(q, cos, sin), rotary_embedding(k, cos, sin)
+            q, k = rotary.rotary_embedding(q, cos, sin), rotary.rotary_embedding(k, cos, sin)
         k, v = self._repeated(k, v)
         short = self.recurrent(x, call.context)
         retention = fused_recurrent_retention if short else chunk_retention
         if self.head_shard is not None:  # the operator would take its heads for all of them
-            simple = fused_recurrent_simple_gla if short else chunk_simple_gla
+            simple = simple_gla.fused_recurrent_simple_gla if short else simple_gla.chunk_simple_gla
             retention = partial(simple, g_gamma=per_head(v, log_decay, self.first_head))
         o, recurrent = retention(q, k, v, **call.sequence(call.past("recurrent")))
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
@@ -139,7 +129,7 @@ class MultiScaleRetention(Mixer):
             qkv = decoding.convolution(self.conv, torch.cat([q, k, v], dim=-1), state["conv"])
             q, k, v = qkv.split(self.channels, dim=-1)
         qk = torch.cat([q, k], -1).unflatten(-1, (-1, self.head_dim))
-        qk = FEATURE_MAPS[self.feature_map](qk)
+        qk = base.FEATURE_MAPS[self.feature_map](qk)
         length = state["length"]
         if self.rotary_base is not None:
             at = length[:, None] if positions is None else positions

@@ -6,15 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.common.checks import expect_shape
-from slipstream.layers.base import Mixer, assign
+from slipstream.layers import base, rwkv7
 from slipstream.layers.call import Mixed, MixerCall
-from slipstream.layers.rwkv7 import UniformLinear
 from slipstream.ops._fp32 import widen
 from slipstream.ops.rwkv4 import chunk_rwkv4
 from slipstream.ops.token_shift import token_shift
 
 
-class RWKV4(Mixer):
+class RWKV4(base.Mixer):
     """RWKV-4's time mixing: of every channel a decayed mean of values, weighted by exp(k).
 
         x_c = mu_c x + (1 - mu_c) shift(x), for c = k, v, r
@@ -43,10 +42,10 @@ class RWKV4(Mixer):
         if num_layers < 1:
             raise ValueError(f"num_layers: want at least 1, got {num_layers}")
         self.num_layers = num_layers
-        self.k_proj = UniformLinear(hidden_size, hidden_size, 0.05)
-        self.v_proj = UniformLinear(hidden_size, hidden_size, 0.5)
-        self.r_proj = UniformLinear(hidden_size, hidden_size, 0.5)
-        self.o_proj = UniformLinear(hidden_size, hidden_size, 0.5)
+        self.k_proj = rwkv7.UniformLinear(hidden_size, hidden_size, 0.05)
+        self.v_proj = rwkv7.UniformLinear(hidden_size, hidden_size, 0.5)
+        self.r_proj = rwkv7.UniformLinear(hidden_size, hidden_size, 0.5)
+        self.o_proj = rwkv7.UniformLinear(hidden_size, hidden_size, 0.5)
         self.mix_k, self.mix_v, self.mix_r, self.decay, self.bonus = (
             nn.Parameter(torch.empty(hidden_size)) for _ in range(5)
         )
@@ -58,12 +57,12 @@ class RWKV4(Mixer):
         layer = min(self.layer_idx, self.num_layers - 1)
         depth, power = layer / max(self.num_layers - 1, 1), 1 - layer / self.num_layers
         mix = (at / size) ** power
-        assign(self.mix_k, mix)
-        assign(self.mix_v, mix + 0.3 * depth)
-        assign(self.mix_r, (at / size) ** (0.5 * power))
+        base.assign(self.mix_k, mix)
+        base.assign(self.mix_v, mix + 0.3 * depth)
+        base.assign(self.mix_r, (at / size) ** (0.5 * power))
         # channels of different reach, from hundreds of tokens to one
-        assign(self.decay, -5 + 8 * (at / max(size - 1, 1)) ** (0.7 + 1.3 * depth))
-        assign(self.bonus, math.log(0.3) + 0.5 * ((at + 1) % 3 - 1))
+        base.assign(self.decay, -5 + 8 * (at / max(size - 1, 1)) ** (0.7 + 1.3 * depth))
+        base.assign(self.bonus, math.log(0.3) + 0.5 * ((at + 1) % 3 - 1))
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         # one channel would broadcast to all of the mixes

@@ -5,9 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.common.checks import expect_shape
-from slipstream.layers.base import Mixer, assign, expect_divisor
+from slipstream.layers import base, rwkv7
 from slipstream.layers.call import Mixed, MixerCall
-from slipstream.layers.rwkv7 import Lora, UniformLinear
 from slipstream.ops.norm import group_norm
 from slipstream.ops.rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
 from slipstream.ops.token_shift import token_shift
@@ -16,7 +15,7 @@ from slipstream.ops.token_shift import token_shift
 MIXED = ("r", "w", "k", "v", "g")
 
 
-class RWKV6(Mixer):
+class RWKV6(base.Mixer):
     """RWKV-6's time mixing: a decay per channel, and how much of the token before, by the input.
 
         d = shift(x) - x;  m_c = mu_c + tanh((x + d mu) A_c) B_c;  x_c = x + d m_c
@@ -46,14 +45,14 @@ class RWKV6(Mixer):
         layer_idx: int = 0,
     ) -> None:
         super().__init__(mode, layer_idx)
-        expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+        base.expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
         self.num_heads, self.head_dim, self.norm_eps = num_heads, hidden_size // num_heads, norm_eps
-        self.r_proj = UniformLinear(hidden_size, hidden_size, 0.5)
-        self.k_proj = UniformLinear(hidden_size, hidden_size, 0.05)
-        self.v_proj = UniformLinear(hidden_size, hidden_size, 0.5)
-        self.g_proj = UniformLinear(hidden_size, hidden_size, 0.5)
-        self.o_proj = UniformLinear(hidden_size, hidden_size, 0.5)
-        self.w_lora = Lora(hidden_size, decay_low_rank_dim, torch.tanh, _slow_to_fast)
+        self.r_proj = rwkv7.UniformLinear(hidden_size, hidden_size, 0.5)
+        self.k_proj = rwkv7.UniformLinear(hidden_size, hidden_size, 0.05)
+        self.v_proj = rwkv7.UniformLinear(hidden_size, hidden_size, 0.5)
+        self.g_proj = rwkv7.UniformLinear(hidden_size, hidden_size, 0.5)
+        self.o_proj = rwkv7.UniformLinear(hidden_size, hidden_size, 0.5)
+        self.w_lora = rwkv7.Lora(hidden_size, decay_low_rank_dim, torch.tanh, _slow_to_fast)
         self.mix_base = nn.Parameter(torch.empty(hidden_size))
         self.mix = nn.Parameter(torch.empty(len(MIXED), hidden_size))
         self.mix_down = nn.Parameter(torch.empty(hidden_size, len(MIXED) * mix_low_rank_dim))
@@ -66,8 +65,8 @@ class RWKV6(Mixer):
     def reset_parameters(self) -> None:
         size = self.mix_base.shape[0]
         channel = torch.arange(size, dtype=torch.float32, device=self.mix_base.device) / size
-        assign(self.mix_base, 1 - channel)
-        assign(self.mix, (1 - channel).expand_as(self.mix))
+        base.assign(self.mix_base, 1 - channel)
+        base.assign(self.mix, (1 - channel).expand_as(self.mix))
         # at first no token says how it is mixed
         nn.init.zeros_(self.mix_down)
         nn.init.uniform_(self.mix_up, -0.01, 0.01)

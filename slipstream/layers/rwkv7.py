@@ -9,14 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.common.checks import expect_shape, expect_tensor
-from slipstream.kernels.time_mix import rwkv7
+from slipstream.kernels.time_mix import rwkv7, token_mix
 from slipstream.kernels.time_mix.low_rank import LowRankInputs, low_rank
-from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.layers.base import Mixer, assign, expect_first_value, heads_of
 from slipstream.layers.call import MixerCall, State
-from slipstream.nn import decoding, projections
+from slipstream.nn import decoding, linear, projections
 from slipstream.nn.consistent import product
-from slipstream.nn.linear import plain_linear, plain_module
 from slipstream.nn.recompute import Recompute
 from slipstream.ops.activation import squared_relu
 from slipstream.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
@@ -195,7 +193,7 @@ class RWKV7(Mixer):
         if (
             not projections.takes_step(x)
             or (v_lora is None and first_value is not None)
-            or not all(map(plain_module, loras))
+            or not all(map(linear.plain_module, loras))
             or not all(map(_plain_matrix, matrices))
             or any(layer.weight.dtype != x.dtype for layer in matrices)
         ):
@@ -237,7 +235,7 @@ class RWKV7(Mixer):
         layers = [self.r_proj], [self.w_lora], [self.k_proj], values, [self.a_lora], [self.g_lora]
         loras = (self.w_lora, self.a_lora, None if first_value is None else self.v_lora)
         # with what reads them, whose backward adds up their gradients
-        apart = [lora for lora in loras if lora is not None and plain_module(lora)]
+        apart = [lora for lora in loras if lora is not None and linear.plain_module(lora)]
         mixes = project_mixes(x, before, self.mix, layers, apart, cu_seqlens)
         r, w, k, v, *v_gate, a, gate = mixes
         biases = [lora.bias if lora in apart else None for lora in loras]
@@ -397,7 +395,7 @@ def project_mixes(
     # one channel would broadcast to all of mu
     expect_shape("x", x, (*x.shape[:2], mu.shape[1]))
     flat = [layer for row in layers for layer in row]
-    if all(plain_module(x) if isinstance(x, Lora) else _plain_matrix(x) for x in flat):
+    if all(linear.plain_module(x) if isinstance(x, Lora) else _plain_matrix(x) for x in flat):
         weights = [
             [y.down.to(x.dtype).t() if isinstance(y, Lora) else y.weight for y in row]
             for row in layers
@@ -405,7 +403,7 @@ def project_mixes(
         starts = None
         if before is None and cu_seqlens is not None:
             starts = decoding.sequence_starts(cu_seqlens, x.shape[1])
-        found = mixed_projections(x, before, mu, weights, starts=starts)
+        found = token_mix.mixed_projections(x, before, mu, weights, starts=starts)
         if found is not None:
             return [
                 layer.from_inner(y, layer not in unbiased) if isinstance(layer, Lora) else y
@@ -425,7 +423,7 @@ def project_mixes(
 
 def _plain_matrix(layer: nn.Module) -> bool:
     """Whether the layer's weight is all there is to it."""
-    return plain_linear(layer) and layer.bias is None
+    return linear.plain_linear(layer) and layer.bias is None
 
 
 class UniformLinear(nn.Linear):

@@ -12,11 +12,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream import layers
 from slipstream.layers import RWKV7ChannelMix
-from slipstream.models import played
-from slipstream.models.cache import LayerState
+from slipstream.models import cache, mlps, played, rollback
 from slipstream.models.config import MIXERS, SlipstreamConfig, expect_options, mixer_options
-from slipstream.models.mlps import make_mlp
-from slipstream.models.rollback import MLP_SHIFT, Record
 from slipstream.nn import LayerNorm, SwiGLU, projections
 from slipstream.nn import RMSNorm as RMSNorm
 from slipstream.nn.linear import GatedMLP, is_hooked
@@ -86,7 +83,7 @@ class Block(GradientCheckpointingLayer):
             self.mixer = layers.Bidirectional(self.mixer, **turned)
         has_mlp = config.mlp(layer_idx)[0] != "none"
         self.mlp_norm = make_norm(config) if has_mlp else None
-        self.mlp = make_mlp(config, layer_idx)
+        self.mlp = mlps.make_mlp(config, layer_idx)
 
     def forward(
         self,
@@ -98,7 +95,7 @@ class Block(GradientCheckpointingLayer):
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
-        layer: LayerState | None = None,
+        layer: cache.LayerState | None = None,
         fixed: bool = False,
         next_norm: nn.Module | None = None,
         normed: Tensor | None = None,
@@ -158,10 +155,10 @@ class Block(GradientCheckpointingLayer):
             y, after = self.mixer(x, first_value=first_value, **mixing)
         else:
             y, after, value = self.mixer(x, output_value=True, **mixing)
-        shift = None if state is None or not self.shifts else state[MLP_SHIFT]
+        shift = None if state is None or not self.shifts else state[rollback.MLP_SHIFT]
         h, shift = self._mlp(h, y, shift, use_cache, **options)
         if after is not None and shift is not None:
-            after[MLP_SHIFT] = shift
+            after[rollback.MLP_SHIFT] = shift
         return h, after, value
 
     @property
@@ -175,7 +172,7 @@ class Block(GradientCheckpointingLayer):
         y: Tensor,
         shift: Tensor | None = None,
         use_cache: bool = False,
-        layer: LayerState | None = None,
+        layer: cache.LayerState | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """h + y + mlp(norm(h + y)), and the MLP's next state if it has one."""
@@ -208,7 +205,7 @@ class Block(GradientCheckpointingLayer):
         self,
         h: Tensor,
         first_value: Tensor | None,
-        layer: LayerState,
+        layer: cache.LayerState,
         positions: Tensor | None,
         fixed: bool,
         next_norm: nn.Module | None,
@@ -226,17 +223,17 @@ class Block(GradientCheckpointingLayer):
             given = first_value is not None
             options = {"first_value": first_value} if given else {"output_value": True}
         if layer.rollback is not None:
-            layer.record(Record(self.mixer, x, positions, options))
+            layer.record(rollback.Record(self.mixer, x, positions, options))
         state = layer.view(None if fixed else x.shape[1])
         y = self.mixer.step(x, state, positions=positions, **options)
         if "output_value" in options:
             y, value = y
-        h, shift = self._mlp(h, y, state.get(MLP_SHIFT), True, layer)
+        h, shift = self._mlp(h, y, state.get(rollback.MLP_SHIFT), True, layer)
         if shift is not None:
-            state[MLP_SHIFT].copy_(shift)
+            state[rollback.MLP_SHIFT].copy_(shift)
         return h, None, value
 
-    def _fuses(self, h: Tensor, layer: LayerState) -> bool:
+    def _fuses(self, h: Tensor, layer: cache.LayerState) -> bool:
         """Whether a step's norms and residual connections can be parts of other launches."""
         return (
             layer.rollback is None
@@ -248,7 +245,7 @@ class Block(GradientCheckpointingLayer):
     def _fused(
         self,
         h: Tensor,
-        layer: LayerState,
+        layer: cache.LayerState,
         positions: Tensor | None,
         fixed: bool,
         next_norm: nn.Module | None,

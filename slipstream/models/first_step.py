@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.common.checks import autocast_dtype
+from slipstream.models import packing, tensor_parallel
 from slipstream.models.block import Block, apply_norm, make_norm
-from slipstream.models.packing import Sequences
-from slipstream.models.tensor_parallel import is_sharded
 from slipstream.nn import Embedding
 from slipstream.nn.linear import plain_linear, plain_module
 from slipstream.ops.embedding import embedding
 from slipstream.runtime import backends
-from slipstream.runtime.backends import is_fake
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.parallel_compile import compile_kernels
 
@@ -81,14 +79,14 @@ def compile_blocks(
 def _trains(model: Any, x: Tensor) -> bool:
     """Whether a forward of x is a training step's on a GPU, and no graph is captured."""
     trains = model.training and torch.is_grad_enabled() and x.is_cuda
-    trains = trains and not is_fake(x) and not backends.TRACING
+    trains = trains and not backends.is_fake(x) and not backends.TRACING
     return trains and not torch.cuda.is_current_stream_capturing()
 
 
 def compile_with_embedding(
     model: Any,
     input_ids: Tensor | None,
-    sequences: Sequences | None,
+    sequences: packing.Sequences | None,
     positions: Tensor | None,
     context: ContextParallel | None,
     cache: Any,
@@ -136,7 +134,7 @@ def compile_once(
     if kind in known:
         return
     known.add(kind)
-    if is_sharded(model):
+    if tensor_parallel.is_sharded(model):
         return
     loss = _next.loss
 

@@ -10,10 +10,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from slipstream.layers import Bidirectional
-from slipstream.models import greedy, lookup
+from slipstream.models import graphs, greedy, lookup, packing
 from slipstream.models.cache import CACHE, StateCache
-from slipstream.models.graphs import Decoding, own_modules
-from slipstream.models.packing import text_positions
 
 DRAFTS = "drafts are verified in steps of several tokens, of which there are no graphs"
 HOLES = "drafts want no padding after a prompt's tokens: they are left out"
@@ -27,7 +25,7 @@ _Base: Any = object
 class Generation(_Base):
     """generate, with a StateCache made before the prompt and steps that are graphs."""
 
-    decoding: Decoding
+    decoding: graphs.Decoding
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generates as transformers' generate does.
@@ -100,7 +98,7 @@ class Generation(_Base):
         if drafted and not self._looks_up(generation_config):
             self.decoding.refuse(self.decoding.drafts_failure or DRAFTS, self.device)  # pyright: ignore[reportAttributeAccessIssue]
         key_dtype = key_dtype_of(generation_config)
-        whose = generation_config.return_dict_in_generate or not own_modules(self)  # pyright: ignore[reportArgumentType]
+        whose = generation_config.return_dict_in_generate or not graphs.own_modules(self)  # pyright: ignore[reportArgumentType]
         if whose or not self.decoding.can_lend:
             cache = StateCache(len(self.model.layers), max_cache_length, key_dtype)  # pyright: ignore[reportAttributeAccessIssue]
         else:
@@ -221,7 +219,7 @@ class Generation(_Base):
             or not lookup.is_plain(input_ids, mask, positions)
         ):
             return prefill()
-        positions = text_positions(positions, *input_ids.shape)
+        positions = packing.text_positions(positions, *input_ids.shape)
         return self.decoding.prompt(self, cache, input_ids, positions, prefill)  # pyright: ignore[reportArgumentType]
 
     def _looks_up(self, generation_config: Any) -> bool:

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.models import consistent, graphs, packing
 from slipstream.models.cache import CACHE, StateCache
-from slipstream.models.consistent import logits_of
-from slipstream.models.graphs import Decoding, own_modules, why_not
-from slipstream.models.packing import text_positions
 from slipstream.nn.decoding import Drafts
 from slipstream.nn.linear import is_hooked
 
@@ -49,7 +47,7 @@ def is_plain(input_ids: Tensor, attention_mask: Tensor | None, positions: Tensor
     """Whether prompts are sequences without padding, at positions from 0 on."""
     if attention_mask is not None and not bool(attention_mask.all()):
         return False
-    positions = text_positions(positions, *input_ids.shape)
+    positions = packing.text_positions(positions, *input_ids.shape)
     at = torch.arange(input_ids.shape[1], device=input_ids.device)
     return positions is None or torch.equal(positions, at.expand_as(positions))
 
@@ -94,12 +92,12 @@ class Verifier:
                 if "length" in (layer.state or {}):
                     layer.view(0)["length"].sub_(counts[1])
             h = model.model.verify(ids, cache, self.drafts)
-            return logits_of(model, h).argmax(-1)
+            return consistent.logits_of(model, h).argmax(-1)
 
         padded = [*ids, *[0] * (size - len(ids))]
         counts = [self.accepted, self.dropped]
         given = tuple(torch.tensor(x, device=self.device) for x in ([padded], counts))
-        decoding: Decoding = model.decoding
+        decoding: graphs.Decoding = model.decoding
         chosen = decoding.run(step, cache, given, sys.maxsize, self.device, required=True)
         self.size, self.accepted, self.dropped = size, 0, size
         return chosen[0, : len(ids)].tolist()
@@ -146,11 +144,11 @@ def assists(assistant: Any, model: Any) -> bool:
     return (
         isinstance(assistant, type(model))
         and assistant is not model
-        and own_modules(assistant)
+        and graphs.own_modules(assistant)
         and assistant.device == model.device
         and assistant.config.vocab_size == model.config.vocab_size
         and verifies(assistant)
-        and why_not(assistant) is None
+        and graphs.why_not(assistant) is None
     )
 
 

@@ -15,17 +15,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from slipstream.compiler import triton_cache_key
-from slipstream.models import arguments
+from slipstream.models import arguments, depth, graphs, mlps, rollback
 from slipstream.models import consistent as blocks
-from slipstream.models.arguments import PACKING, check_arguments, checked, shape_of, the_cache
 from slipstream.models.block import Block, apply_norm, make_norm, with_norms_behind
 from slipstream.models.cache import CACHE, StateCache, named
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.depth import AttentionResiduals
 from slipstream.models.first_step import before_loss, compile_blocks, compile_with_embedding
 from slipstream.models.generation import Generation, is_step
-from slipstream.models.graphs import Decoding, decoding_step
-from slipstream.models.mlps import Dense
 from slipstream.models.packing import (
     Sequences,
     find_sequences,
@@ -33,10 +29,8 @@ from slipstream.models.packing import (
     next_tokens,
     text_positions,
 )
-from slipstream.models.rollback import WINDOW
 from slipstream.models.tensor_parallel import is_sharded, shard_planned_heads, whole_state_dict
-from slipstream.nn import Embedding, decoding
-from slipstream.nn.linear import plain_linear
+from slipstream.nn import Embedding, decoding, linear
 from slipstream.ops._fp32 import widen
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 from slipstream.runtime.context_parallel import ContextParallel
@@ -66,7 +60,7 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
         others: dict[str, Any],
     ) -> Sequences | None:
         """Finds the sequences in the arguments of a forward; `others` has those of PACKING."""
-        packing = check_arguments(others)
+        packing = arguments.check_arguments(others)
         offsets = given_offsets(batch, tokens, cu_seqlens, **packing)
         past = 0 if cache is None else cache.get_seq_length()
         return find_sequences(
@@ -107,7 +101,7 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
         transformers calls this after construction, and again for what a checkpoint lacks. While it
         does, the functions of nn.init, which reset_parameters uses, leave loaded parameters alone.
         """
-        if isinstance(module, Dense | nn.Embedding):
+        if isinstance(module, mlps.Dense | nn.Embedding):
             init.normal_(module.weight, std=self.config.initializer_range)
         elif hasattr(module, "reset_parameters"):
             module.reset_parameters()  # pyright: ignore[reportCallIssue]
@@ -148,7 +142,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         self.depth = None
         if config.attention_residuals is not None:
             sizes = config.hidden_size, config.num_hidden_layers, config.attention_residuals
-            self.depth = AttentionResiduals(*sizes, config.norm_eps)
+            self.depth = depth.AttentionResiduals(*sizes, config.norm_eps)
         self.embed_norm = make_norm(config) if config.embedding_norm else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
@@ -156,7 +150,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    @checked
+    @arguments.checked
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -172,8 +166,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         context: ContextParallel | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
-        cache = the_cache(cache, past_key_values, len(self.layers))
-        batch, tokens = shape_of(input_ids, inputs_embeds)
+        cache = arguments.the_cache(cache, past_key_values, len(self.layers))
+        batch, tokens = arguments.shape_of(input_ids, inputs_embeds)
         if use_cache is None:
             use_cache = context is None and self.config.use_cache and not self.training
         cache = arguments.cache_of_call(self, cache, use_cache)
@@ -183,7 +177,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
                 batch, tokens, attention_mask, position_ids, cache, cu_seqlens, others
             )
         else:
-            check_arguments(others)
+            arguments.check_arguments(others)
         compile_with_embedding(self, input_ids, sequences, position_ids, context, cache)
         h = self._embed(input_ids, inputs_embeds)
         cu_seqlens = None
@@ -264,7 +258,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         if not empty and tokens == columns:
             return self._advance(h, cache, keep, positions)
         # `crop` may want the last tokens of a prompt back, with a draft behind it
-        first = min(max(tokens - WINDOW, 1) if cache.records else tokens, tokens) * empty
+        first = min(max(tokens - rollback.WINDOW, 1) if cache.records else tokens, tokens) * empty
         cache.step_on(columns - tokens)
         parts, rest = [], slice(first, None)
         if first or not tokens:
@@ -383,12 +377,12 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
     def __init__(self, config: SlipstreamConfig) -> None:
         super().__init__(config)
         self.model = SlipstreamModel(config)
-        self.lm_head = Dense(config.hidden_size, config.vocab_size)
-        self.decoding = Decoding()
+        self.lm_head = mlps.Dense(config.hidden_size, config.vocab_size)
+        self.decoding = graphs.Decoding()
         self.post_init()
 
     @can_return_tuple
-    @checked
+    @arguments.checked
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -409,7 +403,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
     ) -> CausalLMOutputWithPast:
         if use_cache is None and labels is not None:
             use_cache = False
-        cache, sequences = the_cache(cache, past_key_values, len(self.model.layers)), None
+        cache, sequences = arguments.the_cache(cache, past_key_values, len(self.model.layers)), None
         plain = labels is None and attention_mask is None and not output_hidden_states
         if self.decoding.here and plain and is_step(input_ids, cache, others):
             assert input_ids is not None
@@ -421,7 +415,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
             sequences = self._sequences(
                 batch, tokens, attention_mask, position_ids, cache, cu_seqlens, others
             )
-            others = {name: x for name, x in others.items() if name not in PACKING}
+            others = {name: x for name, x in others.items() if name not in arguments.PACKING}
             attention_mask = cu_seqlens = None
         with before_loss(self, labels, num_items_in_batch):
             out = self.model(
@@ -465,7 +459,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         cache.reserve(1)
         positions = text_positions(position_ids, *input_ids.shape)
         given = (input_ids,) if positions is None else (input_ids, positions)
-        step, key = decoding_step(self, cache)
+        step, key = graphs.decoding_step(self, cache)
         logits = self.decoding.run(step, cache, given, key, input_ids.device)
         cache.step_on(1)
         return CausalLMOutputWithPast(logits=logits, **named(cache))  # pyright: ignore[reportArgumentType]
@@ -479,7 +473,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         reduction = "mean" if num_items is None else "sum"
         options: dict[str, Any] = {"ignore_index": IGNORED, "reduction": reduction}
         group = head.__dict__.get("vocabulary_group")  # of shard_heads
-        if plain_linear(head) or group is not None:
+        if linear.plain_linear(head) or group is not None:
             rows, target = blocks.head_input(head, h).flatten(0, 1), target.flatten().to(h.device)
             weight: Any = head.weight
             bias: Any = head.bias

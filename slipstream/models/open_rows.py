@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from slipstream.models.block_steps import OpenBlocks
-from slipstream.models.consistent import Row
-from slipstream.models.packing import Absent
-from slipstream.models.rollback import forgotten_tokens
+from slipstream.models import block_steps, consistent, packing, rollback
 from slipstream.nn.rounded import SCALE
 from slipstream.runtime.token_ids import clamped, expect_ids
 
@@ -49,14 +46,14 @@ class OpenRows(Cache):
     graphs: dict[Any, Any]
     lengths: list[int] | None  # of a pool: how many tokens each row has
     # a Row of each sequence; None before the first call, and for other models
-    _rows: list[Row] | None = None
+    _rows: list[consistent.Row] | None = None
     # tensors of steps, which graphs have read; and whether steps have gone on from _rows there
-    _blocks: OpenBlocks | None = None
+    _blocks: block_steps.OpenBlocks | None = None
     _stepped = False
-    _absent: Absent | None = None
+    _absent: packing.Absent | None = None
 
     @property
-    def open_rows(self) -> list[Row] | None:
+    def open_rows(self) -> list[consistent.Row] | None:
         """A Row of each sequence; None before the first call, and for other models."""
         if self._stepped:
             assert self._blocks is not None
@@ -64,7 +61,7 @@ class OpenRows(Cache):
         return self._rows
 
     @open_rows.setter
-    def open_rows(self, rows: list[Row] | None) -> None:
+    def open_rows(self, rows: list[consistent.Row] | None) -> None:
         self._rows, self._stepped = rows, False
 
     @property
@@ -81,7 +78,7 @@ class OpenRows(Cache):
     def has_open_rows(self) -> bool:
         return self._rows is not None
 
-    def blocks_for(self, model: Any, tokens: int) -> OpenBlocks:
+    def blocks_for(self, model: Any, tokens: int) -> block_steps.OpenBlocks:
         """The rows as tensors of fixed addresses, with room for so many more tokens; graphs go if
         there have to be others. Whoever steps there calls step_on of the cache."""
         blocks = self._blocks
@@ -92,7 +89,7 @@ class OpenRows(Cache):
         longest = max(row.length for row in rows)
         if blocks is None or not blocks.takes(rows) or not blocks.fits(longest, tokens):
             self.graphs.clear()
-            blocks = self._blocks = OpenBlocks.of(model, rows, tokens)
+            blocks = self._blocks = block_steps.OpenBlocks.of(model, rows, tokens)
         else:
             blocks.load(model, rows)
         self._stepped = True
@@ -133,10 +130,10 @@ class OpenRows(Cache):
             self.graphs.clear()
 
     @property
-    def absent(self) -> Absent:
+    def absent(self) -> packing.Absent:
         """Columns without a token."""
         if self._absent is None:
-            self._absent = Absent()
+            self._absent = packing.Absent()
         return self._absent
 
     def _there(self, name: str, rows: Any) -> Tensor:
@@ -213,7 +210,7 @@ class OpenRows(Cache):
         seen = self.get_seq_length()
         keep = seen + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, seen)
         for layer in self.layers:  # before one of them forgets anything
-            forgotten_tokens(layer, tokens_to_remove)
+            rollback.forgotten_tokens(layer, tokens_to_remove)
         absent = self.absent.after(keep)
         rows = self.open_rows
         if rows is not None:

@@ -17,10 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from slipstream.nn import decoding
-from slipstream.runtime import call_replay
-from slipstream.runtime.backends import is_plain_call
-from slipstream.runtime.consistent import consistent_scope
-from slipstream.runtime.custom_op import DirectCall
+from slipstream.runtime import backends, call_replay, consistent, custom_op
 from slipstream.runtime.prefix_scope import prefix_scope
 
 MISS = call_replay.MISS
@@ -100,7 +97,7 @@ class _Seen:
         raise _Unlike
 
 
-class _Forwards(DirectCall):
+class _Forwards(custom_op.DirectCall):
     """Forwards of blocks by their inputs, kind and tensors."""
 
     _detach = False  # the modules within hold the tensors that the record has as arguments
@@ -138,12 +135,12 @@ def play(block: Any, h: Tensor, first_value: Tensor | None, use_cache: bool) -> 
     if (
         torch.is_grad_enabled()
         or not call_replay.is_enabled(h)
-        or not is_plain_call(h)
+        or not backends.is_plain_call(h)
         or torch._C._len_torch_function_stack()
         or h.numel() == 0
         or torch.is_autocast_enabled(h.device.type)
-        or consistent_scope.on
-        or consistent_scope.step is not None
+        or consistent.consistent_scope.on
+        or consistent.consistent_scope.step is not None
         or prefix_scope.prefixes is not None
         or _has_any_global_hook()
     ):

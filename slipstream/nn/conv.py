@@ -7,13 +7,7 @@ from torch import Tensor, nn
 
 from slipstream.common.checks import expect_tensor
 from slipstream.nn.linear import is_hooked
-from slipstream.ops.conv import (
-    short_convolution,
-    short_convolution_update,
-    split_convolution,
-    unit_heads,
-)
-from slipstream.ops.norm import l2_norm
+from slipstream.ops import conv, norm
 from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.prefix_scope import prefix_scope
@@ -66,16 +60,16 @@ class ShortConvolution(nn.Module):
             window = step.window(x, state)
             if window is not None:
                 given = x, window, self.weight, self.bias
-                return short_convolution_update(*given, activation=self.activation), window
+                return conv.short_convolution_update(*given, activation=self.activation), window
         one = x.shape[1] == 1 and cu_seqlens is None and context is None
         if one and state is not None and use_cache and not torch.is_grad_enabled():
             state = state.clone()
-            y = short_convolution_update(
+            y = conv.short_convolution_update(
                 x, state, self.weight, self.bias, activation=self.activation
             )
             return y, state
         self._leave_windows(x, state, use_cache)
-        return short_convolution(
+        return conv.short_convolution(
             x,
             self.weight,
             self.bias,
@@ -104,15 +98,15 @@ class ShortConvolution(nn.Module):
             if not unit:
                 return parts, after
             if not one:
-                return unit_heads(parts, unit), after
+                return conv.unit_heads(parts, unit), after
             queries, keys, _ = sizes  # in one launch
-            heads = l2_norm(y[..., : queries + keys].unflatten(-1, (-1, unit))).flatten(-2)
+            heads = norm.l2_norm(y[..., : queries + keys].unflatten(-1, (-1, unit))).flatten(-2)
             return [*heads.split((queries, keys), -1), *parts[2:], *parts[:2]], after
         step = consistent_scope.step
         if step is not None and state is not None:
             step.window(x, state)  # for the steps after this block
         self._leave_windows(x, state, use_cache)
-        return split_convolution(
+        return conv.split_convolution(
             x,
             self.weight,
             self.bias,

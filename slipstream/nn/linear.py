@@ -17,16 +17,7 @@ from slipstream.nn.hooks import is_hooked as is_hooked
 from slipstream.ops.activation import ACTIVATIONS, geglu, glu_linear, sigmoid_glu, swiglu
 from slipstream.ops.embedding import embedding
 from slipstream.ops.matmul import matmul
-from slipstream.runtime import backends
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    as_base,
-    by_operation,
-    needs_autograd,
-    once_differentiable,
-    save,
-)
+from slipstream.runtime import autograd, backends
 from slipstream.runtime.consistent import consistent_scope
 
 GATES = {"swiglu": swiglu, "geglu": geglu, "sigmoid_glu": sigmoid_glu}
@@ -135,7 +126,7 @@ class GatedMLP(nn.Module):
         if self.gate_proj.bias is not None or self.up_proj.bias is not None:
             return False
         gate, up, down = (y.weight for y in layers)
-        if not needs_autograd(x, gate, up, down, self.down_proj.bias):
+        if not autograd.needs_autograd(x, gate, up, down, self.down_proj.bias):
             return False
         return unsupported_reason(x, gate, up, down, ACTIVATIONS[self.activation][0]) is None
 
@@ -169,7 +160,7 @@ def _linears(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
     plain = _all_plain(x, layers)
     parameters: list[Any] = [p for y in layers for p in (y.weight, y.bias)] if plain else []
     dtypes = {p.dtype for p in parameters if p is not None}
-    if dtypes == {x.dtype} and needs_autograd(x, *parameters):
+    if dtypes == {x.dtype} and autograd.needs_autograd(x, *parameters):
         return _Linears.apply(x, *parameters)
     if consistent_scope.step is not None:
         found = step_products(x, layers)
@@ -182,13 +173,13 @@ def _all_plain(x: Tensor, layers: Sequence[nn.Module]) -> bool:
     """Whether a Function may multiply x by the layers' weights in the place of their calls."""
     return (
         (type(x) is Tensor or backends.TRACING)
-        and not by_operation()
+        and not autograd.by_operation()
         and autocast_dtype(x) is None
         and all(type(y).forward is nn.Linear.forward and plain_linear(y) for y in layers)
     )
 
 
-class _Linears(Function):
+class _Linears(autograd.Function):
     """Products of x [..., D] with each layer's weight [F, D], and its bias [F] or None."""
 
     operator = "slipstream.nn.linears"
@@ -198,24 +189,26 @@ class _Linears(Function):
         weights, biases = parameters[::2], parameters[1::2]
         # nothing that no gradient wants is kept: a frozen layer's input, say
         needs_x, *needed = ctx.needs_input_grad
-        save(ctx, x if any(needed[::2]) else None, *(w if needs_x else None for w in weights))
+        autograd.save(
+            ctx, x if any(needed[::2]) else None, *(w if needs_x else None for w in weights)
+        )
         ctx.shape = x.shape
         ctx.rows = [w.shape[0] for w in weights]
         ctx.narrow = narrow = _narrow(weights, biases)
         ctx.set_materialize_grads(False)
         ys: list[Any] = [
-            None if i in narrow else as_base(F.linear(x, w, b))
+            None if i in narrow else autograd.as_base(F.linear(x, w, b))
             for i, (w, b) in enumerate(zip(weights, biases, strict=True))
         ]
         if narrow:
             y = F.linear(x, _joined([weights[i] for i in narrow], 0))
             for i, part in zip(narrow, y.split_with_sizes(_sizes(ctx.rows, narrow), -1)):
-                ys[i] = as_base(part)
+                ys[i] = autograd.as_base(part)
         return tuple(ys)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = saved
         needs_x, *needed = ctx.needs_input_grad
         dx: Any = None

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from slipstream.common.checks import expect_tensor
 from slipstream.nn.linear import Linear, plain_linear
-from slipstream.ops.distill import kl_div, linear_kl_div
-from slipstream.ops.loss import cross_entropy, linear_cross_entropy
+from slipstream.ops import distill, loss
 
 
 class CrossEntropyLoss(nn.Module):
@@ -41,7 +40,7 @@ class CrossEntropyLoss(nn.Module):
         }
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        return cross_entropy(logits, target, **self.options)
+        return loss.cross_entropy(logits, target, **self.options)
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -76,8 +75,8 @@ class LinearCrossEntropyLoss(nn.Module):
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         layer = self.linear
         if not plain_linear(layer):
-            return cross_entropy(layer(hidden), target, **self.options)
-        return linear_cross_entropy(hidden, layer.weight, target, layer.bias, **self.options)
+            return loss.cross_entropy(layer(hidden), target, **self.options)
+        return loss.linear_cross_entropy(hidden, layer.weight, target, layer.bias, **self.options)
 
 
 class LinearKLDivLoss(nn.Module):
@@ -111,9 +110,9 @@ class LinearKLDivLoss(nn.Module):
         if not (plain_linear(student_layer) and plain_linear(teacher_layer)):
             with torch.no_grad():
                 wanted = teacher_layer(teacher)
-            return kl_div(student_layer(student), wanted, **options)
+            return distill.kl_div(student_layer(student), wanted, **options)
         theirs = teacher_layer.bias
-        return linear_kl_div(
+        return distill.linear_kl_div(
             student,
             student_layer.weight,
             teacher.detach(),

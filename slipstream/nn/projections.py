@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.projection_step import norm_op
-from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
-from slipstream.kernels.projection_step.op import MAX_ROWS, run
+from slipstream.kernels.projection_step import inputs, norm_op, op
 from slipstream.nn.consistent import step_products
 from slipstream.nn.linear import GatedMLP, is_hooked, plain_linear, plain_module
 from slipstream.nn.norm import RMSNorm
@@ -25,7 +23,7 @@ MAX_SHARED_SIZE = 2048
 
 def fuses(x: Tensor) -> bool:
     """Whether x [N, 1, D] is the input of a fused step of linear layers."""
-    return takes_step(x) and x.shape[0] <= MAX_ROWS
+    return takes_step(x) and x.shape[0] <= op.MAX_ROWS
 
 
 def makes_norms(x: Tensor) -> bool:
@@ -97,7 +95,7 @@ def projected(x: Tensor, layer: nn.Linear, residual: Residual) -> Any:
             return h, _normed(h, norm)
         rows, added = x.flatten(0, 1), h.flatten(0, 1)
         options: Any = (weight, norm.eps, norm.zero_centered)
-        h, y = norm_op.run(NormedInputs(rows, layer.weight, layer.bias, added, *options))
+        h, y = norm_op.run(inputs.NormedInputs(rows, layer.weight, layer.bias, added, *options))
         return h[:, None], y[:, None]
     if not _plain(x, [layer]):
         return residual + layer(x)
@@ -165,7 +163,7 @@ def _call(
     biases: list[Any] = [layer.bias for layer in layers]
     terms = rows, weights, biases, weight, residual
     options = eps, zero_centered, glu, consistent_scope.on, normed
-    return run(ProjectionInputs(*terms, *options), None)[:, None]
+    return op.run(inputs.ProjectionInputs(*terms, *options), None)[:, None]
 
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:

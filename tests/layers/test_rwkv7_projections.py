@@ -11,7 +11,7 @@ def test_projections_with_a_bias_keep_it(monkeypatch: pytest.MonkeyPatch) -> Non
     """One kernel mixes tokens for matrices, which have none."""
     torch.manual_seed(0)
     taken: list[bool] = []
-    monkeypatch.setattr(rwkv7, "mixed_projections", lambda *a, **k: taken.append(True))
+    monkeypatch.setattr(rwkv7.token_mix, "mixed_projections", lambda *a, **k: taken.append(True))
     layer = RWKV7(hidden_size=32, num_heads=2)
     nn.init.normal_(layer.o_proj.weight)  # which starts at 0
     x = torch.randn(1, 5, 32)

@@ -7,17 +7,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert.families import (
-    Family,
-    ForeignConfig,
-    completed,
-    of_all_layers,
-    read_names,
-    shared_ends,
-    tokens_of,
-    whole,
-    written_names,
-)
+from slipstream.models.convert import families
 from slipstream.models.convert.rules import Rule, convolutions, joined, renamed
 
 # keys of fla's configs that change no result here
@@ -73,7 +63,7 @@ RETNET_FEATURE_MAPS = {
 QK_ACTIVATIONS = {"silu": "silu", "relu": "relu", "elu": "elu_plus_one", "identity": None}
 
 
-class Gated(Family):
+class Gated(families.Family):
     """Models of one mixer, attention in some layers, and gated MLPs."""
 
     kind: str
@@ -88,7 +78,7 @@ class Gated(Family):
     convolved: ClassVar[bool] = True
     without_effect: ClassVar[tuple[str, ...]] = WITHOUT_EFFECT
 
-    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+    def mixer(self, config: families.ForeignConfig) -> dict[str, Any]:
         """The other options of the mixer that the family can set."""
         return {}
 
@@ -101,7 +91,7 @@ class Gated(Family):
         raise NotImplementedError
 
     def read(self, given: dict[str, Any]) -> dict[str, Any]:
-        config = ForeignConfig(given, {**GATED, **self.defaults}, self.without_effect)
+        config = families.ForeignConfig(given, {**GATED, **self.defaults}, self.without_effect)
         config.expect("hidden_act", "swish", "silu")
         config.expect("attnres_block_size", None)
         inner = config["intermediate_size"]
@@ -110,7 +100,7 @@ class Gated(Family):
             inner = int(config["hidden_size"] * ratio * 2 / 3)
             inner = (inner + 255) // 256 * 256
         mixer = {key: config[key] for key in (*self.equal, "norm_eps")}
-        mixer |= read_names(self.names, config)
+        mixer |= families.read_names(self.names, config)
         for key, values in self.choices.items():
             config.expect(key, *values)
             mixer[key] = values[config[key]]
@@ -129,28 +119,28 @@ class Gated(Family):
         }
 
     def write(self, config: SlipstreamConfig) -> dict[str, Any]:
-        mixer = of_all_layers(config, self.kind, self.name)
+        mixer = families.of_all_layers(config, self.kind, self.name)
         conv = {}
         if self.convolved:
             size = mixer["conv_size"]
             conv = {"use_short_conv": size is not None, "conv_size": size or 4}
         return {
-            **tokens_of(config),
+            **families.tokens_of(config),
             "num_hidden_layers": config.num_hidden_layers,
             "intermediate_size": config.intermediate_size,
             "norm_eps": config.norm_eps,
             "attn": attention_of(config),
             **{key: mixer[key] for key in self.equal},
-            **written_names(self.names, mixer),
+            **families.written_names(self.names, mixer),
             **{key: _inverse(values, mixer[key]) for key, values in self.choices.items()},
             **conv,
             **self.options(mixer, config),
         }
 
     def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
-        yield from shared_ends(config, "model", "embeddings", "norm")
+        yield from families.shared_ends(config, "model", "embeddings", "norm")
         for i, block in enumerate(model.model.layers):
-            name, options = completed(config, i)
+            name, options = families.completed(config, i)
             at = f"model.layers.{i}."
             inner = renamed(
                 ("mixer_norm.weight", "attn_norm.weight"),
@@ -177,7 +167,7 @@ class GLA(Gated):
         "elementwise_affine": True, "use_gk": True, "use_gv": False,
     }  # fmt: skip
 
-    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+    def mixer(self, config: families.ForeignConfig) -> dict[str, Any]:
         config.expect("use_gk", True)
         config.expect("use_gv", False)
         return {"norm_affine": bool(config["elementwise_affine"])}
@@ -208,7 +198,7 @@ class RetNet(Gated):
         "elementwise_affine": True,
     }  # fmt: skip
 
-    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+    def mixer(self, config: families.ForeignConfig) -> dict[str, Any]:
         config.expect("use_short_conv", False)  # fla's model does not hand it on to its layers
         head_dim = _head_dim(config, "expand_k")
         return {
@@ -240,7 +230,7 @@ class DeltaNet(Gated):
         "num_heads": 16, "qk_norm": "l2", "qk_activation": "silu",
     }  # fmt: skip
 
-    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+    def mixer(self, config: families.ForeignConfig) -> dict[str, Any]:
         config.expect("qk_norm", "l2", "sum")
         config.expect("use_output_norm", True)
         return {
@@ -275,11 +265,11 @@ class GatedDeltaNet(Gated):
         "num_hidden_layers": 21, "output_gate_activation": "swish",
     }  # fmt: skip
 
-    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+    def mixer(self, config: families.ForeignConfig) -> dict[str, Any]:
         config.expect("output_gate_activation", "swish", "silu", "sigmoid")
         f = config["output_gate_activation"]
         return {
-            "head_v_dim": whole("expand_v", config["head_dim"] * config["expand_v"]),
+            "head_v_dim": families.whole("expand_v", config["head_dim"] * config["expand_v"]),
             "gate_activation": "sigmoid" if f == "sigmoid" else "silu",
         }
 
@@ -314,8 +304,8 @@ class KDA(Gated):
         "lower_bound": None, "conv_size": 4, "head_dim": 128, "num_heads": 16, "num_v_heads": None,
     }  # fmt: skip
 
-    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
-        values = whole("expand_v", config["head_dim"] * config["expand_v"])
+    def mixer(self, config: families.ForeignConfig) -> dict[str, Any]:
+        values = families.whole("expand_v", config["head_dim"] * config["expand_v"])
         if config["safe_gate"] and config["lower_bound"] is None:
             raise ValueError("safe_gate: want a lower_bound beside it, got None")
         return {
@@ -347,8 +337,8 @@ class KDA(Gated):
         ]
 
 
-def _head_dim(config: ForeignConfig, ratio: str) -> int:
-    return whole(ratio, config["hidden_size"] * config[ratio] / config["num_heads"])
+def _head_dim(config: families.ForeignConfig, ratio: str) -> int:
+    return families.whole(ratio, config["hidden_size"] * config[ratio] / config["num_heads"])
 
 
 def _inverse(names: dict[Any, Any], value: Any) -> Any:
@@ -380,7 +370,7 @@ def _gate_norm(mixer: dict[str, Any], module: Any) -> list[Rule]:
     return renamed(("norm_weight", f"{name}.weight"))
 
 
-def _attention(config: ForeignConfig) -> dict[int, dict[str, Any]]:
+def _attention(config: families.ForeignConfig) -> dict[int, dict[str, Any]]:
     """Layer -> options of its attention."""
     specs = config["attn"] or []
     found = {}
@@ -403,7 +393,7 @@ def _attention(config: ForeignConfig) -> dict[int, dict[str, Any]]:
 def attention_of(config: SlipstreamConfig) -> list[dict[str, Any]] | None:
     specs = []
     for i in range(config.num_hidden_layers):
-        name, options = completed(config, i)
+        name, options = families.completed(config, i)
         if name == "attention":
             keys = ("num_heads", "num_kv_heads", "qkv_bias", "window_size")
             spec = {"layers": [i], **{key: options[key] for key in keys}}

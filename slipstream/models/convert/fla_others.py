@@ -4,20 +4,11 @@ Transformer, and the preconditioned GatedDeltaNet and KDA."""
 from typing import Any, ClassVar
 
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert.families import ForeignConfig
-from slipstream.models.convert.fla import (
-    KDA,
-    Gated,
-    GatedDeltaNet,
-    attention_of,
-    attention_rules,
-    convolution,
-    projections,
-)
+from slipstream.models.convert import families, fla
 from slipstream.models.convert.rules import Rule, joined, renamed
 
 
-class LightNet(Gated):
+class LightNet(fla.Gated):
     name = model_type = "lightnet"
     architecture, kind = "LightNetForCausalLM", "lightnet"
     equal = ("num_heads", "gate_low_rank_dim")
@@ -39,23 +30,23 @@ class LightNet(Gated):
                 mixer["rotary_base"] = 10000.0
         return found
 
-    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+    def mixer(self, config: families.ForeignConfig) -> dict[str, Any]:
         config.expect("elementwise_affine", True)
         return {}
 
     def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
         return [
-            *projections(*"qkvo"),
+            *fla.projections(*"qkvo"),
             *renamed(
                 ("g_down.weight", "g_proj.0.weight"),
                 ("g_up.weight", "g_proj.1.weight"),
                 ("norm_weight", "g_norm.weight"),
             ),
-            *convolution(module.conv, module.channels),
+            *fla.convolution(module.conv, module.channels),
         ]
 
 
-class ForgettingTransformer(Gated):
+class ForgettingTransformer(fla.Gated):
     name = model_type = "forgetting_transformer"
     architecture, kind = "ForgettingTransformerForCausalLM", "forgetting_attn"
     equal = ("num_heads", "num_kv_heads", "qkv_bias", "window_size")
@@ -72,22 +63,22 @@ class ForgettingTransformer(Gated):
             del mixer["norm_eps"]  # of queries and keys
         return found
 
-    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+    def mixer(self, config: families.ForeignConfig) -> dict[str, Any]:
         config.expect("qk_norm", False)  # its weights are of all heads, ours of one
         config.expect("attn", None)
         return {}
 
     def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
-        gate = projections("g") if mixer["output_gate"] else []
-        return [*attention_rules(mixer), *projections("f"), *renamed("f_proj.bias"), *gate]
+        gate = fla.projections("g") if mixer["output_gate"] else []
+        return [*fla.attention_rules(mixer), *fla.projections("f"), *renamed("f_proj.bias"), *gate]
 
 
-class PrecondGatedDeltaNet(GatedDeltaNet):
+class PrecondGatedDeltaNet(fla.GatedDeltaNet):
     name = model_type = "precond_gated_deltanet"
     architecture, kind = "PrecondGatedDeltaNetForCausalLM", "precond_gated_deltanet"
-    equal = (*GatedDeltaNet.equal, "squash_x", "squash_eps")
-    defaults: ClassVar = {**GatedDeltaNet.defaults, "squash_x": 1.5, "squash_eps": 1e-6}
-    without_effect = (*Gated.without_effect, "log_atk_scale_init", "a_log_init_lower")
+    equal = (*fla.GatedDeltaNet.equal, "squash_x", "squash_eps")
+    defaults: ClassVar = {**fla.GatedDeltaNet.defaults, "squash_x": 1.5, "squash_eps": 1e-6}
+    without_effect = (*fla.Gated.without_effect, "log_atk_scale_init", "a_log_init_lower")
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
         found = super().options(mixer, config)
@@ -98,14 +89,14 @@ class PrecondGatedDeltaNet(GatedDeltaNet):
         return [*super().layer(mixer, module, config), *_preconditioner("a_atk_proj", mixer)]
 
 
-class PrecondKDA(KDA):
+class PrecondKDA(fla.KDA):
     name = model_type = "precond_kda"
     architecture, kind = "PrecondKDAForCausalLM", "precond_kda"
-    equal = (*KDA.equal, "squash_x", "squash_eps")
-    defaults: ClassVar = {**KDA.defaults, "squash_x": 1.5, "squash_eps": 1e-6}
+    equal = (*fla.KDA.equal, "squash_x", "squash_eps")
+    defaults: ClassVar = {**fla.KDA.defaults, "squash_x": 1.5, "squash_eps": 1e-6}
     without_effect = PrecondGatedDeltaNet.without_effect
 
-    def mixer(self, config: ForeignConfig) -> dict[str, Any]:
+    def mixer(self, config: families.ForeignConfig) -> dict[str, Any]:
         # fla's has a preconditioner for each head of values
         config.expect("num_v_heads", None, config["num_heads"])
         return super().mixer(config)
@@ -123,7 +114,7 @@ def _one_attention(config: SlipstreamConfig) -> dict[str, Any]:
     Raises:
         ValueError: layers of attention have other options than the first.
     """
-    specs = attention_of(config) or []
+    specs = fla.attention_of(config) or []
     layers = [spec.pop("layers")[0] for spec in specs]
     for i, spec in zip(layers, specs):
         if spec != specs[0]:

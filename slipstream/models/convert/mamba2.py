@@ -4,17 +4,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert.families import (
-    Family,
-    ForeignConfig,
-    of_all_layers,
-    read_names,
-    shared_ends,
-    tokens_of,
-    whole,
-    written_names,
-)
-from slipstream.models.convert.fla import COMMON, WITHOUT_EFFECT
+from slipstream.models.convert import families, fla
 from slipstream.models.convert.rules import Rule, renamed, shaped
 
 # options of the mixer and both libraries' names of them; and fla's of its own
@@ -25,18 +15,18 @@ OF_FLA = {
 }  # fmt: skip
 
 
-class FlaMamba2(Family):
+class FlaMamba2(families.Family):
     name, model_type = "fla_mamba2", "mamba2"
     architecture = "Mamba2ForCausalLM"
     defaults: ClassVar = {
-        **COMMON, "head_dim": 64, "state_size": 128, "num_hidden_layers": 48, "norm_eps": 1e-5,
+        **fla.COMMON, "head_dim": 64, "state_size": 128, "num_hidden_layers": 48, "norm_eps": 1e-5,
         "pad_token_id": 0, "expand": 2, "conv_kernel": 4, "n_groups": 1, "use_bias": False,
         "use_conv_bias": True, "D_has_hdim": False, "hidden_act": "silu", "residual_in_fp32": True,
         "dt_limit": (0.0, float("inf")), "rmsnorm": True, "norm_before_gate": False,
         "num_heads": None,
     }  # fmt: skip
     without_effect = (
-        *WITHOUT_EFFECT, "conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor",
+        *fla.WITHOUT_EFFECT, "conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor",
         "rescale_prenorm_residual", "chunk_size",
     )  # fmt: skip
     eps, limit, written = "norm_eps", "dt_limit", {**NAMES, **OF_FLA}
@@ -45,17 +35,17 @@ class FlaMamba2(Family):
         return super().matches(given) and "layer_norm_epsilon" not in given
 
     def read(self, given: dict[str, Any]) -> dict[str, Any]:
-        config = ForeignConfig(given, self.defaults, self.without_effect)
+        config = families.ForeignConfig(given, self.defaults, self.without_effect)
         config.expect("hidden_act", "silu", "swish")
         low, high = config[self.limit]
-        inner = whole("expand", config["expand"] * config["hidden_size"])
+        inner = families.whole("expand", config["expand"] * config["hidden_size"])
         mixer = {
             "type": "mamba2",
             "num_heads": inner // config["head_dim"],
-            "expand": whole("expand", config["expand"]),
+            "expand": families.whole("expand", config["expand"]),
             "norm_eps": config[self.eps],
             "dt_limit": None if (low, high) == (0, float("inf")) else (low, high),
-            **read_names(NAMES | OF_FLA, config),
+            **families.read_names(NAMES | OF_FLA, config),
         }
         layers = config["num_hidden_layers"]
         return {
@@ -68,20 +58,20 @@ class FlaMamba2(Family):
         }
 
     def write(self, config: SlipstreamConfig) -> dict[str, Any]:
-        mixer = of_all_layers(config, "mamba2", self.name)
+        mixer = families.of_all_layers(config, "mamba2", self.name)
         return {
-            **tokens_of(config),
+            **families.tokens_of(config),
             "num_hidden_layers": config.num_hidden_layers,
             "num_heads": mixer["num_heads"],
             "expand": mixer["expand"],
-            **written_names(self.written, mixer),
+            **families.written_names(self.written, mixer),
             "residual_in_fp32": config.residual_in_fp32,
             self.limit: list(mixer["dt_limit"] or (0.0, float("inf"))),
             self.eps: config.norm_eps,
         }
 
     def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
-        yield from shared_ends(config, "backbone", "embeddings", "norm_f")
+        yield from families.shared_ends(config, "backbone", "embeddings", "norm_f")
         for i, block in enumerate(model.model.layers):
             ours, theirs = f"model.layers.{i}.", f"backbone.layers.{i}."
             channels, width = block.mixer.conv.weight.shape
@@ -123,4 +113,4 @@ class Mamba2(FlaMamba2):
     )  # fmt: skip
 
     def matches(self, given: dict[str, Any]) -> bool:
-        return Family.matches(self, given) and "layer_norm_epsilon" in given
+        return families.Family.matches(self, given) and "layer_norm_epsilon" in given

@@ -8,31 +8,20 @@ from torch import Tensor
 
 from slipstream.layers.mamba3 import mimo_order
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert.families import (
-    Family,
-    ForeignConfig,
-    of_all_layers,
-    read_names,
-    shared_ends,
-    tokens_of,
-    whole,
-    written_names,
-)
-from slipstream.models.convert.fla import COMMON
-from slipstream.models.convert.mamba2 import FlaMamba2
+from slipstream.models.convert import families, fla, mamba2
 from slipstream.models.convert.rules import Rule, renamed, reordered, shaped
 
 
-class Mamba3(Family):
+class Mamba3(families.Family):
     name = model_type = "mamba3"
     architecture = "Mamba3ForCausalLM"
     defaults: ClassVar = {
-        **COMMON, "head_dim": 64, "state_size": 128, "num_hidden_layers": 48, "norm_eps": 1e-5,
+        **fla.COMMON, "head_dim": 64, "state_size": 128, "num_hidden_layers": 48, "norm_eps": 1e-5,
         "pad_token_id": 0, "expand": 2, "n_groups": 1, "use_bias": False, "rope_fraction": 0.5,
         "A_floor": 1e-4, "is_outproj_norm": False, "is_mimo": False, "mimo_rank": 4,
         "residual_in_fp32": True,
     }  # fmt: skip
-    without_effect = (*FlaMamba2.without_effect, "hidden_act", "num_heads")
+    without_effect = (*mamba2.FlaMamba2.without_effect, "hidden_act", "num_heads")
     # options of the mixer, and fla's names of them
     names: ClassVar = {
         **{x: x for x in ("head_dim", "state_size", "n_groups", "A_floor", "norm_eps", "use_bias")},
@@ -40,16 +29,16 @@ class Mamba3(Family):
     }  # fmt: skip
 
     def read(self, given: dict[str, Any]) -> dict[str, Any]:
-        config = ForeignConfig(given, self.defaults, self.without_effect)
+        config = families.ForeignConfig(given, self.defaults, self.without_effect)
         if config["is_mimo"] and config["mimo_rank"] < 2:
             raise ValueError(f"mimo_rank: want 2 or more, got {config['mimo_rank']}")
-        inner = whole("expand", config["expand"] * config["hidden_size"])
+        inner = families.whole("expand", config["expand"] * config["hidden_size"])
         mixer = {
             "type": "mamba3",
             "num_heads": inner // config["head_dim"],
-            "expand": whole("expand", config["expand"]),
+            "expand": families.whole("expand", config["expand"]),
             "mimo_rank": config["mimo_rank"] if config["is_mimo"] else 1,
-            **read_names(self.names, config),
+            **families.read_names(self.names, config),
         }
         layers = config["num_hidden_layers"]
         return {
@@ -62,14 +51,14 @@ class Mamba3(Family):
         }
 
     def write(self, config: SlipstreamConfig) -> dict[str, Any]:
-        mixer = of_all_layers(config, "mamba3", self.name)
+        mixer = families.of_all_layers(config, "mamba3", self.name)
         if mixer["rotary_fraction"] not in (0.5, 1.0):
             raise ValueError(f"rotary_fraction: fla has 0.5 or 1, got {mixer['rotary_fraction']}")
         return {
-            **tokens_of(config),
+            **families.tokens_of(config),
             "num_hidden_layers": config.num_hidden_layers,
             "expand": mixer["expand"],
-            **written_names(self.names, mixer),
+            **families.written_names(self.names, mixer),
             "is_mimo": mixer["mimo_rank"] > 1,
             "mimo_rank": mixer["mimo_rank"],
             "residual_in_fp32": config.residual_in_fp32,
@@ -77,7 +66,7 @@ class Mamba3(Family):
         }
 
     def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
-        yield from shared_ends(config, "backbone", "embeddings", "norm_f")
+        yield from families.shared_ends(config, "backbone", "embeddings", "norm_f")
         for i, block in enumerate(model.model.layers):
             ours, theirs = f"model.layers.{i}.", f"backbone.layers.{i}."
             yield renamed(("mixer_norm.weight", "norm.weight"))[0].prefixed(ours, theirs)

@@ -7,17 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert.families import (
-    Family,
-    ForeignConfig,
-    completed,
-    completed_mlp,
-    of_all_layers,
-    read_names,
-    shared_ends,
-    tokens_of,
-    written_names,
-)
+from slipstream.models.convert import families
 from slipstream.models.convert.rules import (
     Rule,
     convolutions,
@@ -65,7 +55,7 @@ MLA = {
 }  # fmt: skip
 
 
-class Qwen3Next(Family):
+class Qwen3Next(families.Family):
     name = model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
     dropped = (r"mtp\.",)  # predicts further tokens, which transformers does not load either
@@ -86,15 +76,19 @@ class Qwen3Next(Family):
     )  # fmt: skip
 
     def read(self, given: dict[str, Any]) -> dict[str, Any]:
-        config = ForeignConfig(given, self.defaults, self.without_effect)
+        config = families.ForeignConfig(given, self.defaults, self.without_effect)
         config.expect("hidden_act", "silu")
         config.expect("attention_bias", False)
         eps, layers = config["rms_norm_eps"], config["num_hidden_layers"]
         base, factor = _rotary(config, config["partial_rotary_factor"])
-        linear = {"type": "gated_deltanet", **read_names(GATED_DELTANET, config), "norm_eps": eps}
+        linear = {
+            "type": "gated_deltanet",
+            **families.read_names(GATED_DELTANET, config),
+            "norm_eps": eps,
+        }
         attention = {
             "type": "attention",
-            **read_names(ATTENTION, config),
+            **families.read_names(ATTENTION, config),
             "rotary_dim": int(config["head_dim"] * factor),
             "rotary_base": base,
             "qk_norm": True,
@@ -123,23 +117,23 @@ class Qwen3Next(Family):
         }
 
     def write(self, config: SlipstreamConfig) -> dict[str, Any]:
-        linear = of_all_layers(config, "gated_deltanet", self.name)
+        linear = families.of_all_layers(config, "gated_deltanet", self.name)
         layers = range(config.num_hidden_layers)
-        kinds = [completed(config, i)[0] for i in layers]
+        kinds = [families.completed(config, i)[0] for i in layers]
         written = {
-            **tokens_of(config),
+            **families.tokens_of(config),
             "num_hidden_layers": len(layers),
             "intermediate_size": config.intermediate_size,
             "rms_norm_eps": config.norm_eps,
-            **written_names(GATED_DELTANET, linear),
+            **families.written_names(GATED_DELTANET, linear),
             "layer_types": [_kind(x) for x in kinds],
             **_moe_of(config, "qwen3_next_moe", self.moe),
         }
-        sparse = [completed_mlp(config, i)[0] != "swiglu" for i in layers]
+        sparse = [families.completed_mlp(config, i)[0] != "swiglu" for i in layers]
         written["mlp_only_layers"] = [i for i in layers if not sparse[i]]
         if "attention" in kinds:
-            x = of_all_layers(config, "attention", self.name)
-            written |= written_names(ATTENTION, x)
+            x = families.of_all_layers(config, "attention", self.name)
+            written |= families.written_names(ATTENTION, x)
             written["rope_parameters"] = {
                 "rope_type": "default",
                 "rope_theta": x["rotary_base"],
@@ -148,9 +142,9 @@ class Qwen3Next(Family):
         return written
 
     def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
-        yield from shared_ends(config, "model", "embed_tokens", "norm")
+        yield from families.shared_ends(config, "model", "embed_tokens", "norm")
         for i, block in enumerate(model.model.layers):
-            at, (name, options) = f"model.layers.{i}.", completed(config, i)
+            at, (name, options) = f"model.layers.{i}.", families.completed(config, i)
             yield from (rule.prefixed(at, at) for rule in _norms_and_mlp(config, i, self._experts))
             if name == "attention":
                 rules, theirs = self._attention(options), "self_attn."
@@ -224,7 +218,7 @@ class Qwen3Next(Family):
         ]
 
 
-class KimiLinear(Family):
+class KimiLinear(families.Family):
     name = model_type = "kimi_linear"
     architecture = "KimiLinearForCausalLM"
     without_effect = (
@@ -260,7 +254,7 @@ class KimiLinear(Family):
 
     def read(self, given: dict[str, Any]) -> dict[str, Any]:
         given = {self.key_names.get(key, key): value for key, value in given.items()}
-        config = ForeignConfig(given, self.defaults, self.without_effect)
+        config = families.ForeignConfig(given, self.defaults, self.without_effect)
         heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
         for key, value in (
             ("hidden_act", "silu"),
@@ -281,7 +275,7 @@ class KimiLinear(Family):
             "conv_size": linear.get("short_conv_kernel_size", config["linear_conv_kernel_dim"]),
             "norm_eps": eps,
         }
-        mla = {"type": "mla", **read_names(MLA, config), "rotary_base": None}
+        mla = {"type": "mla", **families.read_names(MLA, config), "rotary_base": None}
         full = {i - 1 for i in linear.get("full_attn_layers", ())}
         kinds = config["layer_types"] or [
             i in full if "full_attn_layers" in linear else i > 0 and i % 4 == 0
@@ -300,12 +294,12 @@ class KimiLinear(Family):
         }
 
     def write(self, config: SlipstreamConfig) -> dict[str, Any]:
-        kda = of_all_layers(config, "kda", self.name)
+        kda = families.of_all_layers(config, "kda", self.name)
         layers = range(config.num_hidden_layers)
-        kinds = [completed(config, i)[0] for i in layers]
-        mlps = [completed_mlp(config, i)[0] for i in layers]
+        kinds = [families.completed(config, i)[0] for i in layers]
+        mlps = [families.completed_mlp(config, i)[0] for i in layers]
         written = {
-            **tokens_of(config),
+            **families.tokens_of(config),
             "num_hidden_layers": len(layers),
             "intermediate_size": config.intermediate_size,
             "rms_norm_eps": config.norm_eps,
@@ -317,14 +311,14 @@ class KimiLinear(Family):
             **_moe_of(config, "kimi_linear_moe", self.moe),
         }
         if "mla" in kinds:
-            x = of_all_layers(config, "mla", self.name)
-            written |= {**written_names(MLA, x), "num_key_value_heads": x["num_heads"]}
+            x = families.of_all_layers(config, "mla", self.name)
+            written |= {**families.written_names(MLA, x), "num_key_value_heads": x["num_heads"]}
         return written
 
     def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
-        yield from shared_ends(config, "model", "embed_tokens", "norm")
+        yield from families.shared_ends(config, "model", "embed_tokens", "norm")
         for i, block in enumerate(model.model.layers):
-            at, (name, options) = f"model.layers.{i}.", completed(config, i)
+            at, (name, options) = f"model.layers.{i}.", families.completed(config, i)
             yield from (rule.prefixed(at, at) for rule in _norms_and_mlp(config, i, self._experts))
             rules = self._mla(options) if name == "mla" else self._kda(options, block.mixer)
             yield from (rule.prefixed(f"{at}mixer.", f"{at}self_attn.") for rule in rules)
@@ -378,7 +372,7 @@ def _kind(mixer: str) -> str:
     return "full_attention" if mixer in ("attention", "mla") else "linear_attention"
 
 
-def _rotary(config: ForeignConfig, factor: float) -> tuple[float, float]:
+def _rotary(config: families.ForeignConfig, factor: float) -> tuple[float, float]:
     """Base and share of rotated features, from either of transformers' ways to write them."""
     given = config["rope_parameters"] or config["rope_scaling"] or {}
     kind = given.get("rope_type", given.get("type", "default"))
@@ -398,7 +392,7 @@ def _norms_and_mlp(
         ("mixer_norm.weight", "input_layernorm.weight"),
         ("mlp_norm.weight", "post_attention_layernorm.weight"),
     )
-    mlp, options = completed_mlp(config, layer)
+    mlp, options = families.completed_mlp(config, layer)
     if mlp == "swiglu":
         return [*norms, *_shared("mlp", "mlp")]
     return [*norms, *experts_of(options["num_experts"])]
@@ -414,7 +408,7 @@ def _moe_of(config: SlipstreamConfig, kind: str, keys: tuple[str, ...]) -> dict[
     Raises:
         ValueError: they differ; names the layer and the option.
     """
-    every = [completed_mlp(config, i) for i in range(config.num_hidden_layers)]
+    every = [families.completed_mlp(config, i) for i in range(config.num_hidden_layers)]
     found = [(i, options) for i, (name, options) in enumerate(every) if name == kind]
     if not found:
         return {"num_experts": 0}

@@ -4,18 +4,12 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert.families import (
-    Family,
-    ForeignConfig,
-    of_all_layers,
-    shared_ends,
-    tokens_of,
-)
+from slipstream.models.convert import families
 from slipstream.models.convert.fla import COMMON, WITHOUT_EFFECT
 from slipstream.models.convert.rules import Rule, renamed, stacked, transposed
 
 
-class RWKV7(Family):
+class RWKV7(families.Family):
     name = model_type = "rwkv7"
     architecture = "RWKV7ForCausalLM"
     defaults: ClassVar = {
@@ -26,7 +20,7 @@ class RWKV7(Family):
     }  # fmt: skip
 
     def read(self, given: dict[str, Any]) -> dict[str, Any]:
-        config = ForeignConfig(given, self.defaults, WITHOUT_EFFECT)
+        config = families.ForeignConfig(given, self.defaults, WITHOUT_EFFECT)
         size, layers = config["hidden_size"], config["num_hidden_layers"]
         config.expect("hidden_act", "sqrelu")
         config.expect("attn", None)
@@ -60,10 +54,10 @@ class RWKV7(Family):
         }
 
     def write(self, config: SlipstreamConfig) -> dict[str, Any]:
-        mixer = of_all_layers(config, "rwkv7", self.name)
+        mixer = families.of_all_layers(config, "rwkv7", self.name)
         ranks = ("decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim")
         return {
-            **tokens_of(config),
+            **families.tokens_of(config),
             "num_hidden_layers": config.num_hidden_layers,
             "num_heads": mixer["num_heads"],
             "head_dim": config.hidden_size // mixer["num_heads"],
@@ -81,7 +75,7 @@ class RWKV7(Family):
             parts = ("weight", "bias") if biased else ("weight",)
             return renamed(*((f"{ours}.{x}", f"{theirs}.{x}") for x in parts))
 
-        yield from shared_ends(config, "model", "embeddings", "norm")
+        yield from families.shared_ends(config, "model", "embeddings", "norm")
         if biased:
             yield from renamed("model.norm.bias")
         if config.embedding_norm:
