@@ -14,14 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.ops import conv, gated_delta_rule, kda, simple_gla
 from slipstream.ops.causal_conv1d import causal_conv1d_fn as conv_fn
 from slipstream.ops.causal_conv1d import causal_conv1d_update as conv_update
-from slipstream.ops.conv import short_convolution
-from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
 from slipstream.ops.recurrent_step import recurrent_step
 from slipstream.ops.selective_scan import selective_scan
-from slipstream.ops.simple_gla import chunk_simple_gla
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -235,7 +232,7 @@ def _delta(op: Callable) -> Callable:
 def _gated_recurrence(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    return fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **options)
+    return gated_delta_rule.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **options)
 
 
 def causal_conv1d_fn(
@@ -254,7 +251,7 @@ def causal_conv1d_fn(
     B, D, T = x.shape
     context = kwargs.get("context")
     if context is not None:
-        y, _ = short_convolution(x.mT, weight, bias, activation=activation, context=context)
+        y, _ = conv.short_convolution(x.mT, weight, bias, activation=activation, context=context)
         return y.mT.to(hidden_states.dtype)
     seq_idx = sequences_of(kwargs, B, T)
     if seq_idx is None:
@@ -302,7 +299,7 @@ def mamba_chunk_scan_combined(
     seq_idx = sequences_of(kwargs, *x.shape[:2])
     tensors = mamba2_inputs(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit)
     given = initial_states, return_final_states, seq_idx, kwargs.get("context")
-    y, state = _run(chunk_simple_gla, tensors, *given, **MAMBA2)
+    y, state = _run(simple_gla.chunk_simple_gla, tensors, *given, **MAMBA2)
     y = skip_and_gate(y, x, D[:, None] if D is not None and D.dim() == 1 else D, z)
     return (y, state) if return_final_states else y
 
@@ -460,10 +457,10 @@ def not_fused(*args: Any, **kwargs: Any) -> None:
 FUNCTIONS: dict[str, Callable] = {
     "causal_conv1d_fn": causal_conv1d_fn,
     "causal_conv1d_update": causal_conv1d_update,
-    "chunk_gated_delta_rule": _delta(chunk_gated_delta_rule),
+    "chunk_gated_delta_rule": _delta(gated_delta_rule.chunk_gated_delta_rule),
     "fused_recurrent_gated_delta_rule": _delta(_gated_recurrence),
-    "chunk_kda": _delta(chunk_kda),
-    "fused_recurrent_kda": _delta(fused_recurrent_kda),
+    "chunk_kda": _delta(kda.chunk_kda),
+    "fused_recurrent_kda": _delta(kda.fused_recurrent_kda),
     "mamba_chunk_scan_combined": mamba_chunk_scan_combined,
     "mamba_split_conv1d_scan_combined": not_fused,
     "mamba_inner_fn": not_fused,

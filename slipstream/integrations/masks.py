@@ -26,11 +26,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from slipstream.integrations.linear_mixers import (
-    is_unreadable,
-    offsets_of,
-    sequences_of_positions,
-)
+from slipstream.integrations import linear_mixers
 
 # above any number of heads, so that adding such a mask to scores is an error
 FIRST_RULE = 4099
@@ -123,7 +119,7 @@ def build_mask(pattern: Pattern, mask_function: Callable, call: Query) -> Tensor
 def _all_real(call: Query) -> bool:
     """Whether no key is padding; not known where the host cannot wait for it."""
     assert call.padding is not None
-    if is_unreadable(call.padding) or call.padding.shape[1] < call.keys:
+    if linear_mixers.is_unreadable(call.padding) or call.padding.shape[1] < call.keys:
         return False
     return bool(call.padding.all())
 
@@ -158,7 +154,7 @@ def _keys_in_use(rule: Rule, call: Query) -> Tensor | bool | None:
     if call.padding is None:
         return None
     begin, end = _bounds(call.padding)
-    if is_unreadable(begin):
+    if linear_mixers.is_unreadable(begin):
         return _ranges(rule, begin, end)
     regular = (call.padding.sum(1) == end - begin).all()
     regular, at_start = torch.stack([regular, (begin == 0).all()]).tolist()
@@ -173,7 +169,7 @@ def _aligned(rule: Rule, call: Query) -> Tensor | bool:
         return _whole(rule, call.device)
     begin, end = _bounds(call.padding)
     regular = (call.padding.sum(1) == end - begin).all()
-    if not is_unreadable(regular) and not bool(regular):
+    if not linear_mixers.is_unreadable(regular) and not bool(regular):
         return False
     row = torch.arange(call.batch, device=begin.device)[:, None] * call.keys
     cuts = torch.stack([begin, end, torch.full_like(begin, call.keys)], 1) + row
@@ -192,7 +188,7 @@ def _on_cache(rule: Rule, call: Query) -> Tensor | bool:
     if call.padding is None:
         return whole
     begin = call.padding.int().argmax(1)
-    if is_unreadable(begin):
+    if linear_mixers.is_unreadable(begin):
         return _ranges(rule, begin, last)
     # what the padding is too short for is padding
     token = torch.arange(call.padding.shape[1], device=begin.device)
@@ -213,7 +209,7 @@ def _cut(pattern: Pattern, mask_function: Callable, call: Query) -> Tensor:
     begins = torch.cat([begins.new_ones(batch, 1), begins], 1).flatten()
     end = batch * tokens
     # as many as there can be, empty ones at the end
-    if is_unreadable(begins):
+    if linear_mixers.is_unreadable(begins):
         place = torch.arange(end, device=call.device)
         first = torch.where(begins, place, end).sort().values
     else:
@@ -341,10 +337,10 @@ def _cuts_by_position(mask: Tensor, positions: Any, B: int, T: int) -> Tensor | 
         begin, end = mask[0, 0, :-1, 0].view(B, 3, 1)[:, 1:].unbind(1)
         token = torch.arange(B * T, device=mask.device).view(B, T)
         real = (token >= begin) & (token < end)
-    seq_idx = sequences_of_positions(positions, real)
+    seq_idx = linear_mixers.sequences_of_positions(positions, real)
     if seq_idx is None or seq_idx.shape[1] != T:
         return None
-    return offsets_of(seq_idx.expand(B, -1)).int()
+    return linear_mixers.offsets_of(seq_idx.expand(B, -1)).int()
 
 
 def visible(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:

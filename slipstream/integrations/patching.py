@@ -30,17 +30,8 @@ from torch.utils import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slipstream.integrations.auto_models import ThenCall
-from slipstream.integrations.linear_mixers import (
-    FUNCTIONS,
-    captured,
-    is_unreadable,
-    not_fused,
-    running,
-    sequences_of,
-    sequences_of_positions,
-    text_table,
-)
+from slipstream.integrations import auto_models, linear_mixers
+from slipstream.integrations.linear_mixers import FUNCTIONS, running, sequences_of
 from slipstream.ops.norm import rms_norm_gated
 
 MODELING = re.compile(r"transformers\.models\.[\w.]+\.modeling_\w+")
@@ -164,7 +155,9 @@ def _replacement(ours: Callable, theirs: Callable) -> Callable:
     unread = {
         name: p.default
         for name, p in inspect.signature(theirs).parameters.items()
-        if p.kind is p.POSITIONAL_OR_KEYWORD and name not in parameters and ours is not not_fused
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+        and name not in parameters
+        and ours is not linear_mixers.not_fused
     }
 
     @wraps(theirs)
@@ -209,12 +202,12 @@ def _sequences_of_positions(given: dict[str, Any]) -> Tensor | None:
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     cached = any(given.get(name) is not None for name in ("cache", "past_key_values"))
     if mask is None:
-        return sequences_of_positions(positions, counted=not cached)
+        return linear_mixers.sequences_of_positions(positions, counted=not cached)
     if not isinstance(positions, Tensor) or not isinstance(mask, Tensor):
         return None
     if mask.dim() != 2 or mask.shape[1] != positions.shape[-1]:
         return None
-    return sequences_of_positions(positions, mask.bool())
+    return linear_mixers.sequences_of_positions(positions, mask.bool())
 
 
 def _model_forward(forward: Callable) -> Callable:
@@ -248,7 +241,7 @@ def _one_table(positions: Any) -> Tensor | None:
     the first is that of the text."""
     if not isinstance(positions, Tensor) or positions.dim() != 3 or len(positions) == 4:
         return None
-    return None if is_unreadable(positions) else text_table(positions)
+    return None if linear_mixers.is_unreadable(positions) else linear_mixers.text_table(positions)
 
 
 def _layer_call(call: Callable) -> Callable:
@@ -270,7 +263,7 @@ def _checkpoint_call(call: Callable) -> Callable:
 
     @wraps(call)
     def replacement(owner: Any, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        return call(owner, captured(function), *args, **kwargs)
+        return call(owner, linear_mixers.captured(function), *args, **kwargs)
 
     return replacement
 
@@ -439,7 +432,7 @@ class _Finder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = ThenCall(spec.loader, _patch_module)
+            spec.loader = auto_models.ThenCall(spec.loader, _patch_module)
         return spec
 
     @classmethod

@@ -13,8 +13,7 @@ from torch import Tensor
 from slipstream.kernels.elementwise.copy_states import copy_states
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.ops import mixer_step
-from slipstream.runtime.consistent import BLOCK
-from slipstream.runtime.token_ids import expect_below
+from slipstream.runtime import consistent, token_ids
 
 _OF_POOL = "states of the pool"
 
@@ -125,7 +124,7 @@ def prefill(
         ValueError: a slot past the pool; on CUDA the next call does, and this one has no state.
     """
     slots = slots[: cu_seqlens.shape[0] - 1]
-    expect_below("slots", slots, states.shape[0], _OF_POOL)
+    token_ids.expect_below("slots", slots, states.shape[0], _OF_POOL)
     pool, (HV, V, K) = states.detach(), states.shape[1:]
     # K first, as kernels index them
     before = torch.empty(slots.shape[0], HV, K, V, dtype=torch.float32, device=pool.device)
@@ -148,7 +147,7 @@ def prefill(
 def rows_of_starts(cu_seqlens: Tensor, total: int) -> Tensor:
     """Rows for prefill's states before every 64 tokens of each sequence, one sequence after the
     other. Of `total` tokens these are total // 64 + N states at the most."""
-    counts = (cu_seqlens.diff() + BLOCK - 1) // BLOCK
+    counts = (cu_seqlens.diff() + consistent.BLOCK - 1) // consistent.BLOCK
     first = counts.cumsum(0) - counts
     chunk = _chunks(cu_seqlens, total)
     return torch.where(chunk < counts[:, None], first[:, None] + chunk, -1).int()
@@ -161,12 +160,12 @@ def rows_of_chunks(chunks: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def _chunks(cu_seqlens: Tensor, total: int) -> Tensor:
-    return torch.arange(1 - -total // BLOCK, device=cu_seqlens.device)
+    return torch.arange(1 - -total // consistent.BLOCK, device=cu_seqlens.device)
 
 
 def slots_of(pool: Tensor, slots: Tensor, name: str = "slots") -> Tensor:
     """The slots; -1 for those past the pool, of which the next call tells on CUDA."""
-    expect_below(name, slots, pool.shape[0], _OF_POOL)
+    token_ids.expect_below(name, slots, pool.shape[0], _OF_POOL)
     return slots if slots.device.type == "cpu" else slots.masked_fill(slots >= len(pool), -1)
 
 

@@ -22,15 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.integrations.serving import (
-    packed,
-    prefill,
-    rows_of_chunks,
-    rows_of_starts,
-    step,
-    step_drafts,
-    unpacked,
-)
+from slipstream.integrations import serving
 from slipstream.ops import chunk_gated_delta_rule, chunk_kda
 
 __all__ = ["GDNKernel", "KDAKernel", "register", "register_builtin"]
@@ -86,7 +78,7 @@ class _Kernel:
         none. query_start_loc has no effect. Returns o [1, N, HV, V]."""
         _refuse(others)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        o = step(
+        o = serving.step(
             q,
             k,
             v,
@@ -151,8 +143,11 @@ class _Kernel:
         a, b = self._gates(a, b, v.transpose(0, 1), ssm_states)
         drafts = torch.arange(T, device=rows.device)
         is_draft = (rows >= 0) & (drafts < query_start_loc.diff()[:, None])
-        o = step_drafts(
-            [unpacked(x, query_start_loc, T) for x in (q, k, v, a[:, 0][None], b[:, 0][None])],
+        o = serving.step_drafts(
+            [
+                serving.unpacked(x, query_start_loc, T)
+                for x in (q, k, v, a[:, 0][None], b[:, 0][None])
+            ],
             states=ssm_states,
             slots=cache_indices[:N],
             into=buffer.flatten(0, 1),
@@ -161,7 +156,7 @@ class _Kernel:
             dt_bias=dt_bias,
             lower_bound=lower_bound,
         )
-        return packed(o, query_start_loc, q.shape[1])
+        return serving.packed(o, query_start_loc, q.shape[1])
 
     def _extend(
         self,
@@ -180,13 +175,13 @@ class _Kernel:
         track_state [N, HV, V, K] goes the state before chunk track_chunk_idx of each sequence."""
         T, into, rows = tensors[0].shape[1], track_state, None
         if into is not None and track_chunk_idx is not None:
-            rows = rows_of_chunks(track_chunk_idx, query_start_loc, T)
+            rows = serving.rows_of_chunks(track_chunk_idx, query_start_loc, T)
         elif all_states:
             count = T // 64 + query_start_loc.shape[0] - 1
             into = ssm_states.new_empty(count, *ssm_states.shape[1:], dtype=torch.float32)
-            rows = rows_of_starts(query_start_loc, T)
+            rows = serving.rows_of_starts(query_start_loc, T)
         with torch.set_grad_enabled(torch.is_grad_enabled() and rows is None):
-            o = prefill(
+            o = serving.prefill(
                 rule,
                 *tensors,
                 states=ssm_states,

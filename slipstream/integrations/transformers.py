@@ -28,20 +28,9 @@ try:
 except ModuleNotFoundError as error:
     raise extras.missing("slipstream.integrations.transformers", error, "interop") from None
 
+from slipstream.integrations import linear_mixers, masks
 from slipstream.integrations.context import call_in_context
-from slipstream.integrations.linear_mixers import offsets_of, own_sequences, sequences_of
-from slipstream.integrations.masks import (
-    Query,
-    Rule,
-    build_mask,
-    cuts_by_position,
-    is_rule_mask,
-    modeling_source,
-    pattern_of,
-    traced_pattern_of,
-    visible,
-    wants_entries,
-)
+from slipstream.integrations.masks import Query, Rule, build_mask, cuts_by_position, is_rule_mask
 from slipstream.integrations.patching import patch, unpatch
 from slipstream.ops.attention import attention
 from slipstream.ops.flash_attn import flash_attn_with_kvcache
@@ -107,16 +96,16 @@ def slipstream_mask(
     if use_vmap or dense is not None:
         pattern = None
     elif torch.compiler.is_compiling():
-        pattern = traced_pattern_of(
+        pattern = masks.traced_pattern_of(
             mask_function, local_size, config, allow_is_bidirectional_skip, allow_is_causal_skip
         )
     else:
-        pattern = pattern_of(mask_function)
+        pattern = masks.pattern_of(mask_function)
     if pattern is not None:
         causal = pattern.rule.right == 0
         may_skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
         # packed rows and a step on a static cache: transformers allows no None there
-        wanted = wants_entries(type(config).__module__)
+        wanted = masks.wants_entries(type(config).__module__)
         step = q_length == 1 and causal and not wanted
         may_skip = may_skip or step or (pattern.cuts and not wanted)
         padding = None
@@ -192,7 +181,7 @@ def slipstream_attention(
                 f"{name}: attn_implementation={NAME!r} does not take this argument of "
                 f"{type(module).__name__}; use another attn_implementation"
             )
-    cu_seq_lens_q, seq_idx = own_sequences(module, query, cu_seq_lens_q, seq_idx)
+    cu_seq_lens_q, seq_idx = linear_mixers.own_sequences(module, query, cu_seq_lens_q, seq_idx)
     # norms in float32 leave q and k wider than v
     query, key = query.to(value.dtype), key.to(value.dtype)
     if s_aux is not None:
@@ -227,7 +216,7 @@ def slipstream_attention(
     if attention_mask is not None and attention_mask.shape[2] > 1:
         cuts = attention_mask[0, 0, :, 0]
     if seq_idx is not None and cuts is None and cu_seq_lens_q is None:
-        cu_seq_lens_q = offsets_of(seq_idx).int()
+        cu_seq_lens_q = linear_mixers.offsets_of(seq_idx).int()
     if cu_seq_lens_q is not None:
         _check_cuts(attention_mask, rule, q, k)
         if cuts is None:
@@ -353,7 +342,7 @@ def _within(cuts: Tensor | None, seq_idx: Tensor | None, q: Tensor, k: Tensor) -
                 f"cu_seq_lens_q: want as many keys as queries beside a dense mask, got {q.shape}, "
                 f"{k.shape}"
             )
-        seq_idx = sequences_of({"cu_seq_lens_q": cuts}, k.shape[0], k.shape[2])
+        seq_idx = linear_mixers.sequences_of({"cu_seq_lens_q": cuts}, k.shape[0], k.shape[2])
     if seq_idx is None:
         return None
     return seq_idx[:, None, :, None] == seq_idx[:, None, None, :]
@@ -409,7 +398,7 @@ def _dense_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         return None
     (B, H, T, _), S = q.shape, k.shape[2]
     if is_rule_mask(mask):
-        return visible(mask, k.shape[0], T, S)
+        return masks.visible(mask, k.shape[0], T, S)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attention_mask: want bool or floating, got {mask.dtype}")
     mask = mask[..., :S]
@@ -437,7 +426,7 @@ def uses_interface(model: type[PreTrainedModel]) -> bool:
     """
     if not model._can_set_attn_implementation():
         return False
-    source = modeling_source(model.__module__)
+    source = masks.modeling_source(model.__module__)
     return OWN_CLASSES not in source or not _chooses_own_classes(model, source)
 
 

@@ -9,9 +9,7 @@ from unittest import mock
 
 import torch
 
-from slipstream.compiler.aot import Job
-from slipstream.compiler.compiler_state import KernelDisabledWarning, state_for
-from slipstream.compiler.known_bugs import blocking, version
+from slipstream.compiler import aot, compiler_state, known_bugs
 from slipstream.compiler.support_matrix import Task
 from slipstream.compiler.trace import PlainTorch, trace
 from slipstream.runtime import backends, dispatch
@@ -32,13 +30,13 @@ class TracedKernels:
     for its gradients.
     """
 
-    jobs: dict[str | None, list[Job]]
+    jobs: dict[str | None, list[aot.Job]]
     refused: dict[str | None, str]
     plan: Selection | None
     besides: tuple[Selection, ...] = ()
 
     @property
-    def all(self) -> list[Job]:
+    def all(self) -> list[aot.Job]:
         return list({job.key: job for jobs in self.jobs.values() for job in jobs}.values())
 
 
@@ -60,7 +58,7 @@ def trace_operator(
         impls: implementations to trace; None, the one that is chosen, first.
         any_size: what such calls of any size compile.
     """
-    jobs: dict[str | None, list[Job]] = {}
+    jobs: dict[str | None, list[aot.Job]] = {}
     refused: dict[str | None, str] = {}
     plans: list[Selection] = []
     for impl in impls if "impl" in sample.takes else (None,):
@@ -77,7 +75,7 @@ def trace_operator(
                 warnings.catch_warnings(),
             ):
                 # what is not used there is told by what is traced instead
-                warnings.simplefilter("ignore", KernelDisabledWarning)
+                warnings.simplefilter("ignore", compiler_state.KernelDisabledWarning)
                 jobs[impl] = trace(call, arch, backward, remembers, compilers, any_size)
         except PlainTorch:
             jobs[impl] = []
@@ -95,7 +93,7 @@ def _release(compilers: Mapping[str, str] | None) -> Iterator[None]:
     if compilers is None:
         yield
         return
-    with mock.patch.object(backends, "RELEASE", version(compilers["triton"])[:2]):
+    with mock.patch.object(backends, "RELEASE", known_bugs.version(compilers["triton"])[:2]):
         yield
 
 
@@ -133,7 +131,7 @@ def find_kernels(
 ) -> KernelsFound:
     """The kernels of these operators for these shapes, under these compilers; any_size: and for
     calls like them of any size."""
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, aot.Job] = {}
     wanted: dict[str, list[str]] = {}
     found = KernelsFound([], {}, [])
     for sample in samples:
@@ -159,6 +157,6 @@ def find_kernels(
 
 def _blocking_bug(arch: str, compilers: Mapping[str, str] | None) -> str:
     """Why no kernel at all compiles there, if none does."""
-    here = state_for(arch, compilers=compilers)
-    fault = blocking(arch, here.triton, here.ptxas or None, ())
+    here = compiler_state.state_for(arch, compilers=compilers)
+    fault = known_bugs.blocking(arch, here.triton, here.ptxas or None, ())
     return f"{fault.pattern}: {fault.name}; {fault.way_out}" if fault else ""

@@ -7,19 +7,18 @@ from typing import Any
 
 import torch
 
-from slipstream.tools.backend_query import recording_selections
-from slipstream.tools.catalog import Sample, Shape
+from slipstream.tools import backend_query, catalog
 
 # one size for every device of a kind, so that rows of different owners can be compared
-GPU_SHAPE = Shape(B=1, T=4096, H=16, Z=32000)
-CPU_SHAPE = Shape(B=1, T=512, H=4, K=64, V=64, dtype=torch.float32)
+GPU_SHAPE = catalog.Shape(B=1, T=4096, H=16, Z=32000)
+CPU_SHAPE = catalog.Shape(B=1, T=512, H=4, K=64, V=64, dtype=torch.float32)
 RUNS = 20
 FLUSHED_BYTES = 256 << 20  # more than the L2 cache of any GPU
 Call = Callable[[], Any]
 
 
 def speeds(
-    samples: Sequence[Sample], shown: Callable[[str, dict[str, Any]], None] | None = None
+    samples: Sequence[catalog.Sample], shown: Callable[[str, dict[str, Any]], None] | None = None
 ) -> dict[str, Any]:
     """Milliseconds of each operator, forward alone and with backward, medians with a cold L2 cache.
 
@@ -44,7 +43,7 @@ def speeds(
 
 
 def _rows(
-    samples: dict[str, Sample], shape: Shape, device: torch.device
+    samples: dict[str, catalog.Sample], shape: catalog.Shape, device: torch.device
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, sample in reversed(samples.items()):
         try:
@@ -53,7 +52,7 @@ def _rows(
             yield name, {"error": f"{type(error).__name__}: {str(error)[:200]}"}
 
 
-def _row(sample: Sample, shape: Shape, device: torch.device) -> dict[str, Any]:
+def _row(sample: catalog.Sample, shape: catalog.Shape, device: torch.device) -> dict[str, Any]:
     args = sample.inputs(shape, device)
     leaves = [
         x.requires_grad_()
@@ -70,7 +69,7 @@ def _row(sample: Sample, shape: Shape, device: torch.device) -> dict[str, Any]:
         return torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
 
     plans: list[Any] = []
-    with recording_selections(plans):
+    with backend_query.recording_selections(plans):
         out = sample.call(args)[0]
     row: dict[str, Any] = {"backend": plans[0].impl if plans else "-"}
     row["forward_ms"] = milliseconds(forward, device)

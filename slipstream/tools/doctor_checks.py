@@ -21,10 +21,7 @@ from torch import Tensor
 from slipstream import __version__
 from slipstream.compiler import compiler_state, support_matrix, toolchain
 from slipstream.compiler.known_bugs import INTERPRETER, applying, blocking
-from slipstream.runtime import guarded_launch
-from slipstream.runtime.backends import INTERPRETED
-from slipstream.runtime.dispatch import Selection
-from slipstream.runtime.numeric_probe import BARS
+from slipstream.runtime import backends, dispatch, guarded_launch, numeric_probe
 from slipstream.tools.backend_query import IMPLS, find_kernels, recording_selections
 from slipstream.tools.catalog import SAMPLES, Sample, Shape, chosen, flat
 from slipstream.tools.precompile_cache import stale
@@ -136,9 +133,9 @@ def examine(
         thorough: on a GPU every implementation that takes a call, not only the one that is chosen.
         progress: gets a bar.
     """
-    gpu = torch.cuda.is_available() and not INTERPRETED
+    gpu = torch.cuda.is_available() and not backends.INTERPRETED
     device = torch.device("cuda" if gpu else "cpu")
-    impls: list[str | None] = ["triton"] if INTERPRETED else ["eager"]
+    impls: list[str | None] = ["triton"] if backends.INTERPRETED else ["eager"]
     shapes, progress = _shapes(gpu, full), progress or Progress(disable=True)
     checks = sum(not x.random for x in samples) * len(shapes)
     task = progress.add_task("operators checked", total=checks)
@@ -176,7 +173,7 @@ def compile_all(names: list[str], full: bool, arch: str, thorough: bool) -> None
 def _shapes(gpu: bool, full: bool) -> list[Shape]:
     rich: dict[str, Any] = {"grouped": True, "packed": True, "state": True}
     if not gpu:
-        small = Shape(T=24 if INTERPRETED else 70, K=16, V=24, dtype=torch.float32, **rich)
+        small = Shape(T=24 if backends.INTERPRETED else 70, K=16, V=24, dtype=torch.float32, **rich)
         return [small]
     found = [Shape(T=80, K=64, V=64, **rich)]
     if full:
@@ -193,7 +190,7 @@ def examine_one(
     sample: Sample, shape: Shape, device: torch.device, impls: Sequence[str | None]
 ) -> Iterator[Check]:
     """A comparison of each implementation that the operator has for this; None: what is chosen."""
-    blank = Check(sample.name, "-", str(shape), ok=False, bars=BARS[shape.dtype])
+    blank = Check(sample.name, "-", str(shape), ok=False, bars=numeric_probe.BARS[shape.dtype])
     try:
         args = sample.inputs(shape, device)
         fixed = sample.of_one_dtype
@@ -203,7 +200,7 @@ def examine_one(
         yield replace(blank, impl="reference", error=f"{type(error).__name__}: {error}"[:200])
         return
     for impl in impls if "impl" in sample.takes else [None]:
-        plans: list[Selection] = []
+        plans: list[dispatch.Selection] = []
         with recording_selections(plans) if impl is None else nullcontext():
             check = _compared(blank, sample, args, impl, want)
         if check is not None:
@@ -326,7 +323,7 @@ def interpreted(
     release of Triton cannot run them.
     """
     triton = toolchain.triton_version()
-    if INTERPRETED or triton is None or blocking(INTERPRETER, triton, None, ()):
+    if backends.INTERPRETED or triton is None or blocking(INTERPRETER, triton, None, ()):
         return
     numbers, progress = [SAMPLES.index(x) for x in samples], progress or Progress(disable=True)
     task = progress.add_task("operators in Triton's interpreter", total=len(samples))

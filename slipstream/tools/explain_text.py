@@ -4,15 +4,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from slipstream.compiler import toolchain
-from slipstream.compiler.aot import Job
+from slipstream.compiler import aot, known_bugs, toolchain
 from slipstream.compiler.arch import named
 from slipstream.compiler.compiler_state import CompilerState
-from slipstream.compiler.known_bugs import applying
-from slipstream.tools.backend_query import IMPLS, TracedKernels, trace_operator
+from slipstream.tools import backend_query, terminal
 from slipstream.tools.catalog import Sample, Shape
 from slipstream.tools.precompile_cache import DTYPES
-from slipstream.tools.terminal import columns
 
 # Compile-time arguments that make a tile; the rest are flags.
 _TILE = ("C", "BT", "BC", "BX", "BD", "BR", "BK", "BV", "BM", "BN", "BLOCK")
@@ -59,7 +56,7 @@ def lines(samples: Sequence[Sample], shape: Shape, arch: str, flags: bool = Fals
     yield from _compilers(arch)
     said: dict[tuple[str, ...], str] = {}
     for sample in samples:
-        way = tuple(_way(trace_operator(sample, shape, arch, remembers=True), flags))
+        way = tuple(_way(backend_query.trace_operator(sample, shape, arch, remembers=True), flags))
         yield ""
         if way in said:
             yield f"{_called(sample)}: as {said[way]}"
@@ -76,7 +73,7 @@ def lines(samples: Sequence[Sample], shape: Shape, arch: str, flags: bool = Fals
 
 def _variants(sample: Sample, shape: Shape, arch: str) -> Iterator[str]:
     """The closed list: what is compiled at most, with gradients, for calls of any sizes."""
-    got = trace_operator(sample, shape, arch, impls=(None,), any_size=True)
+    got = backend_query.trace_operator(sample, shape, arch, impls=(None,), any_size=True)
     found = Counter(job.name for job in got.all)
     if found:
         of_kernels = ", ".join(f"{count} {name}" for name, count in found.items())
@@ -88,7 +85,7 @@ def _called(sample: Sample) -> str:
     return f"{sample.op} ({sample.variant})" if sample.variant else sample.op
 
 
-def _way(got: TracedKernels, flags: bool) -> Iterator[str]:
+def _way(got: backend_query.TracedKernels, flags: bool) -> Iterator[str]:
     default = got.jobs.get(None)
     plans = (got.plan, *got.besides) if got.plan else ()
     several = len({x.family for x in plans}) > 1
@@ -105,7 +102,7 @@ def _way(got: TracedKernels, flags: bool) -> Iterator[str]:
         said.add(plan.family)
     rejected = {name for plan in plans for name, _ in plan.rejected}
     yield from _kernels(default or (), flags)
-    for impl in IMPLS:
+    for impl in backend_query.IMPLS:
         reason = got.refused.get(impl, "impl: want").removeprefix(f"impl={impl!r}: ")
         if impl in got.jobs and got.jobs[impl] != default:
             yield f"  with impl={impl!r} instead:"
@@ -114,7 +111,7 @@ def _way(got: TracedKernels, flags: bool) -> Iterator[str]:
             yield f"  with impl={impl!r}: not possible, {reason}"
 
 
-def _kernels(jobs: Sequence[Job], flags: bool) -> Iterator[str]:
+def _kernels(jobs: Sequence[aot.Job], flags: bool) -> Iterator[str]:
     """A table with a line for each; those that differ in nothing that is shown are counted."""
     found: dict[tuple[str, ...], int] = {}
     for job in jobs:
@@ -125,10 +122,10 @@ def _kernels(jobs: Sequence[Job], flags: bool) -> Iterator[str]:
         found[row] = found.get(row, 0) + 1
     rows = [(name, str(count), *rest) for (name, *rest), count in found.items()]
     headings = (*_HEADINGS, "flags") if flags else _HEADINGS
-    yield from columns([headings, *rows], "    ") if rows else ()
+    yield from terminal.columns([headings, *rows], "    ") if rows else ()
 
 
-def _file(job: Job) -> str:
+def _file(job: aot.Job) -> str:
     """Where a kernel is, below slipstream/kernels, or below slipstream for those of runtime."""
     module = job.kernel.partition(":")[0].removeprefix("slipstream.").removeprefix("kernels.")
     return f"{module.replace('.', '/')}.py"
@@ -143,6 +140,6 @@ def _compilers(arch: str) -> Iterator[str]:
     how = CompilerState(arch, triton, ptxas, passive=True, remembers=False).trust
     whose = f" ({toolchain.selected(arch)})" if ptxas else ""
     yield f"  Triton {triton}, ptxas {ptxas or 'none'}{whose}: {how}"
-    for fault in applying(arch, triton, ptxas or None):
+    for fault in known_bugs.applying(arch, triton, ptxas or None):
         what = "avoided by how kernels are written" if fault.avoided else fault.way_out
         yield f"    known fault {fault.name} ({fault.effect}): {fault.pattern}; {what}"

@@ -30,16 +30,13 @@ from transformers import TrainingArguments
 
 from slipstream.models import SlipstreamForCausalLM, shard_heads, whole_state_dict
 from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.training import ranks
-from slipstream.training.config import Parallel
-from slipstream.training.rows import Cursor, Tally
-from slipstream.training.trainer import LMTrainer
+from slipstream.training import config, ranks, rows, trainer
 
 SHARDS = "shards"  # folder of a checkpoint
 SCHEDULER = "scheduler.pt"
 
 
-def expect_processes(parallel: Parallel, processes: int) -> Parallel:
+def expect_processes(parallel: config.Parallel, processes: int) -> config.Parallel:
     """With data filled in: as many as are left.
 
     Raises:
@@ -54,14 +51,14 @@ def expect_processes(parallel: Parallel, processes: int) -> Parallel:
             f"are {data * inner} processes, and {processes} were started; start torchrun "
             f"--nproc-per-node {data * inner} -m slipstream train"
         )
-    return Parallel(data, parallel.shard, parallel.context, parallel.tensor)
+    return config.Parallel(data, parallel.shard, parallel.context, parallel.tensor)
 
 
-def is_sharded(parallel: Parallel) -> bool:
+def is_sharded(parallel: config.Parallel) -> bool:
     return parallel.shard * parallel.context * parallel.tensor > 1
 
 
-def make_mesh(parallel: Parallel, device: torch.device) -> DeviceMesh:
+def make_mesh(parallel: config.Parallel, device: torch.device) -> DeviceMesh:
     names = ("data", "shard", "context", "tensor")
     sizes = tuple(getattr(parallel, name) for name in names)
     return init_device_mesh(device.type, sizes, mesh_dim_names=names)
@@ -80,7 +77,7 @@ def shard_model(model: SlipstreamForCausalLM, mesh: DeviceMesh, device: torch.de
     fully_shard(model, mesh=over)
 
 
-class ShardedTrainer(LMTrainer):
+class ShardedTrainer(trainer.LMTrainer):
     """Args besides LMTrainer's: mesh, of make_mesh. The model is sharded here."""
 
     def __init__(self, *, mesh: DeviceMesh, **options: Any) -> None:
@@ -134,7 +131,7 @@ class ShardedTrainer(LMTrainer):
         """As many on every rank, since forward is an exchange: whose rows have ended goes on with
         one that does not count."""
         row = torch.zeros(1, self.eval_dataset.row_tokens, dtype=torch.int64, device="cpu")
-        blank = {"input_ids": row, "labels": row, "tally": Tally(Cursor(0, ()), 0, 0)}
+        blank = {"input_ids": row, "labels": row, "tally": rows.Tally(rows.Cursor(0, ()), 0, 0)}
         batches: Iterator[dict[str, Any]] = iter(loader)
         while True:
             batch = next(batches, None)

@@ -18,14 +18,13 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.runtime.files import write_text
-from slipstream.training import corpus, muon, ranks, tokenizer
+from slipstream.training import corpus, muon, ranks, sample, tokenizer
 from slipstream.training.config import Parallel, RunConfig, checked, expect_keys, read_yaml
 from slipstream.training.config import Tokenizer as TokenizerConfig
 from slipstream.training.console import ConsoleProgress
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.parallel import ShardedTrainer, expect_processes, is_sharded, make_mesh
 from slipstream.training.rows import Collator, Cursor, Position, Rows
-from slipstream.training.sample import saved_directory, weights
 from slipstream.training.trainer import (
     STATE,
     LMTrainer,
@@ -253,7 +252,7 @@ def _trainer(
     data = config.data
     train_corpus, held_out = corpus.split(data)
     place = directory / "tokenizer"
-    begun = None if config.init_from is None else saved_directory(Path(config.init_from))
+    begun = None if config.init_from is None else sample.saved_directory(Path(config.init_from))
     wanted = _with_tokenizer_of(config.tokenizer, begun)
     tok = ranks.on_first_rank(lambda: tokenizer.obtain(wanted, train_corpus, place))
     if begun is None:
@@ -318,7 +317,7 @@ def _begun_model(directory: Path, tok: PreTrainedTokenizerFast) -> SlipstreamFor
     Raises:
         ValueError: it is not Slipstream's, or has fewer embeddings than the tokenizer has ids.
     """
-    model = weights(directory)
+    model = sample.weights(directory)
     if not isinstance(model, SlipstreamForCausalLM):
         kind = type(model).__name__
         raise ValueError(f"init_from: want a Slipstream model, got {kind}; see slipstream convert")
