@@ -1,4 +1,4 @@
-"""tools/sizes.py: how long files may be."""
+"""tools/sizes.py: how long files may be, and how much of the package imports may take."""
 
 from pathlib import Path
 from types import ModuleType
@@ -33,3 +33,26 @@ def test_length_of_a_file(sizes: ModuleType, tmp_path: Path, source: str, most: 
         path.write_text(source + "x = 1\n" * (lines - source.count("\n")))
         found = sizes.too_long(path)
         assert found == ([] if lines == most else [f"{path}: {lines} lines, at most {most}"])
+
+
+IMPORTS = (
+    "import a\nfrom b import (\n    c,\n    d,\n)\n\n\ndef f():\n    from e import g\n\n    g()\n"
+)
+
+
+def test_import_share_counts_every_line(sizes: ModuleType, tmp_path: Path) -> None:
+    paths = [tmp_path / "one.py", tmp_path / "other.py"]
+    paths[0].write_text(IMPORTS)
+    paths[1].write_text("x = 1\n")
+    assert [sizes.import_lines(x) for x in paths] == [6, 0]
+    assert sizes.import_share(paths) == 6 / 12
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_import_share_has_a_limit(
+    sizes: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, share: float
+) -> None:
+    monkeypatch.chdir(TOOLS.parent)
+    monkeypatch.setattr(sizes, "IMPORT_SHARE", share)
+    assert sizes.main() == (share == 0.0)
+    assert ("of its lines, at most 0.0%" in capsys.readouterr().out) == (share == 0.0)
