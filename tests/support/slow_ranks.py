@@ -1,13 +1,15 @@
-"""A rank that takes longer than the other to write its part of a checkpoint."""
+"""A rank that takes longer than the other to write its part of a checkpoint, or to end."""
 
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import torch.distributed as dist
 from transformers import Trainer
 
-from slipstream.training import parallel
+from slipstream.training import parallel, ranks
 from slipstream.training.trainer import LMTrainer
 
 
@@ -18,7 +20,8 @@ def write(rank: int, slow: int, path: Path) -> None:
 
 def save_slowly(rank: int, folder: Path, found: Any) -> None:
     """Puts what each rank sees after it has saved: of the first, random states of both, which the
-    second is slow to write; of the second, the model, which the first is slow to write."""
+    second is slow to write; of the second, the model, which the first is slow to write. And who
+    has come to its end as the first leaves the group, which the second is slow to do."""
     vars_of: Any = Trainer
     vars_of._save_rng_state = lambda self, out: write(rank, 1, Path(out) / f"random of {rank}")
     trainer: Any = object.__new__(LMTrainer)
@@ -36,3 +39,14 @@ def save_slowly(rank: int, folder: Path, found: Any) -> None:
     trainer.save_model(str(folder))
     if rank == 1:
         found.put([x.name for x in folder.glob("model of all")])
+
+    write(rank, 1, folder / f"end of {rank}")
+    seen: list[str] = []
+
+    def end() -> None:
+        seen.extend(x.name for x in folder.glob("end of *"))
+
+    with mock.patch.object(dist, "destroy_process_group", end):
+        ranks.leave()
+    if rank == 0:
+        found.put(sorted(seen))

@@ -118,6 +118,20 @@ def test_pieces_join_to_the_file_and_continue_anywhere(tmp_path, monkeypatch) ->
         assert list(side.pieces(file, piece.offset)) == pieces[i:]
 
 
+@pytest.mark.parametrize("line", ["x" * 40, "abc\n" * 10], ids=["one line", "lines"])
+def test_pieces_of_every_size_of_a_file(line: str, tmp_path, monkeypatch) -> None:
+    """Each is at most PIECE bytes, and the last one of a file that is not empty ends it."""
+    monkeypatch.setattr(corpus_module, "PIECE", 8)
+    path = tmp_path / "short.txt"
+    side, file = Corpus((File(path, "short.txt"),)), File(path, "short.txt")
+    for size in range(26):
+        path.write_text(line[:size])
+        pieces = list(side.pieces(file))
+        assert "".join(p.text for p in pieces) == line[:size]
+        assert len(pieces) == -(-size // 8)
+        assert [p.ends for p in pieces] == [i == len(pieces) for i in range(1, len(pieces) + 1)]
+
+
 def test_fingerprint_changes_with_the_files(tree) -> None:
     before = split(data(tree))[0].fingerprint()
     assert split(data(tree))[0].fingerprint() == before

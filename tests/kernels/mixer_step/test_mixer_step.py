@@ -345,6 +345,8 @@ def test_counters_live_as_long_as_their_pool() -> None:
     assert counters_of(pool.view(4, 2, 9), 5) is counters
     assert counters_of(pool, 6) is not counters
     assert counters_of(pool[1:], 5) is not counters_of(pool[:-1], 5)
+    other = torch.zeros_like(pool)
+    assert counters_of(other, 5) is not counters and counters_of(pool, 5) is counters
     del pool
     assert counters_of(torch.zeros(4, 2, 3, 3), 5) is not counters
 
