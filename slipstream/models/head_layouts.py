@@ -32,190 +32,152 @@ class Heads(NamedTuple):
     across: bool = False
 
 
-def rows(*blocks: int, whole: tuple[int, ...] = ()) -> Layout:
-    return Layout(0, blocks, whole)
+Sizes = int | tuple[int, ...] | Layout
 
 
-def _linear(name: str, *blocks: int, whole: tuple[int, ...] = ()) -> dict[str, Layout]:
-    """The layout of a linear layer or a convolution whose outputs have heads."""
-    return {f"{name}.{x}": rows(*blocks, whole=whole) for x in ("weight", "bias")}
+def _heads(sizes: dict[str, Sizes], *counts: str, across: bool = False) -> Heads:
+    """Heads of what `sizes` names: parameters, or linear layers and convolutions whose outputs have
+    the heads. Numbers are blocks of dimension 0."""
+    layouts = {}
+    for name, x in sizes.items():
+        layout = x if isinstance(x, Layout) else Layout(0, x if isinstance(x, tuple) else (x,))
+        layouts |= dict.fromkeys((name, f"{name}.weight", f"{name}.bias"), layout)
+    return Heads(layouts, counts, across)
 
 
-def _attention(m: Any, ranks: int) -> Heads:
+def _attention(m: Any) -> Heads:
     q, kv = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-    found = _linear("qkv_proj", q, kv, kv) | _linear("g_proj", q) | _linear("f_proj", m.num_heads)
-    return Heads(found, ("num_heads", "num_kv_heads"))
+    sizes: dict[str, Sizes] = {"qkv_proj": (q, kv, kv), "g_proj": q, "f_proj": m.num_heads}
+    return _heads(sizes, "num_heads", "num_kv_heads")
 
 
-def _separate(m: Any, ranks: int) -> Heads:
-    """MultiScaleRetention and GatedLinearAttention."""
+def _separate(m: Any) -> dict[str, Sizes]:
     q, k, v = m.channels
-    found = _linear("q_proj", q) | _linear("k_proj", k) | _linear("v_proj", v)
-    found |= _linear("g_proj", m.o_proj.in_features) | _linear("gk_up", k)
-    found |= _linear("conv", q, k, v)
-    return Heads(found, ("num_heads", "num_kv_heads", "channels"))
+    return {"q_proj": q, "k_proj": k, "v_proj": v, "conv": (q, k, v)}
 
 
-def _delta(m: Any, gates: dict[str, Layout], decays: int, biases: int) -> Heads:
-    """gates: layouts of what a layer has beside q, k, v and z; decays: of A_log, biases of
-    dt_bias."""
+def _gla(m: Any) -> Heads:
+    """MultiScaleRetention and GatedLinearAttention."""
+    sizes = {**_separate(m), "g_proj": m.o_proj.in_features, "gk_up": m.channels[1]}
+    return _heads(sizes, "num_heads", "num_kv_heads", "channels")
+
+
+def _lightnet(m: Any) -> Heads:
+    v = m.channels[2]
+    sizes = {**_separate(m), "g_up": v, "norm_weight": v}
+    return _heads(sizes, "num_heads", "channels", across=True)
+
+
+def _delta(m: Any, decays: int, biases: int, **gates: Sizes) -> Heads:
+    """decays: of A_log, biases of dt_bias; gates: of what a layer has beside q, k, v and z."""
     blocks, H = (m.keys, m.keys, m.values), m.num_heads
-    found = _linear("qkv_proj", *blocks) | _linear("conv", *blocks) | _linear("z_proj", m.values)
-    found |= {"A_log": rows(decays), "dt_bias": rows(biases)} | gates
-    found |= _linear("preconditioner.ab_proj", H, H)
-    found |= {f"preconditioner.{name}": rows(H) for name in ("A_log", "dt_bias", "centre")}
-    return Heads(found, ("num_heads", "num_v_heads", "keys", "values"))
+    sizes: dict[str, Sizes] = {"qkv_proj": blocks, "conv": blocks, "z_proj": m.values}
+    sizes |= {"A_log": decays, "dt_bias": biases, "preconditioner.ab_proj": (H, H), **gates}
+    sizes |= {f"preconditioner.{name}": H for name in ("A_log", "dt_bias", "centre")}
+    return _heads(sizes, "num_heads", "num_v_heads", "keys", "values")
 
 
-def _gated_deltanet(m: Any, ranks: int) -> Heads:
+def _gated_deltanet(m: Any) -> Heads:
     HV = m.num_v_heads
-    return _delta(m, _linear("ab_proj", HV, HV), HV, HV)
+    return _delta(m, HV, HV, ab_proj=(HV, HV), erase=m.num_heads, correction=m.num_heads)
 
 
-def _comba(m: Any, ranks: int) -> Heads:
-    H, HV = m.num_heads, m.num_v_heads
-    gates = _linear("ab_proj", HV, HV) | {"erase": rows(H), "correction": rows(H)}
-    return _delta(m, gates, HV, HV)
-
-
-def _kda(m: Any, ranks: int) -> Heads:
+def _kda(m: Any) -> Heads:
     HV, gates = m.num_v_heads, m.num_v_heads * m.head_dim
-    found = _linear("f_up", gates) | _linear("b_proj", HV) | _linear("g_up", m.values)
-    return _delta(m, found, HV, gates)
+    return _delta(m, HV, gates, f_up=gates, b_proj=HV, g_up=m.values)
 
 
-def _gdn2(m: Any, ranks: int) -> Heads:
-    found = _linear("f_up", m.keys) | _linear("bw_proj", m.keys, m.values)
-    return _delta(m, found | _linear("g_up", m.values), m.num_heads, m.keys)
+def _gdn2(m: Any) -> Heads:
+    gates: dict[str, Sizes] = {"f_up": m.keys, "bw_proj": (m.keys, m.values), "g_up": m.values}
+    return _delta(m, m.num_heads, m.keys, **gates)
 
 
-def _gated_oja(m: Any, ranks: int) -> Heads:
+def _gated_oja(m: Any) -> Heads:
     HV, V = m.num_v_heads, m.values
-    found = _linear("f_up", V) | _linear("b_proj", HV) | _linear("g_up", V)
-    return _delta(m, found, HV, V)
+    return _delta(m, HV, V, f_up=V, b_proj=HV, g_up=V)
 
 
-def _delta_net(m: Any, ranks: int) -> Heads:
+def _delta_net(m: Any) -> Heads:
     H, keys, values = m.num_heads, m.num_heads * m.head_dim, m.num_heads * m.head_v_dim
-    found = _linear("qkv_proj", keys, keys, values) | _linear("conv", keys, keys, values)
-    return Heads(found | _linear("b_proj", H) | _linear("g_proj", values), ("num_heads",))
+    blocks = keys, keys, values
+    return _heads({"qkv_proj": blocks, "conv": blocks, "b_proj": H, "g_proj": values}, "num_heads")
 
 
-def _gated_deltaproduct(m: Any, ranks: int) -> Heads:
+def _gated_deltaproduct(m: Any) -> Heads:
     n, HV, keys = m.num_householder, m.num_v_heads, m.sizes[0]
     values = HV * m.head_v_dim
-    blocks = (keys, *[keys] * n, *[values] * n)
-    found = _linear("qkv_proj", *blocks) | _linear("conv", *blocks) | _linear("z_proj", values)
-    found |= _linear("a_proj", HV) | _linear("b_proj", *[HV] * n)
-    found |= {"A_log": rows(HV), "dt_bias": rows(HV)}
-    return Heads(found, ("num_heads", "num_v_heads", "sizes"))
+    blocks = keys, *[keys] * n, *[values] * n
+    sizes: dict[str, Sizes] = {"qkv_proj": blocks, "conv": blocks, "z_proj": values, "a_proj": HV}
+    sizes |= {"b_proj": (HV,) * n, "A_log": HV, "dt_bias": HV}
+    return _heads(sizes, "num_heads", "num_v_heads", "sizes")
 
 
-def _rwkv(m: Any, ranks: int) -> Heads:
+def _rwkv(m: Any) -> Heads:
     """RWKV4, RWKV6 and RWKV7."""
-    size = m.o_proj.in_features
-    found = {f"{name}_proj.weight": rows(size) for name in "rkvg"}
+    size, heads = m.o_proj.in_features, getattr(m, "num_heads", 0)
+    sizes: dict[str, Sizes] = {f"{name}_proj": size for name in "rkvg"}
     for name in ("w_lora", "a_lora", "v_lora", "g_lora"):
-        found |= {f"{name}.up": Layout(1, (size,)), f"{name}.bias": rows(size)}
-    for name in ("k_k", "k_a", "norm_weight", "norm_bias", "decay"):
-        found[name] = rows(size)
-    for name in ("r_k", "bonus"):
-        parameter = getattr(m, name, None)
-        if parameter is not None:
-            found[name] = rows(parameter.shape[0])
-    return Heads(found, ("num_heads",) if hasattr(m, "num_heads") else ())
+        sizes |= {f"{name}.up": Layout(1, (size,)), f"{name}.bias": size}
+    sizes |= dict.fromkeys(("k_k", "k_a", "norm_weight", "norm_bias", "decay"), size)
+    sizes |= {"r_k": heads, "bonus": heads or size}
+    return _heads(sizes, *(["num_heads"] if heads else []))
 
 
-def _groups(m: Any, ranks: int) -> bool:
-    """Whether each rank has groups of its own, of heads that share keys and queries.
-
-    Raises:
-        ValueError: they are several, and no multiple of the ranks.
-    """
-    if m.n_groups > 1 and m.n_groups % ranks:
-        raise ValueError(f"n_groups: want 1 or a multiple of {ranks} ranks, got {m.n_groups}")
-    return m.n_groups > 1
-
-
-def _mamba2(m: Any, ranks: int) -> Heads:
-    apart, H, inner = _groups(m, ranks), m.num_heads, m.inner
+def _mamba2(m: Any) -> Heads:
+    apart, H, inner = m.n_groups > 1, m.num_heads, m.inner
     groups = m.n_groups * m.state_size
-    found = _linear("in_proj", inner, inner, groups, groups, H, whole=() if apart else (2, 3))
-    found |= _linear("conv", inner, groups, groups, whole=() if apart else (1, 2))
-    found |= {name: rows(H) for name in ("A_log", "dt_bias")}
-    found |= {"D": rows(m.D.shape[0]), "norm_weight": rows(inner)}
-    counts = ("num_heads", "inner", *(["n_groups"] if apart else []))
-    return Heads(found, counts, across=not apart)
+    sizes: dict[str, Sizes] = {"A_log": H, "dt_bias": H, "D": m.D.shape[0], "norm_weight": inner}
+    sizes["in_proj"] = Layout(0, (inner, inner, groups, groups, H), () if apart else (2, 3))
+    sizes["conv"] = Layout(0, (inner, groups, groups), () if apart else (1, 2))
+    counts = "num_heads", "inner", *(["n_groups"] if apart else [])
+    return _heads(sizes, *counts, across=not apart)
 
 
-def _mamba3(m: Any, ranks: int) -> Heads:
-    apart, H, inner = _groups(m, ranks), m.num_heads, m.inner
+def _mamba3(m: Any) -> Heads:
+    apart, H, inner = m.n_groups > 1, m.num_heads, m.inner
     groups = [m.n_groups * m.state_size] * (2 * m.mimo_rank)
-    blocks, last = [inner, inner, *groups, H, H, H, m.pairs], len(groups) + 5
+    blocks, last = (inner, inner, *groups, H, H, H, m.pairs), len(groups) + 5
     whole = (last,) if apart else (*range(2, 2 + len(groups)), last)
-    found = _linear("in_proj", *blocks, whole=whole)
-    for name in ("dt_bias", "D", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o", "norm_weight"):
-        found[name] = rows(H)
-    return Heads(found, ("num_heads", "inner", *(["n_groups"] if apart else [])))
+    names = ("dt_bias", "D", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o", "norm_weight")
+    sizes: dict[str, Sizes] = {"in_proj": Layout(0, blocks, whole), **dict.fromkeys(names, H)}
+    return _heads(sizes, "num_heads", "inner", *(["n_groups"] if apart else []))
 
 
-def _hgrn(m: Any, ranks: int) -> Heads:
-    """HGRN, whose heads are its channels."""
+def _across(m: Any, projections: str, *counts: str) -> Heads:
+    """Layers with a norm of the whole output, by the first letters of their projections."""
+    sizes = {f"{x}_proj": getattr(m, f"{x}_proj").out_features for x in projections}
+    return _heads(sizes | {"norm_weight": m.o_proj.in_features}, *counts, across=True)
+
+
+def _lightning(m: Any) -> Heads:
     size = m.o_proj.in_features
-    found = {f"{name}_proj.weight": rows(size) for name in "ifg"}
-    return Heads(found | {"norm_weight": rows(size)}, (), across=True)
+    sizes: dict[str, Sizes] = {"qkv_proj": (size,) * 3, "g_proj": size, "norm_weight": size}
+    return _heads(sizes, "num_heads", across=True)
 
 
-def _hgrn2(m: Any, ranks: int) -> Heads:
-    size = m.o_proj.in_features
-    found = {f"{x}_proj.weight": rows(getattr(m, f"{x}_proj").out_features) for x in "qfi"}
-    return Heads(found | {"norm_weight": rows(size)}, ("num_heads",), across=True)
+def _mla(m: Any) -> Heads:
+    sizes = {x: getattr(m, x).out_features for x in ("q_proj", "kv_b_proj")}
+    return _heads(sizes, "num_heads")
 
 
-def _gsa(m: Any, ranks: int) -> Heads:
-    found = {f"{x}_proj.weight": rows(getattr(m, f"{x}_proj").out_features) for x in "qkvf"}
-    found["norm_weight"] = rows(m.o_proj.in_features)
-    return Heads(found, ("num_heads", "num_kv_heads"), across=True)
-
-
-def _lightning(m: Any, ranks: int) -> Heads:
-    size = m.o_proj.in_features
-    found = _linear("qkv_proj", size, size, size) | _linear("g_proj", size)
-    return Heads(found | {"norm_weight": rows(size)}, ("num_heads",), across=True)
-
-
-def _lightnet(m: Any, ranks: int) -> Heads:
-    q, k, v = m.channels
-    found = _linear("q_proj", q) | _linear("k_proj", k) | _linear("v_proj", v)
-    found |= _linear("g_up", v) | _linear("conv", q, k, v) | {"norm_weight": rows(v)}
-    return Heads(found, ("num_heads", "channels"), across=True)
-
-
-def _mla(m: Any, ranks: int) -> Heads:
-    found = _linear("q_proj", m.q_proj.out_features)
-    return Heads(found | _linear("kv_b_proj", m.kv_b_proj.out_features), ("num_heads",))
-
-
-def _gated_mlp(m: Any, ranks: int) -> Heads:
+def _gated_mlp(m: Any) -> Heads:
     size = m.down_proj.in_features
-    found = _linear("gate_proj", size) | _linear("up_proj", size)
-    return Heads(found | {"down_proj.weight": Layout(1, (size,))}, ())
+    return _heads({"gate_proj": size, "up_proj": size, "down_proj.weight": Layout(1, (size,))})
 
 
-def _channel_mix(m: Any, ranks: int) -> Heads:
-    size = m.value.in_features
-    return Heads({"key.weight": rows(size), "value.weight": Layout(1, (size,))}, ())
+def _channel_mix(m: Any) -> Heads:
+    return _heads({"key": m.key.out_features, "value.weight": Layout(1, (m.value.in_features,))})
 
 
-KINDS: tuple[tuple[type[nn.Module], Callable[[Any, int], Heads]], ...] = (
+KINDS: tuple[tuple[type[nn.Module], Callable[[Any], Heads]], ...] = (
     (layers.Attention, _attention),  # ForgettingAttention, too
-    (layers.MultiScaleRetention, _separate),
-    (layers.GatedLinearAttention, _separate),
+    (layers.MultiScaleRetention, _gla),
+    (layers.GatedLinearAttention, _gla),
     (layers.GatedDeltaNet, _gated_deltanet),  # PrecondGatedDeltaNet, too
     (layers.KimiDeltaAttention, _kda),  # PrecondKDA, too
     (layers.GatedDeltaNet2, _gdn2),
     (layers.GatedOja, _gated_oja),
-    (layers.Comba, _comba),
+    (layers.Comba, _gated_deltanet),
     (layers.DeltaNet, _delta_net),
     (layers.GatedDeltaProduct, _gated_deltaproduct),
     (layers.RWKV4, _rwkv),
@@ -223,9 +185,9 @@ KINDS: tuple[tuple[type[nn.Module], Callable[[Any, int], Heads]], ...] = (
     (layers.RWKV7, _rwkv),
     (layers.Mamba2, _mamba2),
     (layers.Mamba3, _mamba3),
-    (layers.HGRN, _hgrn),
-    (layers.HGRN2, _hgrn2),
-    (layers.GatedSlotAttention, _gsa),
+    (layers.HGRN, lambda m: _across(m, "ifg")),
+    (layers.HGRN2, lambda m: _across(m, "qfi", "num_heads")),
+    (layers.GatedSlotAttention, lambda m: _across(m, "qkvf", "num_heads", "num_kv_heads")),
     (layers.LightningAttention, _lightning),
     (layers.LightNetAttention, _lightnet),
     (layers.MLA, _mla),
@@ -239,11 +201,11 @@ def heads_of(module: nn.Module, ranks: int) -> Heads | None:
     """None for a module that is no mixer or MLP of ours.
 
     Raises:
-        ValueError: its heads are not a multiple of the ranks.
+        ValueError: its heads, or n_groups above 1, are not a multiple of the ranks.
     """
     for kind, find in KINDS:
         if isinstance(module, kind):
-            found = find(module, ranks)
+            found = find(module)
             break
     else:
         return None
@@ -254,8 +216,9 @@ def heads_of(module: nn.Module, ranks: int) -> Heads | None:
     for name in found.counts:
         n = getattr(module, name)
         if isinstance(n, int) and n % ranks:
+            want = "1 or a multiple" if name == "n_groups" else "a multiple"
             raise ValueError(
-                f"{type(module).__name__}: {name}: want a multiple of {ranks} ranks, got {n}"
+                f"{type(module).__name__}: {name}: want {want} of {ranks} ranks, got {n}"
             )
     for name, layout in found.layouts.items():
         wrong = [n for i, n in enumerate(layout.blocks) if i not in layout.whole and n % ranks]
