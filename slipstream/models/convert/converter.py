@@ -108,7 +108,9 @@ def convert(
     rules = list(family.rules(config, model))
     weights = files.Weights(source, () if whose is None else whose.aliases)
     shapes = _shapes(model, config)
-    _expect_all_ours(rules, shapes)
+    # one that has none is an option's which the family does not have
+    without = sorted(shapes.keys() - {x for rule in rules for x in rule.ours})
+    assert not without, without
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     names = {x for rule in rules for x in (rule.ours if theirs is not None else rule.theirs)}
     _expect_names(weights.names() - tied, names, family.dropped)
@@ -161,13 +163,6 @@ def _expect_shapes(
             raise ValueError(
                 f"{name}: want shape {tuple(shapes[name])} by the config, got {tuple(x.shape)}"
             )
-
-
-def _expect_all_ours(rules: list[Rule], shapes: dict[str, torch.Size]) -> None:
-    """That every weight of our model has a rule: one that has none is an option's which the family
-    does not have."""
-    without = sorted(shapes.keys() - {x for rule in rules for x in rule.ours})
-    assert not without, without
 
 
 def _expect_names(found: set[str], wanted: set[str], dropped: tuple[str, ...]) -> None:

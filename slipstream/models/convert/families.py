@@ -1,7 +1,7 @@
 """Shared by the families of foreign models: reading their configs, and completing ours."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 from transformers import GenerationConfig, PreTrainedConfig
@@ -9,6 +9,9 @@ from transformers import GenerationConfig, PreTrainedConfig
 from slipstream import layers
 from slipstream.models.config import MIXERS, SlipstreamConfig, mixer_options
 from slipstream.models.convert.rules import Rule, renamed
+
+# prefixes of ours and theirs, and the rules whose names lack these
+Rules = tuple[str, str, Iterable[Rule]]
 
 # what every config of transformers may have, and what says how it was stored
 _GENERIC = {
@@ -83,6 +86,8 @@ class Family:
     architecture: ClassVar[str]
     # weights that do nothing in a causal language model, as regular expressions
     dropped: ClassVar[tuple[str, ...]] = ()
+    # theirs of the model, the embedding and the last norm
+    ends: ClassVar[tuple[str, str, str]] = ("model", "embeddings", "norm")
     # other names that weights of theirs may have, and those that `rules` has
     aliases: ClassVar[tuple[tuple[str, str], ...]] = ()
 
@@ -97,9 +102,23 @@ class Family:
         """Our config -> theirs, so that `read` gives ours again; what does not fit may differ."""
         raise NotImplementedError
 
+    def layer(self, config: SlipstreamConfig, i: int, block: Any) -> Iterable[Rules]:
+        """Rules of a layer, and of which prefixes their names lack; `block` has the sizes."""
+        raise NotImplementedError
+
     def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
         """Every weight; `model` is ours on the meta device, for its sizes."""
-        raise NotImplementedError
+        base, embedding, norm = self.ends
+        yield from renamed(
+            ("model.embed_tokens.weight", f"{base}.{embedding}.weight"),
+            ("model.norm.weight", f"{base}.{norm}.weight"),
+        )
+        if not config.tie_word_embeddings:
+            yield from renamed("lm_head.weight")
+        for i, block in enumerate(model.model.layers):
+            for ours, theirs, rules in self.layer(config, i, block):
+                prefixes = f"model.layers.{i}.{ours}", f"{base}.layers.{i}.{theirs}"
+                yield from (rule.prefixed(*prefixes) for rule in rules)
 
 
 def whole(name: str, value: float) -> int:
@@ -117,17 +136,6 @@ def read_names(names: Mapping[str, str], config: ForeignConfig) -> dict[str, Any
 def written_names(names: Mapping[str, str], options: dict[str, Any]) -> dict[str, Any]:
     """The inverse of read_names."""
     return {theirs: options[ours] for ours, theirs in names.items()}
-
-
-def shared_ends(config: SlipstreamConfig, base: str, embedding: str, norm: str) -> list[Rule]:
-    """The weights before and after the layers."""
-    rules = renamed(
-        ("model.embed_tokens.weight", f"{base}.{embedding}.weight"),
-        ("model.norm.weight", f"{base}.{norm}.weight"),
-    )
-    if not config.tie_word_embeddings:
-        rules += renamed(("lm_head.weight", "lm_head.weight"))
-    return rules
 
 
 def tokens_of(config: SlipstreamConfig) -> dict[str, Any]:
@@ -179,17 +187,35 @@ def of_all_layers(config: SlipstreamConfig, kind: str, family: str) -> dict[str,
     Raises:
         ValueError: there are none, or they differ; names the layer and the option.
     """
-    every = [completed(config, i) for i in range(config.num_hidden_layers)]
+    found = equal_options("mixers", completed, config, kind, family)
+    if found is None:
+        raise ValueError(f"mixers: {family} has layers of {kind}, and this model has none")
+    return found
+
+
+def equal_options(
+    place: str,
+    complete: Callable[[SlipstreamConfig, int], tuple[str, dict[str, Any]]],
+    config: SlipstreamConfig,
+    kind: str,
+    family: str,
+) -> dict[str, Any] | None:
+    """The options that all layers of a kind have; None if there is none of it.
+
+    Raises:
+        ValueError: they differ; names the layer and the option.
+    """
+    every = [complete(config, i) for i in range(config.num_hidden_layers)]
     of_kind = [(i, options) for i, (name, options) in enumerate(every) if name == kind]
     if not of_kind:
-        raise ValueError(f"mixers: {family} has layers of {kind}, and this model has none")
+        return None
     _, first = of_kind[0]
     for i, options in of_kind[1:]:
         for key, value in options.items():
-            if value != first[key]:
+            if value != first.get(key):
                 raise ValueError(
-                    f"mixers[{i}].{key}: {family} has one value for all layers, and this model "
-                    f"has {first[key]!r} and {value!r}"
+                    f"{place}[{i}].{key}: {family} has one value for all layers, and this model "
+                    f"has {first.get(key)!r} and {value!r}"
                 )
     return first
 

@@ -86,7 +86,7 @@ class Gated(families.Family):
         """The inverse of `mixer`."""
         return {}
 
-    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
         """The weights of a mixer."""
         raise NotImplementedError
 
@@ -137,22 +137,20 @@ class Gated(families.Family):
             **self.options(mixer, config),
         }
 
-    def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
-        yield from families.shared_ends(config, "model", "embeddings", "norm")
-        for i, block in enumerate(model.model.layers):
-            name, options = families.completed(config, i)
-            at = f"model.layers.{i}."
-            inner = renamed(
+    def layer(self, config: SlipstreamConfig, i: int, block: Any) -> Iterable[families.Rules]:
+        name, options = families.completed(config, i)
+        yield (
+            "",
+            "",
+            renamed(
                 ("mixer_norm.weight", "attn_norm.weight"),
                 "mlp_norm.weight",
                 *(f"mlp.{x}.weight" for x in ("gate_proj", "up_proj", "down_proj")),
-            )
-            if name == "attention":
-                mixer = attention_rules(options)
-            else:
-                mixer = self.layer(options, block.mixer, config)
-            yield from (rule.prefixed(at, at) for rule in inner)
-            yield from (rule.prefixed(f"{at}mixer.", f"{at}attn.") for rule in mixer)
+            ),
+        )
+        is_attention = name == "attention"
+        mixer = attention_rules(options) if is_attention else self.weights(options, block.mixer)
+        yield "mixer.", "attn.", mixer
 
 
 class GLA(Gated):
@@ -172,7 +170,7 @@ class GLA(Gated):
         config.expect("use_gv", False)
         return {"norm_affine": bool(config["elementwise_affine"])}
 
-    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
         return [
             *projections(*"qkvo", *("g" if mixer["use_gate"] else "")),
             *renamed(
@@ -214,7 +212,7 @@ class RetNet(Gated):
             "expand_v": width * mixer["expand_v"] / size,
         }
 
-    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
         found = projections(*"qkvo", *("g" if mixer["use_gate"] else ""))
         return [*found, *_gate_norm(mixer, module)]
 
@@ -245,7 +243,7 @@ class DeltaNet(Gated):
             "expand_v": mixer["head_v_dim"] / size,
         }
 
-    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
         keys, values = (mixer["num_heads"] * mixer[x] for x in ("head_dim", "head_v_dim"))
         others = "o" + "b" * mixer["use_beta"] + "g" * mixer["use_gate"]
         return [
@@ -279,7 +277,7 @@ class GatedDeltaNet(Gated):
             "output_gate_activation": mixer["gate_activation"],
         }
 
-    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
         gate = [("z_proj.weight", "g_proj.weight")] if mixer["use_gate"] else []
         heads = [mixer["num_v_heads"]] * 2
         return [
@@ -320,7 +318,7 @@ class KDA(Gated):
             "safe_gate": mixer["lower_bound"] is not None,
         }
 
-    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
         return [
             *_qkv(module.conv, [module.keys, module.keys, module.values]),
             *projections(*"bo"),

@@ -34,7 +34,7 @@ class LightNet(fla.Gated):
         config.expect("elementwise_affine", True)
         return {}
 
-    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
         return [
             *fla.projections(*"qkvo"),
             *renamed(
@@ -68,7 +68,7 @@ class ForgettingTransformer(fla.Gated):
         config.expect("attn", None)
         return {}
 
-    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
         gate = fla.projections("g") if mixer["output_gate"] else []
         return [*fla.attention_rules(mixer), *fla.projections("f"), *renamed("f_proj.bias"), *gate]
 
@@ -85,8 +85,8 @@ class PrecondGatedDeltaNet(fla.GatedDeltaNet):
         del found["output_gate_activation"]  # fla's is swish
         return found | _one_attention(config)
 
-    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
-        return [*super().layer(mixer, module, config), *_preconditioner("a_atk_proj", mixer)]
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
+        return [*super().weights(mixer, module), *_preconditioner("a_atk_proj", mixer)]
 
 
 class PrecondKDA(fla.KDA):
@@ -104,8 +104,8 @@ class PrecondKDA(fla.KDA):
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
         return super().options(mixer, config) | _one_attention(config)
 
-    def layer(self, mixer: dict[str, Any], module: Any, config: SlipstreamConfig) -> list[Rule]:
-        return [*super().layer(mixer, module, config), *_preconditioner("a_proj", mixer)]
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
+        return [*super().weights(mixer, module), *_preconditioner("a_proj", mixer)]
 
 
 def _one_attention(config: SlipstreamConfig) -> dict[str, Any]:

@@ -15,8 +15,69 @@ OF_FLA = {
 }  # fmt: skip
 
 
-class FlaMamba2(families.Family):
-    name, model_type = "fla_mamba2", "mamba2"
+class Mamba(families.Family):
+    """Models of one mixer of Mamba, without MLPs."""
+
+    kind: ClassVar[str]
+    ends = ("backbone", "embeddings", "norm_f")
+    defaults: ClassVar[dict[str, Any]]
+    without_effect: ClassVar[tuple[str, ...]]
+    # options of the mixer, and theirs of them
+    names: ClassVar[dict[str, str]]
+    eps = "norm_eps"
+
+    def mixer(self, config: families.ForeignConfig) -> dict[str, Any]:
+        """The other options of the mixer."""
+        raise NotImplementedError
+
+    def options(self, mixer: dict[str, Any]) -> dict[str, Any]:
+        """The inverse of `mixer`."""
+        raise NotImplementedError
+
+    def weights(self, m: Any) -> Iterable[Rule]:
+        """The weights of a mixer."""
+        raise NotImplementedError
+
+    def read(self, given: dict[str, Any]) -> dict[str, Any]:
+        config = families.ForeignConfig(given, self.defaults, self.without_effect)
+        inner = families.whole("expand", config["expand"] * config["hidden_size"])
+        heads = inner // config["head_dim"]
+        mixer = {
+            "type": self.kind,
+            "num_heads": heads,
+            "expand": families.whole("expand", config["expand"]),
+            **families.read_names(self.names, config),
+            **self.mixer(config),
+        }
+        layers = config["num_hidden_layers"]
+        return {
+            **config.tokens(),
+            "num_heads": heads,
+            "mixers": [mixer] * layers,
+            "mlps": ["none"] * layers,
+            "residual_in_fp32": config["residual_in_fp32"],
+            "norm_eps": config[self.eps],
+        }
+
+    def write(self, config: SlipstreamConfig) -> dict[str, Any]:
+        mixer = families.of_all_layers(config, self.kind, self.name)
+        return {
+            **families.tokens_of(config),
+            "num_hidden_layers": config.num_hidden_layers,
+            "expand": mixer["expand"],
+            **families.written_names(self.names, mixer),
+            **self.options(mixer),
+            "residual_in_fp32": config.residual_in_fp32,
+            self.eps: config.norm_eps,
+        }
+
+    def layer(self, config: SlipstreamConfig, i: int, block: Any) -> Iterable[families.Rules]:
+        yield "", "", renamed(("mixer_norm.weight", "norm.weight"))
+        yield "mixer.", "mixer.", self.weights(block.mixer)
+
+
+class FlaMamba2(Mamba):
+    name, model_type, kind = "fla_mamba2", "mamba2", "mamba2"
     architecture = "Mamba2ForCausalLM"
     defaults: ClassVar = {
         **fla.COMMON, "head_dim": 64, "state_size": 128, "num_hidden_layers": 48, "norm_eps": 1e-5,
@@ -29,78 +90,36 @@ class FlaMamba2(families.Family):
         *fla.WITHOUT_EFFECT, "conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor",
         "rescale_prenorm_residual", "chunk_size",
     )  # fmt: skip
-    eps, limit, written = "norm_eps", "dt_limit", {**NAMES, **OF_FLA}
+    names, limit = NAMES | OF_FLA, "dt_limit"
 
     def matches(self, given: dict[str, Any]) -> bool:
         return super().matches(given) and "layer_norm_epsilon" not in given
 
-    def read(self, given: dict[str, Any]) -> dict[str, Any]:
-        config = families.ForeignConfig(given, self.defaults, self.without_effect)
+    def mixer(self, config: families.ForeignConfig) -> dict[str, Any]:
         config.expect("hidden_act", "silu", "swish")
         low, high = config[self.limit]
-        inner = families.whole("expand", config["expand"] * config["hidden_size"])
-        mixer = {
-            "type": "mamba2",
-            "num_heads": inner // config["head_dim"],
-            "expand": families.whole("expand", config["expand"]),
-            "norm_eps": config[self.eps],
-            "dt_limit": None if (low, high) == (0, float("inf")) else (low, high),
-            **families.read_names(NAMES | OF_FLA, config),
-        }
-        layers = config["num_hidden_layers"]
-        return {
-            **config.tokens(),
-            "num_heads": mixer["num_heads"],
-            "mixers": [mixer] * layers,
-            "mlps": ["none"] * layers,
-            "residual_in_fp32": config["residual_in_fp32"],
-            "norm_eps": config[self.eps],
-        }
+        limit = None if (low, high) == (0, float("inf")) else (low, high)
+        return {"norm_eps": config[self.eps], "dt_limit": limit}
 
-    def write(self, config: SlipstreamConfig) -> dict[str, Any]:
-        mixer = families.of_all_layers(config, "mamba2", self.name)
-        return {
-            **families.tokens_of(config),
-            "num_hidden_layers": config.num_hidden_layers,
-            "num_heads": mixer["num_heads"],
-            "expand": mixer["expand"],
-            **families.written_names(self.written, mixer),
-            "residual_in_fp32": config.residual_in_fp32,
-            self.limit: list(mixer["dt_limit"] or (0.0, float("inf"))),
-            self.eps: config.norm_eps,
-        }
+    def options(self, mixer: dict[str, Any]) -> dict[str, Any]:
+        limit = list(mixer["dt_limit"] or (0.0, float("inf")))
+        return {"num_heads": mixer["num_heads"], self.limit: limit}
 
-    def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
-        yield from families.shared_ends(config, "backbone", "embeddings", "norm_f")
-        for i, block in enumerate(model.model.layers):
-            ours, theirs = f"model.layers.{i}.", f"backbone.layers.{i}."
-            channels, width = block.mixer.conv.weight.shape
-            rules = renamed(
-                ("mixer_norm.weight", "norm.weight"),
-                "mixer.in_proj.weight",
-                "mixer.out_proj.weight",
-                *(f"mixer.{x}" for x in ("A_log", "D", "dt_bias")),
-            )
-            rules.append(
-                shaped(
-                    "mixer.conv.weight",
-                    "mixer.conv1d.weight",
-                    (channels, width),
-                    (channels, 1, width),
-                )
-            )
-            if block.mixer.norm_weight is not None:
-                rules += renamed(("mixer.norm_weight", "mixer.norm.weight"))
-            if block.mixer.conv.bias is not None:
-                rules += renamed(("mixer.conv.bias", "mixer.conv1d.bias"))
-            if block.mixer.in_proj.bias is not None:
-                rules += renamed("mixer.in_proj.bias", "mixer.out_proj.bias")
-            yield from (rule.prefixed(ours, theirs) for rule in rules)
+    def weights(self, m: Any) -> Iterable[Rule]:
+        channels, width = m.conv.weight.shape
+        yield from renamed("in_proj.weight", "out_proj.weight", "A_log", "D", "dt_bias")
+        yield shaped("conv.weight", "conv1d.weight", (channels, width), (channels, 1, width))
+        if m.norm_weight is not None:
+            yield from renamed(("norm_weight", "norm.weight"))
+        if m.conv.bias is not None:
+            yield from renamed(("conv.bias", "conv1d.bias"))
+        if m.in_proj.bias is not None:
+            yield from renamed("in_proj.bias", "out_proj.bias")
 
 
 class Mamba2(FlaMamba2):
     name = "mamba2"
-    eps, limit, written = "layer_norm_epsilon", "time_step_limit", NAMES
+    eps, limit, names = "layer_norm_epsilon", "time_step_limit", NAMES
     defaults: ClassVar = {
         **{k: v for k, v in FlaMamba2.defaults.items() if k not in ("norm_eps", "dt_limit")},
         "layer_norm_epsilon": 1e-5, "time_step_limit": (0.0, float("inf")), "vocab_size": 32768,

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from slipstream.layers.mamba3 import mimo_order
-from slipstream.models.config import SlipstreamConfig
 from slipstream.models.convert import families, fla, mamba2
 from slipstream.models.convert.rules import Rule, renamed, reordered, shaped
 
 
-class Mamba3(families.Family):
-    name = model_type = "mamba3"
+class Mamba3(mamba2.Mamba):
+    name = model_type = kind = "mamba3"
     architecture = "Mamba3ForCausalLM"
     defaults: ClassVar = {
         **fla.COMMON, "head_dim": 64, "state_size": 128, "num_hidden_layers": 48, "norm_eps": 1e-5,
@@ -28,70 +27,34 @@ class Mamba3(families.Family):
         "rotary_fraction": "rope_fraction", "output_norm": "is_outproj_norm",
     }  # fmt: skip
 
-    def read(self, given: dict[str, Any]) -> dict[str, Any]:
-        config = families.ForeignConfig(given, self.defaults, self.without_effect)
+    def mixer(self, config: families.ForeignConfig) -> dict[str, Any]:
         if config["is_mimo"] and config["mimo_rank"] < 2:
             raise ValueError(f"mimo_rank: want 2 or more, got {config['mimo_rank']}")
-        inner = families.whole("expand", config["expand"] * config["hidden_size"])
-        mixer = {
-            "type": "mamba3",
-            "num_heads": inner // config["head_dim"],
-            "expand": families.whole("expand", config["expand"]),
-            "mimo_rank": config["mimo_rank"] if config["is_mimo"] else 1,
-            **families.read_names(self.names, config),
-        }
-        layers = config["num_hidden_layers"]
-        return {
-            **config.tokens(),
-            "num_heads": mixer["num_heads"],
-            "mixers": [mixer] * layers,
-            "mlps": ["none"] * layers,
-            "residual_in_fp32": config["residual_in_fp32"],
-            "norm_eps": config["norm_eps"],
-        }
+        return {"mimo_rank": config["mimo_rank"] if config["is_mimo"] else 1}
 
-    def write(self, config: SlipstreamConfig) -> dict[str, Any]:
-        mixer = families.of_all_layers(config, "mamba3", self.name)
+    def options(self, mixer: dict[str, Any]) -> dict[str, Any]:
         if mixer["rotary_fraction"] not in (0.5, 1.0):
             raise ValueError(f"rotary_fraction: fla has 0.5 or 1, got {mixer['rotary_fraction']}")
-        return {
-            **families.tokens_of(config),
-            "num_hidden_layers": config.num_hidden_layers,
-            "expand": mixer["expand"],
-            **families.written_names(self.names, mixer),
-            "is_mimo": mixer["mimo_rank"] > 1,
-            "mimo_rank": mixer["mimo_rank"],
-            "residual_in_fp32": config.residual_in_fp32,
-            "norm_eps": config.norm_eps,
-        }
+        return {"is_mimo": mixer["mimo_rank"] > 1, "mimo_rank": mixer["mimo_rank"]}
 
-    def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
-        yield from families.shared_ends(config, "backbone", "embeddings", "norm_f")
-        for i, block in enumerate(model.model.layers):
-            ours, theirs = f"model.layers.{i}.", f"backbone.layers.{i}."
-            yield renamed(("mixer_norm.weight", "norm.weight"))[0].prefixed(ours, theirs)
-            for rule in _mixer(block.mixer):
-                yield rule.prefixed(f"{ours}mixer.", f"{theirs}mixer.")
-
-
-def _mixer(m: Any) -> Iterable[Rule]:
-    N = m.state_size
-    order = torch.arange(N, device="cpu") if m.mimo_rank == 1 else mimo_order(N)
-    rows = _rows(m.sizes, order)
-    yield reordered("in_proj.weight", rows, 0)
-    for name in ("B_bias", "C_bias"):
-        yield reordered(name, order, 2)
-    for name in ("B_norm", "C_norm"):
-        yield reordered(name, order, 0)._replace(theirs=(f"{name}.weight",))
-    yield from renamed("out_proj.weight", "dt_bias", "D")
-    if m.mimo_rank > 1:
-        yield from renamed("mimo_x", "mimo_z", "mimo_o")
-    if m.in_proj.bias is not None:
-        yield reordered("in_proj.bias", rows, 0)
-        yield from renamed("out_proj.bias")
-    if m.norm_weight is not None:
-        shape = m.norm_weight.shape
-        yield shaped("norm_weight", "norm.weight", shape, (shape.numel(),))
+    def weights(self, m: Any) -> Iterable[Rule]:
+        N = m.state_size
+        order = torch.arange(N, device="cpu") if m.mimo_rank == 1 else mimo_order(N)
+        rows = _rows(m.sizes, order)
+        yield reordered("in_proj.weight", rows, 0)
+        for name in ("B_bias", "C_bias"):
+            yield reordered(name, order, 2)
+        for name in ("B_norm", "C_norm"):
+            yield reordered(name, order, 0)._replace(theirs=(f"{name}.weight",))
+        yield from renamed("out_proj.weight", "dt_bias", "D")
+        if m.mimo_rank > 1:
+            yield from renamed("mimo_x", "mimo_z", "mimo_o")
+        if m.in_proj.bias is not None:
+            yield reordered("in_proj.bias", rows, 0)
+            yield from renamed("out_proj.bias")
+        if m.norm_weight is not None:
+            shape = m.norm_weight.shape
+            yield shaped("norm_weight", "norm.weight", shape, (shape.numel(),))
 
 
 def _rows(sizes: list[int], order: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Their names of weights are those of the checkpoints, which transformers renames as it loads them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from slipstream.models.config import SlipstreamConfig
@@ -55,8 +55,57 @@ MLA = {
 }  # fmt: skip
 
 
-class Qwen3Next(families.Family):
-    name = model_type = "qwen3_next"
+class Hybrid(families.Family):
+    """Models of two mixers, with transformers' names of norms, MLPs and experts."""
+
+    ends = ("model", "embed_tokens", "norm")
+    # the MLP with experts, and the keys of its options
+    mlp: ClassVar[str]
+    moe: ClassVar[tuple[str, ...]]
+
+    def mixer(self, name: str, options: dict[str, Any], module: Any) -> tuple[str, list[Rule]]:
+        """What they call a layer's mixer, and its weights."""
+        raise NotImplementedError
+
+    def experts(self, n: int) -> list[Rule]:
+        """The weights of an MLP of so many experts."""
+        raise NotImplementedError
+
+    def layer(self, config: SlipstreamConfig, i: int, block: Any) -> Iterable[families.Rules]:
+        yield (
+            "",
+            "",
+            renamed(
+                ("mixer_norm.weight", "input_layernorm.weight"),
+                ("mlp_norm.weight", "post_attention_layernorm.weight"),
+            ),
+        )
+        mlp, options = families.completed_mlp(config, i)
+        is_dense = mlp == "swiglu"
+        yield "", "", _shared("mlp", "mlp") if is_dense else self.experts(options["num_experts"])
+        theirs, rules = self.mixer(*families.completed(config, i), block.mixer)
+        yield "mixer.", theirs, rules
+
+    def written(self, config: SlipstreamConfig, kinds: list[str]) -> dict[str, Any]:
+        """The keys of both, for mixers of these kinds.
+
+        Raises:
+            ValueError: layers' experts differ; names the layer and the option.
+        """
+        moe = families.equal_options("mlps", families.completed_mlp, config, self.mlp, self.name)
+        linear = [x not in ("attention", "mla") for x in kinds]
+        return {
+            **families.tokens_of(config),
+            "num_hidden_layers": len(kinds),
+            "intermediate_size": config.intermediate_size,
+            "rms_norm_eps": config.norm_eps,
+            "layer_types": ["linear_attention" if x else "full_attention" for x in linear],
+            **({"num_experts": 0} if moe is None else {x: moe[x] for x in self.moe if x in moe}),
+        }
+
+
+class Qwen3Next(Hybrid):
+    name, model_type, mlp = "qwen3_next", "qwen3_next", "qwen3_next_moe"
     architecture = "Qwen3NextForCausalLM"
     dropped = (r"mtp\.",)  # predicts further tokens, which transformers does not load either
     without_effect = (*WITHOUT_EFFECT, "router_aux_loss_coef")
@@ -120,15 +169,7 @@ class Qwen3Next(families.Family):
         linear = families.of_all_layers(config, "gated_deltanet", self.name)
         layers = range(config.num_hidden_layers)
         kinds = [families.completed(config, i)[0] for i in layers]
-        written = {
-            **families.tokens_of(config),
-            "num_hidden_layers": len(layers),
-            "intermediate_size": config.intermediate_size,
-            "rms_norm_eps": config.norm_eps,
-            **families.written_names(GATED_DELTANET, linear),
-            "layer_types": [_kind(x) for x in kinds],
-            **_moe_of(config, "qwen3_next_moe", self.moe),
-        }
+        written = self.written(config, kinds) | families.written_names(GATED_DELTANET, linear)
         sparse = [families.completed_mlp(config, i)[0] != "swiglu" for i in layers]
         written["mlp_only_layers"] = [i for i in layers if not sparse[i]]
         if "attention" in kinds:
@@ -141,18 +182,12 @@ class Qwen3Next(families.Family):
             }
         return written
 
-    def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
-        yield from families.shared_ends(config, "model", "embed_tokens", "norm")
-        for i, block in enumerate(model.model.layers):
-            at, (name, options) = f"model.layers.{i}.", families.completed(config, i)
-            yield from (rule.prefixed(at, at) for rule in _norms_and_mlp(config, i, self._experts))
-            if name == "attention":
-                rules, theirs = self._attention(options), "self_attn."
-            else:
-                rules, theirs = self._linear(options, block.mixer), "linear_attn."
-            yield from (rule.prefixed(f"{at}mixer.", at + theirs) for rule in rules)
+    def mixer(self, name: str, options: dict[str, Any], module: Any) -> tuple[str, list[Rule]]:
+        if name == "attention":
+            return "self_attn.", self._attention(options)
+        return "linear_attn.", self._linear(options, module)
 
-    def _experts(self, n: int) -> list[Rule]:
+    def experts(self, n: int) -> list[Rule]:
         names = [[f"mlp.experts.{e}.{x}.weight" for e in range(n)] for x in INNER]
         return [
             *experts("mlp.block.experts", *names),
@@ -218,8 +253,8 @@ class Qwen3Next(families.Family):
         ]
 
 
-class KimiLinear(families.Family):
-    name = model_type = "kimi_linear"
+class KimiLinear(Hybrid):
+    name, model_type, mlp = "kimi_linear", "kimi_linear", "kimi_linear_moe"
     architecture = "KimiLinearForCausalLM"
     without_effect = (
         *WITHOUT_EFFECT, "model_max_length", "pretraining_tp", "head_dim", "qk_head_dim",
@@ -299,31 +334,21 @@ class KimiLinear(families.Family):
         kinds = [families.completed(config, i)[0] for i in layers]
         mlps = [families.completed_mlp(config, i)[0] for i in layers]
         written = {
-            **families.tokens_of(config),
-            "num_hidden_layers": len(layers),
-            "intermediate_size": config.intermediate_size,
-            "rms_norm_eps": config.norm_eps,
+            **self.written(config, kinds),
             "linear_num_heads": kda["num_heads"],
             "linear_head_dim": kda["head_dim"],
             "linear_conv_kernel_dim": kda["conv_size"],
-            "layer_types": [_kind(x) for x in kinds],
             "mlp_layer_types": ["dense" if x == "swiglu" else "sparse" for x in mlps],
-            **_moe_of(config, "kimi_linear_moe", self.moe),
         }
         if "mla" in kinds:
             x = families.of_all_layers(config, "mla", self.name)
             written |= {**families.written_names(MLA, x), "num_key_value_heads": x["num_heads"]}
         return written
 
-    def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
-        yield from families.shared_ends(config, "model", "embed_tokens", "norm")
-        for i, block in enumerate(model.model.layers):
-            at, (name, options) = f"model.layers.{i}.", families.completed(config, i)
-            yield from (rule.prefixed(at, at) for rule in _norms_and_mlp(config, i, self._experts))
-            rules = self._mla(options) if name == "mla" else self._kda(options, block.mixer)
-            yield from (rule.prefixed(f"{at}mixer.", f"{at}self_attn.") for rule in rules)
+    def mixer(self, name: str, options: dict[str, Any], module: Any) -> tuple[str, list[Rule]]:
+        return "self_attn.", self._mla(options) if name == "mla" else self._kda(options, module)
 
-    def _experts(self, n: int) -> list[Rule]:
+    def experts(self, n: int) -> list[Rule]:
         at = "block_sparse_moe"
         names = [[f"{at}.experts.{e}.{x}.weight" for e in range(n)] for x in ("w1", "w3", "w2")]
         bias = "gate.e_score_correction_bias"
@@ -368,10 +393,6 @@ class KimiLinear(families.Family):
         )
 
 
-def _kind(mixer: str) -> str:
-    return "full_attention" if mixer in ("attention", "mla") else "linear_attention"
-
-
 def _rotary(config: families.ForeignConfig, factor: float) -> tuple[float, float]:
     """Base and share of rotated features, from either of transformers' ways to write them."""
     given = config["rope_parameters"] or config["rope_scaling"] or {}
@@ -384,37 +405,5 @@ def _rotary(config: families.ForeignConfig, factor: float) -> tuple[float, float
     return float(base), given.get("partial_rotary_factor", factor)
 
 
-def _norms_and_mlp(
-    config: SlipstreamConfig, layer: int, experts_of: Callable[[int], list[Rule]]
-) -> list[Rule]:
-    """experts_of: takes the number of experts, returns their rules."""
-    norms = renamed(
-        ("mixer_norm.weight", "input_layernorm.weight"),
-        ("mlp_norm.weight", "post_attention_layernorm.weight"),
-    )
-    mlp, options = families.completed_mlp(config, layer)
-    if mlp == "swiglu":
-        return [*norms, *_shared("mlp", "mlp")]
-    return [*norms, *experts_of(options["num_experts"])]
-
-
 def _shared(ours: str, theirs: str) -> list[Rule]:
     return renamed(*((f"{ours}.{x}.weight", f"{theirs}.{x}.weight") for x in INNER))
-
-
-def _moe_of(config: SlipstreamConfig, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """The options of the experts, the same in all layers that have some.
-
-    Raises:
-        ValueError: they differ; names the layer and the option.
-    """
-    every = [families.completed_mlp(config, i) for i in range(config.num_hidden_layers)]
-    found = [(i, options) for i, (name, options) in enumerate(every) if name == kind]
-    if not found:
-        return {"num_experts": 0}
-    first = found[0][1]
-    for i, options in found:
-        for key in keys:
-            if options.get(key) != first.get(key):
-                raise ValueError(f"mlps[{i}].{key}: want one value for all layers")
-    return {key: first[key] for key in keys if key in first}

@@ -69,28 +69,26 @@ class RWKV7(families.Family):
         }
 
     def rules(self, config: SlipstreamConfig, model: Any) -> Iterable[Rule]:
-        biased, size = config.norm == "layer", config.hidden_size
-
-        def norm(ours: str, theirs: str) -> list[Rule]:
-            parts = ("weight", "bias") if biased else ("weight",)
-            return renamed(*((f"{ours}.{x}", f"{theirs}.{x}") for x in parts))
-
-        yield from families.shared_ends(config, "model", "embeddings", "norm")
-        if biased:
+        yield from super().rules(config, model)
+        if config.norm == "layer":
             yield from renamed("model.norm.bias")
         if config.embedding_norm:
-            yield from norm("model.embed_norm", "model.layers.0.pre_norm")
-        for i, block in enumerate(model.model.layers):
-            at = f"model.layers.{i}."
-            rest = renamed(
-                ("mlp.mix", "ffn.x_k"),
-                ("mlp.key.weight", "ffn.key.weight"),
-                ("mlp.value.weight", "ffn.value.weight"),
-            )
-            rest += norm("mixer_norm", "attn_norm") + norm("mlp_norm", "ffn_norm")
-            yield from (rule.prefixed(at, at) for rule in rest)
-            mixer = [
-                stacked("mix", [f"x_{x}" for x in "rwkvag"], (1, 1, size)),
+            yield from _norm(config, "model.embed_norm", "model.layers.0.pre_norm")
+
+    def layer(self, config: SlipstreamConfig, i: int, block: Any) -> Iterable[families.Rules]:
+        rest = renamed(
+            ("mlp.mix", "ffn.x_k"),
+            ("mlp.key.weight", "ffn.key.weight"),
+            ("mlp.value.weight", "ffn.value.weight"),
+        )
+        for ours, theirs in (("mixer_norm", "attn_norm"), ("mlp_norm", "ffn_norm")):
+            rest += _norm(config, ours, theirs)
+        yield "", "", rest
+        yield (
+            "mixer.",
+            "attn.",
+            [
+                stacked("mix", [f"x_{x}" for x in "rwkvag"], (1, 1, config.hidden_size)),
                 *renamed(
                     *(f"{x}_proj.weight" for x in "rkvo"),
                     *("k_k", "k_a", "r_k"),
@@ -101,8 +99,13 @@ class RWKV7(families.Family):
                 *_lora("a"),
                 *_lora("g", bias=False),
                 *([] if block.mixer.v_lora is None else _lora("v")),
-            ]
-            yield from (rule.prefixed(f"{at}mixer.", f"{at}attn.") for rule in mixer)
+            ],
+        )
+
+
+def _norm(config: SlipstreamConfig, ours: str, theirs: str) -> list[Rule]:
+    parts = ("weight", "bias") if config.norm == "layer" else ("weight",)
+    return renamed(*((f"{ours}.{x}", f"{theirs}.{x}") for x in parts))
 
 
 def _lora(name: str, bias: bool = True) -> list[Rule]:
