@@ -174,8 +174,7 @@ class Attention(Mixer):
         return self.rotary_dim > 0 and self.q_norm is None
 
     def _tables(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return decoding.tables(at, self.rotary_dim, self.rotary_base, wide)
+        return decoding.tables(at, self.rotary_dim, self.rotary_base, x.dtype)
 
     def _heads(self, qkv: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of what qkv_proj returns, normalised and rotated."""

@@ -46,31 +46,15 @@ RECURRENT_UP_TO = 16
 LENGTH, LENGTH_DTYPES = "length", (torch.int64, torch.int32)
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _relu2(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-def _elu_plus_one(x: Tensor) -> Tensor:
-    return F.elu(x) + 1
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 FEATURE_MAPS: dict[str | None, Callable[[Tensor], Tensor]] = {
-    None: _same,
+    None: lambda x: x,
     "relu": F.relu,
-    "relu2": _relu2,
+    "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
-    "elu_plus_one": _elu_plus_one,
+    "elu_plus_one": lambda x: F.elu(x) + 1,
     "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 """What queries and keys can go through."""
 
@@ -205,6 +189,7 @@ class Mixer(nn.Module):
     # whether the norm of the output is over the channels of all ranks
     head_shard: rank_sums.HeadShard | None = None
     norms_across = False
+    norm_weight: Any  # of _add_norm
 
     def __init__(self, mode: str | None = None, layer_idx: int = 0) -> None:
         super().__init__()
@@ -214,9 +199,17 @@ class Mixer(nn.Module):
             raise ValueError(f"layer_idx: want an int, at least 0, got {layer_idx!r}")
         self.mode, self.layer_idx = mode, layer_idx
 
+    def _add_norm(self, channels: int | None) -> None:
+        """Adds the last parameter: norm_weight [channels], or none."""
+        weight = None if channels is None else nn.Parameter(torch.empty(channels))
+        self.register_parameter("norm_weight", weight)
+        self.reset_parameters()
+
     def reset_parameters(self) -> None:
         """Initialises the parameters that this module owns itself; its submodules have the same
         method for theirs."""
+        if (weight := getattr(self, "norm_weight", None)) is not None:
+            nn.init.ones_(weight)
 
     def recurrent(self, x: Tensor, context: ContextParallel | None = None) -> bool:
         """Whether to run token by token: if mode says so, or x is short and needs no gradient; not
@@ -330,7 +323,7 @@ class Mixer(nn.Module):
         """rms_norm, or with a gate rms_norm_gated with silu, of o [B, T, channels], by norm_weight
         and norm_eps; over the channels of all ranks where these have a part of the heads each."""
         own: Any = self
-        weight, eps, shard = own.norm_weight, own.norm_eps, self.head_shard
+        weight, eps, shard = self.norm_weight, own.norm_eps, self.head_shard
         if shard is None or not self.norms_across:
             if gate is None:
                 return rms_norm(o, weight, eps=eps)

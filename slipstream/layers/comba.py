@@ -1,14 +1,14 @@
 """Comba: a decay, and an erase under a key of its own, with a corrected read."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers.base import NormalLinear, ShortConvolution
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.delta_heads import DeltaHeads
+from slipstream.nn import decoding
 from slipstream.ops.comba import chunk_comba, fused_recurrent_comba
-from slipstream.ops.norm import l2_norm, rms_norm_gated
+from slipstream.ops.norm import l2_norm
 
 
 class Comba(DeltaHeads):
@@ -69,17 +69,15 @@ class Comba(DeltaHeads):
         qkv, conv = call.convolved(self.conv, self.qkv_proj(x))
         q, k, v = self._heads_of(qkv, l2_norm)
         a, b = self.ab_proj(x).chunk(2, dim=-1)  # [B, T, HV]
-        a = a if a.dtype == torch.float64 else a.float()
         comba = fused_recurrent_comba if self.recurrent(x, call.context) else chunk_comba
         o, recurrent = comba(
             q=q - self.correction.to(k.dtype)[:, None] * k,
             k=k,
             v=v,
             p=self.erase.sigmoid().to(k.dtype)[:, None] * k,
-            g=-self.A_log.to(a.dtype).exp() * F.softplus(a + self.dt_bias.to(a.dtype)),
+            g=decoding.decay_gate(a, self.A_log, self.dt_bias),
             beta=b.sigmoid(),
             **call.sequence(call.past("recurrent")),
         )
-        z = self.z_proj(x).view_as(o)
-        o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps, activation="sigmoid")
-        return self.o_proj(o.flatten(-2)), call.new_state(recurrent=recurrent, conv=conv)
+        after = call.new_state(recurrent=recurrent, conv=conv)
+        return self._output(o, self.z_proj(x)), after

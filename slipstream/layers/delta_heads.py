@@ -36,7 +36,11 @@ class DeltaHeads(base.Mixer):
     g_down: Any
     g_up: Any
     o_proj: Any
+    A_log: Any
+    dt_bias: Any
     allow_neg_eigval: bool
+    # f of _output
+    gate_activation = "sigmoid"
 
     def __init__(
         self,
@@ -61,15 +65,16 @@ class DeltaHeads(base.Mixer):
         self.norm_eps = norm_eps
 
     def _add_decay_and_norm(self, decay_heads: int, decay_channels: int) -> None:
-        """The last parameters: A_log [decay_heads], dt_bias [decay_channels], norm_weight [V]."""
+        """Adds the last parameters: A_log [decay_heads], dt_bias [decay_channels], norm_weight
+        [V]."""
         self.A_log = nn.Parameter(torch.empty(decay_heads))
         self.dt_bias = nn.Parameter(torch.empty(decay_channels))
-        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
-        self.reset_parameters()
+        self._add_norm(self.head_v_dim)
 
     def reset_parameters(self) -> None:
-        base.reset_decay(self.A_log, self.dt_bias)
-        nn.init.ones_(self.norm_weight)
+        super().reset_parameters()
+        if self.A_log is not None:
+            base.reset_decay(self.A_log, self.dt_bias)
 
     def _heads_of(
         self, qkv: Tensor, unit: Callable[[Tensor], Tensor] | None = None
@@ -121,14 +126,13 @@ class DeltaHeads(base.Mixer):
         block_inputs(tokens, blocks)
         return [*blocks[1:]], blocks.window.mT
 
-    def _gate_of(self, x: Tensor) -> Any:
-        """The narrow part of a gate of low rank, for _output."""
-        return self.g_down(x)
+    def _gate_of(self, x: Tensor) -> Tensor | None:
+        """The gate of _output [B, T, HV V], of low rank; None is none."""
+        return self.g_up(self.g_down(x))
 
-    def _output(self, o: Tensor, gate: Any) -> Tensor:
-        """The norm of o [B, T, HV, V] by the sigmoid of the gate, through o_proj."""
-        gate = self.g_up(gate)
-        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, "sigmoid")
+    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """The norm of o [B, T, HV, V] by f(gate), through o_proj."""
+        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))
 
     def _step_of_mixer(
@@ -146,21 +150,18 @@ class DeltaHeads(base.Mixer):
             terms: further arguments of ops.mixer_step.
         """
         q, k, v = self._heads_of(qkv)
-        options: dict[str, Any] = {"A_log": self.A_log, "dt_bias": self.dt_bias} | terms
-        y = decoding.mixer(
-            q,
-            k,
-            v,
-            state,
-            conv,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
-            use_qk_l2norm_in_kernel=True,
-            z=None if z is None else z.view_as(v),
-            norm_weight=self.norm_weight,
-            norm_eps=self.norm_eps,
-            **options,
-        )
+        options: dict[str, Any] = {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+            "use_qk_l2norm_in_kernel": True,
+            "z": None if z is None else z.view_as(v),
+            "z_activation": self.gate_activation,
+            "norm_weight": self.norm_weight,
+            "norm_eps": self.norm_eps,
+        }
+        y = decoding.mixer(q, k, v, state, conv, **options | terms)
         return projections.projected(y, self.o_proj, residual)
 
 

@@ -2,18 +2,18 @@
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers import base
 from slipstream.layers.call import Mixed, MixerCall, State
+from slipstream.layers.delta_heads import SteppedDeltaHeads
 from slipstream.nn import decoding, projections
 from slipstream.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from slipstream.ops.norm import l2_norm
 
 
-class DeltaNet(base.Mixer):
+class DeltaNet(SteppedDeltaHeads):
     """The delta rule, with a norm after it.
 
         q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k);  beta = sigmoid(x W_b)
@@ -39,8 +39,8 @@ class DeltaNet(base.Mixer):
     Source: Yang et al., Parallelizing Linear Transformers with the Delta Rule, 2024, section 3.3.
     """
 
-    verifies_drafts = True
     leaves_states = True
+    gate_activation = "silu"
 
     def __init__(
         self,
@@ -60,12 +60,9 @@ class DeltaNet(base.Mixer):
         qk_activation: str | None = "silu",
         qk_norm: str = "l2",
     ) -> None:
-        super().__init__(mode, layer_idx)
-        if head_dim is None:
-            base.expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
-            head_dim = hidden_size // num_heads
-        self.num_heads, self.head_dim, self.head_v_dim = num_heads, head_dim, head_v_dim or head_dim
-        self.allow_neg_eigval, self.norm_eps = allow_neg_eigval, norm_eps
+        heads = num_heads, head_dim, head_v_dim, None
+        super().__init__(hidden_size, *heads, norm_eps, mode, layer_idx)
+        self.allow_neg_eigval = allow_neg_eigval
         if qk_activation not in ("silu", "relu", "elu_plus_one", None):
             raise ValueError(
                 f"qk_activation: want 'silu', 'relu', 'elu_plus_one' or None, got {qk_activation!r}"
@@ -73,65 +70,54 @@ class DeltaNet(base.Mixer):
         if qk_norm not in ("l2", "sum"):
             raise ValueError(f"qk_norm: want 'l2' or 'sum', got {qk_norm!r}")
         self.qk_activation, self.qk_norm = qk_activation, qk_norm
-        keys, values = num_heads * head_dim, num_heads * self.head_v_dim
-        self.qkv_proj = base.NormalLinear(hidden_size, 2 * keys + values)
+        self.qkv_proj = base.NormalLinear(hidden_size, self.channels)
         self.b_proj = base.NormalLinear(hidden_size, num_heads) if use_beta else None
-        self.g_proj = base.NormalLinear(hidden_size, values) if use_gate else None
-        self.o_proj = base.NormalLinear(values, hidden_size)
+        self.g_proj = base.NormalLinear(hidden_size, self.values) if use_gate else None
+        self.o_proj = base.NormalLinear(self.values, hidden_size)
         self.conv = None
         if conv_size:
             # one for all of q, k and v; where q and k have another activation, it comes after it
             f = "silu" if qk_activation == "silu" else None
-            self.conv = base.ShortConvolution(2 * keys + values, conv_size, conv_bias, f)
-        self.norm_weight = nn.Parameter(torch.empty(self.head_v_dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.norm_weight)
+            self.conv = base.ShortConvolution(self.channels, conv_size, conv_bias, f)
+        self.A_log = self.dt_bias = None
+        self._add_norm(self.head_v_dim)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         qkv, conv = self.qkv_proj(x), None
         if self.conv is not None or self.qk_activation == "silu":
             qkv, conv = call.convolved(self.conv, qkv)
-        q, k, v = self._heads(qkv)
-        beta = self._beta(x)
+        q, k, v = self._activated(qkv)
+        _, beta = self._gates(x)
         rule = fused_recurrent_delta_rule if self.recurrent(x, call.context) else chunk_delta_rule
         o, recurrent = rule(q, k, v, beta, **call.sequence(call.past("recurrent")))
-        gate = None if self.g_proj is None else self.g_proj(x)
-        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps)
-        return self.o_proj(o.flatten(-2)), call.new_state(recurrent=recurrent, conv=conv)
+        after = call.new_state(recurrent=recurrent, conv=conv)
+        return self._output(o, self._gate_of(x)), after
 
-    def decode(
-        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        if self.conv is not None and self.has_fused_step():
-            return self._fused_step(x, state, self.conv, **options)
+    def _heads_of_token(self, x: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor]:
         qkv = self.qkv_proj(x)
         if self.conv is not None or self.qk_activation == "silu":
             qkv = decoding.convolution(self.conv, qkv, state.get("conv"))
-        q, k, v = self._heads(qkv)
-        o = decoding.recurrence(q, k, v, state, beta=self._beta(x))
-        gate = None if self.g_proj is None else self.g_proj(x)
-        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps)
-        return self.o_proj(o.flatten(-2))
+        return self._activated(qkv)
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        keys = self.num_heads * self.head_dim
-        qk, v = qkv.split([2 * keys, self.num_heads * self.head_v_dim], dim=-1)
-        qk = qk.unflatten(-1, (2 * self.num_heads, self.head_dim))
+    def _activated(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The heads of what the convolution returns."""
+        q, k, v = self._heads_of(qkv, self._normalised)
+        return q, k, v if self.qk_activation == "silu" else F.silu(v)
+
+    def _normalised(self, qk: Tensor) -> Tensor:
         if self.qk_activation != "silu":
-            qk, v = base.FEATURE_MAPS[self.qk_activation](qk), F.silu(v)
-        qk = l2_norm(qk) if self.qk_norm == "l2" else qk / qk.sum(-1, keepdim=True)
-        q, k = qk.chunk(2, dim=2)
-        return q, k, v.unflatten(-1, (self.num_heads, self.head_v_dim))
+            qk = base.FEATURE_MAPS[self.qk_activation](qk)
+        return l2_norm(qk) if self.qk_norm == "l2" else qk / qk.sum(-1, keepdim=True)
 
-    def _beta(self, x: Tensor) -> Tensor:
-        """[B, T, H]"""
+    def _gates(self, x: Tensor) -> tuple[None, Tensor]:
         if self.b_proj is None:
             beta = x.new_ones(*x.shape[:2], self.num_heads)
         else:
             beta = self.b_proj(x).sigmoid()
-        return 2 * beta if self.allow_neg_eigval else beta
+        return None, 2 * beta if self.allow_neg_eigval else beta
+
+    def _gate_of(self, x: Tensor) -> Tensor | None:
+        return None if self.g_proj is None else self.g_proj(x)
 
     def has_fused_step(self) -> bool:
         usual = self.qk_activation == "silu" and self.qk_norm == "l2"
@@ -145,22 +131,9 @@ class DeltaNet(base.Mixer):
         norm: nn.Module | None = None,
         residual: projections.Residual = None,
     ) -> Any:
-        keys = self.num_heads * self.head_dim
         qkv, beta, z = projections.linears(x, (self.qkv_proj, self.b_proj, self.g_proj), norm)
-        q, k, v = qkv.split([keys, keys, self.num_heads * self.head_v_dim], dim=-1)
-        v = v.unflatten(-1, (self.num_heads, self.head_v_dim))
-        y = decoding.mixer(
-            q.unflatten(-1, (self.num_heads, self.head_dim)),
-            k.unflatten(-1, (self.num_heads, self.head_dim)),
-            v,
-            state,
-            conv,
-            beta=x.new_ones(*x.shape[:2], self.num_heads) if beta is None else beta,
-            use_beta_sigmoid_in_kernel=beta is not None,
-            allow_neg_eigval=self.allow_neg_eigval and beta is not None,
-            use_qk_l2norm_in_kernel=True,
-            z=None if z is None else z.view_as(v),
-            norm_weight=self.norm_weight,
-            norm_eps=self.norm_eps,
-        )
-        return projections.projected(y, self.o_proj, residual)
+        terms: dict[str, Any] = {"beta": beta}
+        if beta is None:
+            terms["beta"] = x.new_ones(*x.shape[:2], self.num_heads)
+            terms |= {"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False}
+        return self._step_of_mixer(qkv, z, state, conv, residual, **terms)

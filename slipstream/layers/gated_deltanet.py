@@ -114,10 +114,6 @@ class GatedDeltaNet(SteppedDeltaHeads):
     def _gate_of(self, x: Tensor) -> Tensor | None:
         return None if self.z_proj is None else self.z_proj(x)
 
-    def _output(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
-        return self.o_proj(o.flatten(-2))
-
     def _fused_step(
         self,
         x: Tensor,
@@ -128,5 +124,4 @@ class GatedDeltaNet(SteppedDeltaHeads):
     ) -> Any:
         qkv, z, ab = projections.linears(x, (self.qkv_proj, self.z_proj, self.ab_proj), norm)
         a, b = ab.chunk(2, dim=-1)
-        terms = {"g": a, "beta": b, "z_activation": self.gate_activation}
-        return self._step_of_mixer(qkv, z, state, conv, residual, **terms)
+        return self._step_of_mixer(qkv, z, state, conv, residual, g=a, beta=b)

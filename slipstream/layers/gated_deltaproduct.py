@@ -1,17 +1,16 @@
 """Gated DeltaProduct: several steps of the delta rule for each token."""
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.layers.base import NormalLinear, ShortConvolution
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.delta_heads import DeltaHeads
+from slipstream.nn import decoding
 from slipstream.ops.gated_delta_product import (
     chunk_gated_delta_product,
     fused_recurrent_gated_delta_product,
 )
-from slipstream.ops.norm import l2_norm, rms_norm_gated
+from slipstream.ops.norm import l2_norm
 
 
 class GatedDeltaProduct(DeltaHeads):
@@ -36,6 +35,8 @@ class GatedDeltaProduct(DeltaHeads):
     State: recurrent [N, HV, K, V] and conv [N, H K + n (H K + HV V), W].
     Source: Siems et al., DeltaProduct, 2025, section 3.
     """
+
+    gate_activation = "silu"
 
     def __init__(
         self,
@@ -73,9 +74,7 @@ class GatedDeltaProduct(DeltaHeads):
         k = l2_norm(self._steps(k, (self.num_heads, self.head_dim)))  # [B, T n, H, K]
         v = self._steps(v, (self.num_v_heads, self.head_v_dim))
         beta = self._steps(self.b_proj(x), (self.num_v_heads,)).sigmoid()
-        a = self.a_proj(x)
-        a = a if a.dtype == torch.float64 else a.float()
-        g = -self.A_log.to(a.dtype).exp() * F.softplus(a + self.dt_bias.to(a.dtype))
+        g = decoding.decay_gate(self.a_proj(x), self.A_log, self.dt_bias)
         is_recurrent = self.recurrent(x, call.context)
         product = fused_recurrent_gated_delta_product if is_recurrent else chunk_gated_delta_product
         o, recurrent = product(
@@ -87,9 +86,8 @@ class GatedDeltaProduct(DeltaHeads):
             self.num_householder,
             **call.sequence(call.past("recurrent")),
         )
-        z = self.z_proj(x).view_as(o)
-        o = rms_norm_gated(o, z, self.norm_weight, eps=self.norm_eps)
-        return self.o_proj(o.flatten(-2)), call.new_state(recurrent=recurrent, conv=conv)
+        after = call.new_state(recurrent=recurrent, conv=conv)
+        return self._output(o, self.z_proj(x)), after
 
     def _steps(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """[B, T, n * ...] -> [B, T n, ...]"""

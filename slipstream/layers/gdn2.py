@@ -103,7 +103,7 @@ class GatedDeltaNet2(SteppedDeltaHeads):
         if (group := self.num_v_heads // self.num_heads) > 1:
             A_log = A_log.repeat_interleave(group)
             dt_bias = dt_bias.view(self.num_heads, -1).repeat_interleave(group, 0)
-        terms = {"A_log": A_log, "dt_bias": dt_bias, "z_activation": "sigmoid"}
+        terms = {"A_log": A_log, "dt_bias": dt_bias}
         terms |= {"g": self._of_values(f), "beta": self._of_values(b)}
         terms |= {"write": w.unflatten(-1, (self.num_v_heads, self.head_v_dim))}
         z = projections.by_rows(z, self.g_up)

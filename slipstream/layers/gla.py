@@ -38,8 +38,6 @@ class GatedLinearAttention(base.Mixer):
     Source: Yang et al., Gated Linear Attention Transformers, 2024, section 4.4.
     """
 
-    norm_weight: nn.Parameter | None
-
     verifies_drafts = True
     leaves_states = True
 
@@ -89,13 +87,7 @@ class GatedLinearAttention(base.Mixer):
         self.conv = None
         if conv_size:
             self.conv = base.ShortConvolution(sum(self.channels), conv_size, conv_bias)
-        weight = nn.Parameter(torch.empty(values // num_heads)) if norm_affine else None
-        self.register_parameter("norm_weight", weight)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.norm_weight is not None:
-            nn.init.ones_(self.norm_weight)
+        self._add_norm(values // num_heads if norm_affine else None)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         layers = self.q_proj, self.k_proj, self.v_proj, self.gk_down, self.g_proj

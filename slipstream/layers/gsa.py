@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.layers.base import Mixer, XavierLinear, expect_divisor, log_sigmoid_decay
 from slipstream.layers.call import Mixed, MixerCall
@@ -51,11 +51,7 @@ class GatedSlotAttention(Mixer):
         self.v_proj = XavierLinear(hidden_size, self.num_kv_heads * head_dim)
         self.f_proj = XavierLinear(hidden_size, self.num_kv_heads * (num_slots or head_dim))
         self.o_proj = XavierLinear(hidden_size, hidden_size)
-        self.norm_weight = nn.Parameter(torch.empty(hidden_size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.norm_weight)
+        self._add_norm(hidden_size)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         heads = (self.num_kv_heads, -1)

@@ -2,17 +2,18 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.layers.base import Mixer, XavierLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall
+from slipstream.ops._fp32 import widen
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
 from slipstream.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
 
 
 def _log_forget(f: Tensor, lower_bound: float) -> Tensor:
     """log(l + (1 - l) sigmoid(f)), in float32 at least."""
-    f = f if f.dtype == torch.float64 else f.float()
+    f = widen(f)
     if lower_bound == 0:
         return F.logsigmoid(f)
     return torch.log(lower_bound + (1 - lower_bound) * torch.sigmoid(f))
@@ -60,11 +61,7 @@ class HGRN(Mixer):
         self.f_proj = XavierLinear(hidden_size, channels)
         self.g_proj = XavierLinear(hidden_size, channels)
         self.o_proj = XavierLinear(channels, hidden_size)
-        self.norm_weight = nn.Parameter(torch.empty(channels))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.norm_weight)
+        self._add_norm(channels)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         i = self.i_proj(x)
@@ -114,11 +111,7 @@ class HGRN2(Mixer):
         self.f_proj = XavierLinear(hidden_size, num_heads * head_dim)
         self.i_proj = XavierLinear(hidden_size, hidden_size)
         self.o_proj = XavierLinear(hidden_size, hidden_size)
-        self.norm_weight = nn.Parameter(torch.empty(hidden_size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.norm_weight)
+        self._add_norm(hidden_size)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         heads = (self.num_heads, -1)

@@ -89,7 +89,7 @@ class KimiDeltaAttention(SteppedDeltaHeads):
             o, recurrent = chunk_kda(
                 *terms, initial_state=call.past("recurrent"), output_final_state=call.use_cache
             )
-            return self._output(o, z), call.new_state(recurrent=recurrent, conv=conv)
+            return self._output(o, self.g_up(z)), call.new_state(recurrent=recurrent, conv=conv)
         sizes = (self.keys, self.keys, self.values)
         A_log, dt_bias = self.A_log, self.dt_bias
         convolve, elements = call.convolution_in_parts(self.conv, qkv, sizes, self.head_dim)
@@ -113,7 +113,7 @@ class KimiDeltaAttention(SteppedDeltaHeads):
                 allow_neg_eigval=self.allow_neg_eigval,
                 **call.sequence(call.past("recurrent")),
             )
-        return self._output(o, z), call.new_state(recurrent=recurrent, conv=conv)
+        return self._output(o, self.g_up(z)), call.new_state(recurrent=recurrent, conv=conv)
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         f = self.f_up(self.f_down(x)).unflatten(-1, (self.num_v_heads, self.head_dim))
@@ -132,6 +132,6 @@ class KimiDeltaAttention(SteppedDeltaHeads):
         layers = self.qkv_proj, self.b_proj, self.f_down, self.g_down
         qkv, beta, f, z = projections.linears(x, layers, norm)
         g = projections.by_rows(f, self.f_up).unflatten(-1, (self.num_v_heads, self.head_dim))
-        terms = {"g": g, "lower_bound": self.lower_bound, "beta": beta, "z_activation": "sigmoid"}
         z = projections.by_rows(z, self.g_up)
+        terms = {"g": g, "lower_bound": self.lower_bound, "beta": beta}
         return self._step_of_mixer(qkv, z, state, conv, residual, **terms)

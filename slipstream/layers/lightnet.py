@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.layers.base import Mixer, ShortConvolution, XavierLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall
@@ -58,11 +58,7 @@ class LightNetAttention(Mixer):
         self.conv = None
         if conv_size:
             self.conv = ShortConvolution(sum(self.channels), conv_size, conv_bias, activation=None)
-        self.norm_weight = nn.Parameter(torch.empty(hidden_size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.norm_weight)
+        self._add_norm(hidden_size)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)

@@ -2,9 +2,8 @@
 
 from functools import partial
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.layers.base import Mixer, NormalLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall
@@ -60,11 +59,7 @@ class LightningAttention(Mixer):
         self.qkv_proj = NormalLinear(hidden_size, 3 * channels)
         self.g_proj = NormalLinear(hidden_size, channels)
         self.o_proj = NormalLinear(channels, hidden_size)
-        self.norm_weight = nn.Parameter(torch.empty(channels))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.norm_weight)
+        self._add_norm(channels)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         qkv = F.silu(self.qkv_proj(x)).unflatten(-1, (3, self.num_heads, -1))

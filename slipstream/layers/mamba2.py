@@ -41,8 +41,6 @@ class Mamba2(Mixer):
     Source: Dao and Gu, Transformers are SSMs, 2024, section 8.
     """
 
-    norm_weight: nn.Parameter | None
-
     verifies_drafts = True
     leaves_states = True
 
@@ -81,15 +79,12 @@ class Mamba2(Mixer):
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
         self.D = nn.Parameter(torch.empty(self.inner if D_per_channel else num_heads))
-        weight = nn.Parameter(torch.empty(self.inner)) if norm else None
-        self.register_parameter("norm_weight", weight)
-        self.reset_parameters()
+        self._add_norm(self.inner if norm else None)
 
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         reset_decay(self.A_log, self.dt_bias)
         nn.init.ones_(self.D)
-        if self.norm_weight is not None:
-            nn.init.ones_(self.norm_weight)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         groups = self.n_groups * self.state_size

@@ -1,6 +1,7 @@
 """The block of Mamba-3, without its MLP."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,6 @@ class Mamba3(Mixer):
     mimo_x: nn.Parameter | None
     mimo_z: nn.Parameter | None
     mimo_o: nn.Parameter | None
-    norm_weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -168,8 +168,7 @@ def mimo_order(state_size: int) -> Tensor:
     return torch.arange(state_size, device="cpu").view(2, -1).T.flatten()
 
 
-def _heavy_tail(x: Tensor) -> Tensor:
-    return torch.where(x > 0, 1 + x, 1 / (1 - x.clamp(max=0)))
-
-
-_ACTIVATIONS = {"softplus": F.softplus, "heavy_tail": _heavy_tail}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softplus": F.softplus,
+    "heavy_tail": lambda x: torch.where(x > 0, 1 + x, 1 / (1 - x.clamp(max=0))),
+}

@@ -127,8 +127,7 @@ class MLA(Mixer):
         c = norm.rms_norm(c, self.kv_norm, eps=self.norm_eps)
         if self.rotary_base is None:
             return q, torch.cat([c, r], -1)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        cos, sin = decoding.tables(at, self.rope, self.rotary_base, wide)
+        cos, sin = decoding.tables(at, self.rope, self.rotary_base, x.dtype)
         both = torch.cat([q_rope, r[:, :, None]], 2)
         both = rotary.rotary_embedding(both, cos, sin, interleaved=self.interleaved)
         q_rope, r = both.split([self.num_heads, 1], 2)

@@ -1,7 +1,7 @@
 """Gated DeltaNet and Kimi delta attention whose keys are preconditioned before they are written."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,8 @@ class _Preconditioned(delta_heads.SteppedDeltaHeads):
     """The base of both layers. Their other base class has the other projections."""
 
     leaves_states = False  # not the preconditioner's
+    # by chunks, and token by token
+    rules: ClassVar[tuple[Callable[..., Any], Callable[..., Any]]]
 
     def __init__(
         self, *args: Any, squash_x: float = 1.5, squash_eps: float = 1e-6, **options: Any
@@ -93,7 +95,7 @@ class _Preconditioned(delta_heads.SteppedDeltaHeads):
         qkv, conv = call.convolved(self.conv, self.qkv_proj(x))
         q, k, v = self._heads_of(qkv, norm.l2_norm)
         g, beta = self._gates(x)
-        o, states = self._rule(self.recurrent(x, call.context))(
+        o, states = self.rules[self.recurrent(x, call.context)](
             q=q, k=k, v=v, g=g, beta=beta,
             **self.preconditioner(x),
             **call.sequence(call.pasts("recurrent", "preconditioner")),
@@ -113,9 +115,6 @@ class _Preconditioned(delta_heads.SteppedDeltaHeads):
         o = preconditioned_step(q, k, written, v, state["recurrent"], *self._gates(x))
         return self._output(o, self._gate_of(x))
 
-    def _rule(self, recurrent: bool) -> Callable[..., Any]:
-        raise NotImplementedError
-
 
 class PrecondGatedDeltaNet(_Preconditioned, GatedDeltaNet):
     """GatedDeltaNet by ops.chunk_precond_gated_delta_rule.
@@ -129,10 +128,10 @@ class PrecondGatedDeltaNet(_Preconditioned, GatedDeltaNet):
     Source: "Preconditioned DeltaNet" (arXiv 2604.21100), as flash-linear-attention 0.6.0 has it.
     """
 
-    def _rule(self, recurrent: bool) -> Callable[..., Any]:
-        if recurrent:
-            return precond_gated_delta_rule.fused_recurrent_precond_gated_delta_rule
-        return precond_gated_delta_rule.chunk_precond_gated_delta_rule
+    rules = (
+        precond_gated_delta_rule.chunk_precond_gated_delta_rule,
+        precond_gated_delta_rule.fused_recurrent_precond_gated_delta_rule,
+    )
 
 
 class PrecondKDA(_Preconditioned, kda.KimiDeltaAttention):
@@ -147,5 +146,4 @@ class PrecondKDA(_Preconditioned, kda.KimiDeltaAttention):
     Source: "Preconditioned DeltaNet" (arXiv 2604.21100), as flash-linear-attention 0.6.0 has it.
     """
 
-    def _rule(self, recurrent: bool) -> Callable[..., Any]:
-        return fused_recurrent_precond_kda if recurrent else chunk_precond_kda
+    rules = chunk_precond_kda, fused_recurrent_precond_kda

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.layers import base
 from slipstream.layers.call import Mixed, MixerCall, State
@@ -40,8 +40,6 @@ class MultiScaleRetention(base.Mixer):
     Source: Sun et al., Retentive Network, 2023, section 2.
     """
 
-    norm_weight: nn.Parameter | None
-
     leaves_states = True
 
     def __init__(
@@ -67,11 +65,8 @@ class MultiScaleRetention(base.Mixer):
         if head_dim is None:
             base.expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
             head_dim = hidden_size // num_heads
-        self.num_heads, self.head_dim, self.value_dim = (
-            num_heads,
-            head_dim,
-            int(head_dim * expand_v),
-        )
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.value_dim = int(head_dim * expand_v)
         self.rotary_base, self.norm_eps = rotary_base, norm_eps
         self.num_kv_heads = num_kv_heads or num_heads
         base.expect_divisor("num_kv_heads", self.num_kv_heads, "num_heads", num_heads)
@@ -90,13 +85,7 @@ class MultiScaleRetention(base.Mixer):
         self.conv = None
         if conv_size:
             self.conv = base.ShortConvolution(sum(self.channels), conv_size, conv_bias)
-        weight = nn.Parameter(torch.empty(self.value_dim)) if norm_affine else None
-        self.register_parameter("norm_weight", weight)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.norm_weight is not None:
-            nn.init.ones_(self.norm_weight)
+        self._add_norm(self.value_dim if norm_affine else None)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         q, k, v, gate = linear.linears(x, (self.q_proj, self.k_proj, self.v_proj, self.g_proj))
@@ -106,9 +95,8 @@ class MultiScaleRetention(base.Mixer):
         v = v.unflatten(-1, (-1, self.value_dim))
         if self.rotary_base is not None:
             at = call.token_positions(x)
-            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-            cos, sin = decoding.tables(at, self.head_dim, self.rotary_base, wide)
-            q, k = rotary.rotary_embedding(q, cos, sin), rotary.rotary_embedding(k, cos, sin)
+            tables = decoding.tables(at, self.head_dim, self.rotary_base, x.dtype)
+            q, k = rotary.rotary_embedding(q, *tables), rotary.rotary_embedding(k, *tables)
         k, v = self._repeated(k, v)
         short = self.recurrent(x, call.context)
         retention = fused_recurrent_retention if short else chunk_retention

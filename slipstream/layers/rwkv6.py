@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from slipstream.common.checks import expect_shape
 from slipstream.layers import base, rwkv7
 from slipstream.layers.call import Mixed, MixerCall
+from slipstream.ops._fp32 import widen
 from slipstream.ops.norm import group_norm
 from slipstream.ops.rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
 from slipstream.ops.token_shift import token_shift
@@ -84,8 +85,7 @@ class RWKV6(base.Mixer):
         mixes = inner @ self.mix_up[:, None].to(x.dtype) + self.mix[:, None, None]
         xr, xw, xk, xv, xg = (torch.addcmul(x, delta, m.to(x.dtype)) for m in mixes)
         heads = (self.num_heads, self.head_dim)
-        w = self.w_lora(xw)
-        w = -torch.exp(w if w.dtype == torch.float64 else w.float())
+        w = -torch.exp(widen(self.w_lora(xw)))
         r, k, v = self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)
         r, k, v, w = (y.unflatten(-1, heads) for y in (r, k, v, w))
         rwkv6 = fused_recurrent_rwkv6 if self.recurrent(x, call.context) else chunk_rwkv6

@@ -98,9 +98,8 @@ def _gated_oja(m: Any) -> Heads:
 
 
 def _delta_net(m: Any) -> Heads:
-    H, keys, values = m.num_heads, m.num_heads * m.head_dim, m.num_heads * m.head_v_dim
-    blocks = keys, keys, values
-    return _heads({"qkv_proj": blocks, "conv": blocks, "b_proj": H, "g_proj": values}, "num_heads")
+    H = m.num_heads
+    return _delta(m, H, H, b_proj=H, g_proj=m.values)
 
 
 def _gated_deltaproduct(m: Any) -> Heads:

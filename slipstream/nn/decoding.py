@@ -203,16 +203,15 @@ def verifies() -> bool:
 
 
 def tables(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As ops.rotary_tables; positions must not change within a step."""
+    """As ops.rotary_tables, in float32 for 16 bits; positions must not change within a step."""
+    dtype = torch.float64 if dtype == torch.float64 else torch.float32
     kind = dim, base, dtype
     return _once(kind, positions, lambda: rotary_tables(positions, dim, base=base, dtype=dtype))
 
 
 def rotary(x: Tensor, positions: Tensor, dim: int, base: float) -> Tensor:
     """x [N, 1, H, K], positions [1 or N, 1] -> the first `dim` features of x turned"""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    cos, sin = tables(positions, dim, base, wide)
-    return rotary_embedding(x, cos, sin)
+    return rotary_embedding(x, *tables(positions, dim, base, x.dtype))
 
 
 def decay_gate(
