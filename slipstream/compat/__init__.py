@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
-from typing import Any
 
 from slipstream.compat import peer_files
 
@@ -93,7 +92,8 @@ def uninstall(*packages: str) -> None:
     for name in packages or PACKAGES:
         if name not in _installed():
             continue
-        sys.meta_path[:] = [x for x in sys.meta_path if not _finds(x, name)]
+        others = (x for x in sys.meta_path if not isinstance(x, _Finder) or x.package != name)
+        sys.meta_path[:] = list(others)
         for module in [x for x in sys.modules if x == name or x.startswith(f"{name}.")]:
             found = sys.modules.pop(module)
             parent, _, attribute = module.rpartition(".")
@@ -107,10 +107,6 @@ def uninstall(*packages: str) -> None:
 
 def _installed() -> set[str]:
     return {x.package for x in sys.meta_path if isinstance(x, _Finder)}
-
-
-def _finds(finder: Any, package: str) -> bool:
-    return isinstance(finder, _Finder) and finder.package == package
 
 
 class _Finder(MetaPathFinder):

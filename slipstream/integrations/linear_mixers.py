@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.ops import conv, gated_delta_rule, kda, simple_gla
+from slipstream.ops._fp32 import widen
 from slipstream.ops.causal_conv1d import causal_conv1d_fn as conv_fn
 from slipstream.ops.causal_conv1d import causal_conv1d_update as conv_update
 from slipstream.ops.recurrent_step import recurrent_step
@@ -182,7 +183,7 @@ def _run(
         options["context"] = context
     options["output_final_state"] = output_final_state
     if initial_state is not None:
-        initial_state = _wide(initial_state)
+        initial_state = widen(initial_state)
     if seq_idx is None:
         return op(*tensors, initial_state=initial_state, **options)
     B, T = tensors[0].shape[:2]
@@ -197,10 +198,6 @@ def _run(
     if state is not None:
         state = state[torch.searchsorted(cuts, rows[1:]) - 1]
     return o.reshape(B, T, *o.shape[2:]), state
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _delta(op: Callable) -> Callable:
@@ -219,7 +216,7 @@ def _delta(op: Callable) -> Callable:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         seq_idx = sequences_of(kwargs | {"cu_seqlens": cu_seqlens}, *query.shape[:2])
-        tensors = (query, key.to(query.dtype), value.to(query.dtype), _wide(g), beta)
+        tensors = (query, key.to(query.dtype), value.to(query.dtype), widen(g), beta)
         norm = use_qk_l2norm_in_kernel
         return _run(
             op, tensors, initial_state, output_final_state, seq_idx, kwargs.get("context"),
@@ -227,12 +224,6 @@ def _delta(op: Callable) -> Callable:
         )  # fmt: skip
 
     return delta_rule
-
-
-def _gated_recurrence(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    return gated_delta_rule.fused_recurrent_gated_delta_rule(q, k, v, g, beta=beta, **options)
 
 
 def causal_conv1d_fn(
@@ -320,8 +311,8 @@ def mamba2_inputs(
 ) -> tuple[Tensor, ...]:
     """q, k, v and g of chunk_simple_gla for Mamba-2."""
     step = _step_size(dt, dt_bias, dt_softplus).clamp(*dt_limit)
-    v = (_wide(x) * step[..., None]).to(x.dtype)
-    return C.to(x.dtype), B.to(x.dtype), v, step * _wide(A)
+    v = (widen(x) * step[..., None]).to(x.dtype)
+    return C.to(x.dtype), B.to(x.dtype), v, step * widen(A)
 
 
 def selective_state_update(
@@ -350,10 +341,10 @@ def selective_state_update(
     dt_bias = None if dt_bias is None else dt_bias[:, 0]
     limit = getattr(running.mixer, "time_step_limit", (0.0, float("inf")))
     step = _step_size(dt[..., 0], dt_bias, dt_softplus).clamp(*limit)  # [B, H]
-    v = (_wide(x) * step[..., None]).to(x.dtype)
+    v = (widen(x) * step[..., None]).to(x.dtype)
     y = recurrent_step(
         C[:, None].to(x.dtype), B[:, None].to(x.dtype), v[:, None], state=state,
-        g=(step * _wide(A[:, 0, 0]))[:, None], scale=1.0, state_v_first=True,
+        g=(step * widen(A[:, 0, 0]))[:, None], scale=1.0, state_v_first=True,
     )[:, 0]  # fmt: skip
     return skip_and_gate(y, x, D, z)
 
@@ -383,7 +374,7 @@ def _scan_token(
         None if z is None else z.flatten(1)[:, None],
         None if dt_bias is None else dt_bias.flatten(),
         dt_softplus,
-        initial_state=_wide(state).flatten(1, -2),
+        initial_state=widen(state).flatten(1, -2),
         output_final_state=True,
     )
     assert final is not None
@@ -437,7 +428,7 @@ def _state_before_scan() -> Tensor | None:
 
 
 def _step_size(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    dt = _wide(dt) if bias is None else _wide(dt) + _wide(bias)
+    dt = widen(dt) if bias is None else widen(dt) + widen(bias)
     return F.softplus(dt) if softplus else dt
 
 
@@ -458,7 +449,11 @@ FUNCTIONS: dict[str, Callable] = {
     "causal_conv1d_fn": causal_conv1d_fn,
     "causal_conv1d_update": causal_conv1d_update,
     "chunk_gated_delta_rule": _delta(gated_delta_rule.chunk_gated_delta_rule),
-    "fused_recurrent_gated_delta_rule": _delta(_gated_recurrence),
+    "fused_recurrent_gated_delta_rule": _delta(
+        lambda q, k, v, g, beta, **options: gated_delta_rule.fused_recurrent_gated_delta_rule(
+            q, k, v, g, beta=beta, **options
+        )
+    ),
     "chunk_kda": _delta(kda.chunk_kda),
     "fused_recurrent_kda": _delta(kda.fused_recurrent_kda),
     "mamba_chunk_scan_combined": mamba_chunk_scan_combined,

@@ -304,20 +304,20 @@ class LayerState(CacheLayerMixin):
                 x.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._in_place(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        def move(x: Tensor) -> Tensor:
+            return x.index_select(0, beam_idx.to(x.device))
+
+        for name, x in (self.state or {}).items():
+            used = x[:, : self.seen] if name in self.token_states else x
+            used.copy_(move(used))
+        if self.rollback is not None:
+            self.rollback.map(move)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._replace(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._replace(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def _in_place(self, move: Callable[[Tensor], Tensor]) -> None:
-        for name, x in (self.state or {}).items():
-            used = x[:, : self.seen] if name in self.token_states else x
-            used.copy_(move(used))
-        if self.rollback is not None:
-            self.rollback.map(move)
 
     def _replace(self, move: Callable[[Tensor], Tensor]) -> None:
         if self._tensors is not None:

@@ -156,7 +156,7 @@ class Generation(_Base):
         unfinished = input_ids.new_ones(input_ids.shape[0])
         # a cache of the caller's has to end with the last token
         is_late = streamer is None and not getattr(cache, "_is_user_defined", False)
-        stop = LateFlag(input_ids.device) if is_late else Flag()
+        stop = Flag(input_ids.device, is_late)
         while True:
             logits = ended.to(copy=True, dtype=torch.float32, device=input_ids.device)
             scores = logits_processor(input_ids, logits)
@@ -373,25 +373,18 @@ def key_dtype_of(generation_config: Any) -> torch.dtype | None:
 
 
 class Flag:
-    """Whether no sequence is unfinished: known at once, by waiting for the device."""
+    """Whether no sequence is unfinished.
+
+    is_late: set() does not wait for a GPU, and the flag is read when asked for.
+    """
+
+    def __init__(self, device: torch.device, is_late: bool) -> None:
+        is_late = is_late and device.type == "cuda"
+        self.value = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=is_late)
+        self.copied = torch.cuda.Event() if is_late else None
 
     def set(self, unfinished: Tensor) -> bool:
-        return not bool(unfinished.any())
-
-    def raised(self) -> bool:
-        return False
-
-
-class LateFlag(Flag):
-    """A flag whose set() does not wait; it is read from the device when asked for."""
-
-    def __init__(self, device: torch.device) -> None:
-        on_device = device.type == "cuda"
-        self.value = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=on_device)
-        self.copied = torch.cuda.Event() if on_device else None
-
-    def set(self, unfinished: Tensor) -> bool:
-        self.value.copy_(~unfinished.any(), non_blocking=True)
+        self.value.copy_(~unfinished.any(), non_blocking=self.copied is not None)
         if self.copied is not None:
             self.copied.record()
             return False

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,19 +36,12 @@ MAX_PROMPT_TOKENS, MAX_PROMPTS = 1024, 4
 PROMPT = "prompt"
 
 
-class Graph(Protocol):
-    def capture(self, run: Callable[[], Tensor]) -> Tensor:
-        """Runs once, and returns the tensor that replays write their result into."""
-        ...
-
-    def replay(self) -> None: ...
-
-
 class CudaGraph:
     def __init__(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
 
     def capture(self, run: Callable[[], Tensor]) -> Tensor:
+        """Runs once, and returns the tensor that replays write their result into."""
         # thread_local: what other threads do meanwhile, such as a data loader, is no error
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             result = run()
@@ -63,7 +56,7 @@ class CudaGraph:
 class Step:
     """One captured step: copies its inputs into the graph's own, and replays it."""
 
-    graph: Graph
+    graph: CudaGraph
     inputs: tuple[Tensor, ...]
     logits: Tensor
 
@@ -338,7 +331,7 @@ def _of_inference(cache: StateCache) -> bool:
     )
 
 
-def graph_on(device: torch.device) -> Graph | None:
+def graph_on(device: torch.device) -> CudaGraph | None:
     """A new graph, on devices that have graphs."""
     return CudaGraph() if device.type == "cuda" else None
 

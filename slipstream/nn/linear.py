@@ -295,9 +295,8 @@ def plain_module(module: nn.Module) -> bool:
     return (
         "parametrizations" not in module._modules
         and not is_hooked(module)
-        and all(_plain_tensor(p) for p in module._parameters.values())
+        and all(
+            x is None or (not is_traceable_wrapper_subclass(x) and x.device.type != "meta")
+            for x in module._parameters.values()
+        )
     )
-
-
-def _plain_tensor(x: Tensor | None) -> bool:
-    return x is None or (not is_traceable_wrapper_subclass(x) and x.device.type != "meta")

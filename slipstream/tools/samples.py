@@ -122,7 +122,7 @@ class Making(NamedTuple):
         """b of a transition whose part of rank one erases: against a, by some of its length."""
         return -self.args["a"].float() * self.uniform([*size[:-1], 1])
 
-    def gate(self, size: list[int], weak: float) -> Tensor:
+    def gate(self, size: list[int], weak: float = 0.1) -> Tensor:
         """Log decays: "zero", "weak" (above -0.1 or -0.6), "strong" down to -50, or "mixed"."""
         x, kind = self.uniform(size), self.shape.gate
         if kind == "zero":
@@ -148,32 +148,32 @@ class Making(NamedTuple):
         return self.shape.offsets(self.device).diff().long() + more.to(self.device)
 
 
-FILL: Mapping[str, Callable[[list[int], Making], Tensor]] = {
-    "normal": lambda size, m: m.normal(size),
-    "unit": lambda size, m: m.unit(size),
-    "erase": lambda size, m: m.erase(size),
-    "positive": lambda size, m: m.uniform(size) + 0.1,
-    "beta": lambda size, m: m.uniform(size),
-    "gate": lambda size, m: m.gate(size, 0.1),
-    "narrow": lambda size, m: m.gate(size, 0.1),
-    "bounded": lambda size, m: m.gate(size, 0.6),
-    "rate": lambda size, m: -m.uniform(size) - 0.1,
-    "state": lambda size, m: 0.1 * m.normal(size),
-    "sum": lambda size, m: m.uniform(size),
-    "one": lambda size, m: 1 + 0.1 * m.normal(size),
-    "ids": lambda size, m: m.integers(size, m.dims["Z"]),
-    "targets": lambda size, m: m.targets(size),
-    "positions": lambda size, m: m.integers(size, m.dims["S"]),
-    "lengths": lambda size, m: m.integers(size, 50),
+FILL: Mapping[str, Callable[[Making, list[int]], Tensor]] = {
+    "normal": Making.normal,
+    "unit": Making.unit,
+    "erase": Making.erase,
+    "positive": lambda m, size: m.uniform(size) + 0.1,
+    "beta": Making.uniform,
+    "gate": Making.gate,
+    "narrow": Making.gate,
+    "bounded": lambda m, size: m.gate(size, 0.6),
+    "rate": lambda m, size: -m.uniform(size) - 0.1,
+    "state": lambda m, size: 0.1 * m.normal(size),
+    "sum": Making.uniform,
+    "one": lambda m, size: 1 + 0.1 * m.normal(size),
+    "ids": lambda m, size: m.integers(size, m.dims["Z"]),
+    "targets": Making.targets,
+    "positions": lambda m, size: m.integers(size, m.dims["S"]),
+    "lengths": lambda m, size: m.integers(size, 50),
     # of a cache with twice as many rows as there are new keys, one or more
-    "prefixes": lambda size, m: m.integers(size, 2),
+    "prefixes": lambda m, size: m.integers(size, 2),
     # each sequence's own row, or page
-    "rows": lambda size, m: torch.arange(size[0], device=m.device).view(size),
-    "used": lambda size, m: m.used(size),
-    "cached": lambda size, m: m.cached(size),
+    "rows": lambda m, size: torch.arange(size[0], device=m.device).view(size),
+    "used": Making.used,
+    "cached": Making.cached,
     # keys and values in 8 bits
-    "codes": lambda size, m: m.integers(size, 100),
-    "float8": lambda size, m: m.normal(size),
+    "codes": lambda m, size: m.integers(size, 100),
+    "float8": Making.normal,
 }
 # Fills that are float32 whatever the operator computes in.
 _WIDE = ("gate", "bounded", "state", "sum")
@@ -296,7 +296,7 @@ def _make(letters: str, fill: str, making: Making, blank: bool) -> Tensor:
     kind = _DTYPES.get(fill) or (wide if fill in _WIDE else dtype)
     if blank:
         return torch.empty(size, dtype=kind, device=making.device)
-    return FILL[fill](size, making).to(kind)
+    return FILL[fill](making, size).to(kind)
 
 
 def flat(out: Any) -> list[Tensor]:

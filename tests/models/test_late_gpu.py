@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.models.generation import LateFlag
+from slipstream.models.generation import Flag
 from slipstream.models.greedy import AHEAD, Greedy
 from slipstream.tools import doctor_bench
 
@@ -37,7 +37,7 @@ def test_end_of_all_sequences_is_seen_steps_later() -> None:
 
 
 def test_flag_is_read_after_its_copy() -> None:
-    flag: Any = LateFlag(torch.device("cpu"))
+    flag: Any = Flag(torch.device("cpu"), True)
     flag.copied = LateEvent(flag.value)
     assert not flag.set(torch.tensor([False, False]))
     flag.value.zero_()  # nothing of it is there yet
@@ -47,7 +47,7 @@ def test_flag_is_read_after_its_copy() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: LateFlag(torch.device("cuda")),
+        lambda: Flag(torch.device("cuda"), True),
         lambda: Greedy.like(
             mock.MagicMock(shape=(2, 1), is_cuda=True, device="cpu"), None, 8, None
         ),

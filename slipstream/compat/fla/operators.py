@@ -3,6 +3,7 @@
 The signatures are those of fla-core 0.6.0. docs/guides/migrate_fla.md is written from this table.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,10 +45,6 @@ def _normalized_state(given: Arguments, normalize: bool = True) -> Arguments:
         return given
     N, H, K, _ = state.shape
     return given | {"initial_state": (state, state.new_zeros(N, 1, H, K))}
-
-
-def _normalized_recurrent_state(given: Arguments) -> Arguments:
-    return _normalized_state(given, normalize=False)
 
 
 def _gate_of_slots(given: Arguments) -> Arguments:
@@ -237,7 +234,7 @@ OPERATORS = (
         "ops.linear_attn.fused_recurrent", "fused_recurrent_linear_attn",
         ops.fused_recurrent_linear_attn,
         f"q, k, v, {STATE}, reverse=False, normalize=False, cu_seqlens=None",
-        change=_normalized_recurrent_state,
+        change=partial(_normalized_state, normalize=False),
     ),
     Operator(
         "ops.retention.chunk", "chunk_retention", ops.chunk_retention,

@@ -14,33 +14,30 @@ from slipstream.compat.missing import missing_names
 
 ROOT = "slipstream.compat.fla"
 
+_PRECOND = "ops.precond_gated_delta_rule"
 # functions that are no operators, by the module that defines them in fla
-FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "ops.attn.decoding": (functions.attn_decoding_one_step,),
-    "ops.attnres.fused": (functions.fused_attnres,),
-    "ops.based.fused_chunk": (functions.fused_chunk_based,),
-    "ops.based.parallel": (functions.parallel_based,),
-    "ops.common.gate": (functions.fused_beta_sigmoid,),
-    "ops.gated_delta_rule.gate": (functions.fused_gdn_gate,),
-    "ops.gsa.gate": (functions.fused_additive_gate,),
-    "ops.kda.gate": (functions.fused_kda_gate,),
-    "ops.lightnet.chunk": (functions.chunk_lightnet,),
-    "ops.precond_gated_delta_rule.chunk": (preconditioned.chunk_precond_gated_delta_rule,),
-    "ops.precond_gated_delta_rule.fused_recurrent": (
-        preconditioned.fused_recurrent_precond_gated_delta_rule,
-    ),
-    "ops.precond_gated_delta_rule.naive": (
-        preconditioned.naive_recurrent_precond_gated_delta_rule,
-    ),
-    "ops.precond_kda.chunk": (preconditioned.chunk_precond_kda,),
-    "ops.precond_kda.fused_recurrent": (preconditioned.fused_recurrent_precond_kda,),
-    "ops.lightnet.fused_recurrent": (functions.fused_recurrent_lightnet,),
-    "ops.rebased.parallel": (functions.parallel_rebased,),
-    "ops.rwkv4.fused_recurrent": (functions.fused_recurrent_rwkv4,),
-    "ops.rwkv7.channel_mixing": (functions.channel_mixing_rwkv7,),
-    "ops.rwkv7.fused_addcmul": (functions.fused_addcmul_rwkv7,),
-    "ops.rwkv7.fused_k_update": (functions.fused_k_rwkv7,),
-    "ops.rwkv7.gate_output_correction": (functions.gate_output_correction,),
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "ops.attn.decoding": functions.attn_decoding_one_step,
+    "ops.attnres.fused": functions.fused_attnres,
+    "ops.based.fused_chunk": functions.fused_chunk_based,
+    "ops.based.parallel": functions.parallel_based,
+    "ops.common.gate": functions.fused_beta_sigmoid,
+    "ops.gated_delta_rule.gate": functions.fused_gdn_gate,
+    "ops.gsa.gate": functions.fused_additive_gate,
+    "ops.kda.gate": functions.fused_kda_gate,
+    "ops.lightnet.chunk": functions.chunk_lightnet,
+    f"{_PRECOND}.chunk": preconditioned.chunk_precond_gated_delta_rule,
+    f"{_PRECOND}.fused_recurrent": preconditioned.fused_recurrent_precond_gated_delta_rule,
+    f"{_PRECOND}.naive": preconditioned.naive_recurrent_precond_gated_delta_rule,
+    "ops.precond_kda.chunk": preconditioned.chunk_precond_kda,
+    "ops.precond_kda.fused_recurrent": preconditioned.fused_recurrent_precond_kda,
+    "ops.lightnet.fused_recurrent": functions.fused_recurrent_lightnet,
+    "ops.rebased.parallel": functions.parallel_rebased,
+    "ops.rwkv4.fused_recurrent": functions.fused_recurrent_rwkv4,
+    "ops.rwkv7.channel_mixing": functions.channel_mixing_rwkv7,
+    "ops.rwkv7.fused_addcmul": functions.fused_addcmul_rwkv7,
+    "ops.rwkv7.fused_k_update": functions.fused_k_rwkv7,
+    "ops.rwkv7.gate_output_correction": functions.gate_output_correction,
 }
 # classes that fla.modules has, by the module that defines them
 MODULES: dict[str, str] = {
@@ -60,31 +57,22 @@ MODULES: dict[str, str] = {
     "rotary": "RotaryEmbedding",
     "token_shift": "TokenShift",
 }
-# other names of modules: those of fla 0.6, and of older releases
-ALIASES = {
-    "modules.activations.ops": "modules.activations",
-    "modules.causal_conv1d": "modules.convolution",
-    "modules.causal_conv1d.cp": "modules.convolution",
-    "modules.causal_conv1d.ops": "modules.convolution",
-    "modules.conv": "modules.convolution",
-    "modules.conv.causal_conv1d": "modules.convolution",
-    "modules.conv.cp": "modules.convolution",
-    "modules.conv.cp.ops": "modules.convolution",
-    "modules.conv.cuda": "modules.convolution",
-    "modules.conv.cuda.ops": "modules.convolution",
-    "modules.conv.long_conv": "modules.long_conv",
-    "modules.conv.short_conv": "modules.convolution",
-    "modules.conv.triton": "modules.convolution",
-    "modules.conv.triton.ops": "modules.convolution",
-    "modules.fused_cross_entropy.ops": "modules.fused_cross_entropy",
-    "modules.fused_kl_div.ops": "modules.fused_kl_div",
-    "modules.fused_linear_cross_entropy.ops": "modules.fused_linear_cross_entropy",
-    "modules.norm": "modules",
-    "modules.norm.fused_norm_gate": "modules.fused_norm_gate",
-    "modules.norm.l2norm": "modules.l2norm",
-    "modules.norm.layernorm": "modules.layernorm",
-    "modules.norm.layernorm_gated": "modules.layernorm_gated",
-    "modules.rotary.ops": "modules.rotary",
+# further names of modules: those of fla 0.6, and of older releases
+ALIASES: dict[str, str] = {
+    "modules": "norm",
+    "modules.activations": "activations.ops",
+    "modules.convolution": "causal_conv1d causal_conv1d.cp causal_conv1d.ops conv "
+    "conv.causal_conv1d conv.cp conv.cp.ops conv.cuda conv.cuda.ops conv.short_conv conv.triton "
+    "conv.triton.ops",
+    "modules.fused_cross_entropy": "fused_cross_entropy.ops",
+    "modules.fused_kl_div": "fused_kl_div.ops",
+    "modules.fused_linear_cross_entropy": "fused_linear_cross_entropy.ops",
+    "modules.fused_norm_gate": "norm.fused_norm_gate",
+    "modules.l2norm": "norm.l2norm",
+    "modules.layernorm": "norm.layernorm",
+    "modules.layernorm_gated": "norm.layernorm_gated",
+    "modules.long_conv": "conv.long_conv",
+    "modules.rotary": "rotary.ops",
 }
 # styles of tensor parallelism, in a module that imports torch's collectives
 PARALLEL: dict[str, str] = {
@@ -163,15 +151,15 @@ def make_modules() -> None:
             own = getattr(value, "__module__", "") == f"{ROOT}.{path}"
             if own and isinstance(value, FunctionType) and not name.startswith("_"):
                 vars(_module("ops.utils")).setdefault(name, value)
-    for path, members in FUNCTIONS.items():
-        for function in members:
-            _export(path, function.__name__, function)
+    for path, function in FUNCTIONS.items():
+        _export(path, function.__name__, function)
     for row in OPERATORS:
         _export(row.path, row.name, adapt(row))
     for path, (name, function, signature) in AUTOGRAD.items():
         operator = getattr(_module(path), function)
         vars(_module(path))[name] = autograd_function(name, operator, signature)
-    for alias, path in ALIASES.items():
+    aliases = {f"modules.{x}": path for path, names in ALIASES.items() for x in names.split()}
+    for alias, path in sorted(aliases.items()):
         module = sys.modules[f"{ROOT}.{alias}"] = _module(path)
         parent, _, child = alias.rpartition(".")
         vars(_module(parent)).setdefault(child, module)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.ops import activation as ops
+from slipstream.ops._fp32 import widen
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ def sigmoidglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None)
 
 def powglu(x: Tensor, y: Tensor, power: float = 3.0) -> Tensor:
     """f(x) y, where f(x) = x^(power / (sqrt(x) + 1)) sigmoid(x) above 0, and x sigmoid(x) below."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = widen(x)
     # where x <= 0 the branch that is not taken must not make gradients of NaN
     positive = torch.where(wide > 0, wide, 1.0)
     raised = positive ** (power / (positive.sqrt() + 1))

@@ -8,6 +8,7 @@ from torch import Tensor
 from slipstream.compat.fixed import fixed
 from slipstream.compat.fla.modules.layernorm import Norm, layer_norm, linear
 from slipstream.ops import norm as ops
+from slipstream.ops._fp32 import widen
 
 ACTIVATIONS = {"swish": F.silu, "silu": F.silu, "sigmoid": F.sigmoid}
 
@@ -29,7 +30,7 @@ def _gated(
     if is_rms_norm and residual is None and not residual_in_fp32:
         y = ops.rms_norm_gated(x, g, weight, bias, eps, activation=activation)
         return (y, x) if prenorm else y
-    wide = x if x.element_size() == 8 else x.float()
+    wide = widen(x)
     normed, h = layer_norm(wide, weight, bias, residual, eps, True, residual_in_fp32, is_rms_norm)
     y = (normed * ACTIVATIONS[activation](g.to(normed.dtype))).to(x.dtype)
     if not prenorm:

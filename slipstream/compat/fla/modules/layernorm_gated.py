@@ -8,6 +8,7 @@ from torch import Tensor
 from slipstream.compat.fixed import fixed
 from slipstream.compat.fla.modules.layernorm import Norm, group_norm
 from slipstream.ops import norm as ops
+from slipstream.ops._fp32 import widen
 
 
 def layernorm_fn(
@@ -30,7 +31,7 @@ def layernorm_fn(
             x, z, weight, bias, eps, norm_before_gate=norm_before_gate, group_size=group_size
         )
     groups = 1 if group_size is None else x.shape[-1] // group_size
-    wide = x if x.element_size() == 8 else x.float()
+    wide = widen(x)
     if z is not None and not norm_before_gate:
         wide = wide * F.silu(z.to(wide.dtype))
     y = group_norm(wide, weight, bias, eps=eps, is_rms_norm=is_rms_norm, num_groups=groups)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compat.fla.ops.utils.index import prepare_chunk_indices
+from slipstream.ops._fp32 import widen
 
 
 def chunk_global_cumsum(
@@ -68,7 +69,7 @@ def _cumsum(
     dtype: torch.dtype | None,
 ) -> Tensor:
     """Sums that start again at each of `begin`."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = widen(x)
     if begin is None:
         parts = [wide]
     else:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compat.fla.ops.utils.index import prepare_chunk_indices
+from slipstream.ops._fp32 import widen
 
 
 def mean_pooling(
@@ -24,7 +25,7 @@ def mean_pooling(
         begin = cu_seqlens[sequence] + number * chunk_size
         owner = torch.searchsorted(begin, torch.arange(T, device=x.device), right=True) - 1
         chunks = len(begin)
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = widen(x)
     total = wide.new_zeros(x.shape[0], chunks, *x.shape[2:]).index_add(1, owner, wide)
     count = owner.bincount(minlength=chunks).to(wide.dtype)
     return (total / count.view(-1, *[1] * (x.dim() - 2))).to(x.dtype)
