@@ -60,7 +60,7 @@ def operators() -> list[str]:
 
 def functions() -> list[str]:
     """Functions that are no operators: of fla.ops and of fla.ops.utils."""
-    names = {path: [f.__name__ for f in members] for path, members in sorted(FUNCTIONS.items())}
+    names = {path: [f.__name__] for path, f in sorted(FUNCTIONS.items())}
     prefix = f"{NAME}.ops.utils."
     for name in sorted(x for x in sys.modules if x.startswith(prefix)):
         names[f"ops.utils.{name.removeprefix(prefix)}"] = public(name)

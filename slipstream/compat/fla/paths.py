@@ -57,8 +57,8 @@ MODULES: dict[str, str] = {
     "rotary": "RotaryEmbedding",
     "token_shift": "TokenShift",
 }
-# further names of modules: those of fla 0.6, and of older releases
-ALIASES: dict[str, str] = {
+# further names of modules, below fla.modules: those of fla 0.6, and of older releases
+_ALIASES: dict[str, str] = {
     "modules": "norm",
     "modules.activations": "activations.ops",
     "modules.convolution": "causal_conv1d causal_conv1d.cp causal_conv1d.ops conv "
@@ -74,6 +74,7 @@ ALIASES: dict[str, str] = {
     "modules.long_conv": "conv.long_conv",
     "modules.rotary": "rotary.ops",
 }
+ALIASES = {f"modules.{x}": path for path, names in _ALIASES.items() for x in names.split()}
 # styles of tensor parallelism, in a module that imports torch's collectives
 PARALLEL: dict[str, str] = {
     "modules": "NormParallel",
@@ -158,8 +159,7 @@ def make_modules() -> None:
     for path, (name, function, signature) in AUTOGRAD.items():
         operator = getattr(_module(path), function)
         vars(_module(path))[name] = autograd_function(name, operator, signature)
-    aliases = {f"modules.{x}": path for path, names in ALIASES.items() for x in names.split()}
-    for alias, path in sorted(aliases.items()):
+    for alias, path in sorted(ALIASES.items()):
         module = sys.modules[f"{ROOT}.{alias}"] = _module(path)
         parent, _, child = alias.rpartition(".")
         vars(_module(parent)).setdefault(child, module)
