@@ -159,14 +159,19 @@ def offsets_of(seq_idx: Tensor) -> Tensor:
 def _find_offsets(seq_idx: Tensor) -> Tensor:
     starts = torch.ones_like(seq_idx, dtype=torch.bool)
     starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
-    total = seq_idx.numel()
-    if is_unreadable(seq_idx):
-        # their number is not known to the host: as many as tokens, the last ones empty
-        places = torch.arange(total, device=seq_idx.device)
-        begins = torch.where(starts.flatten(), places, total).sort().values
+    return offsets_of_starts(starts.flatten())
+
+
+def offsets_of_starts(starts: Tensor) -> Tensor:
+    """Offsets of sequences that begin where `starts`, bool [tokens], says so; as many as tokens
+    where the host cannot know their number, the last ones empty."""
+    total = starts.shape[0]
+    if is_unreadable(starts):
+        places = torch.arange(total, device=starts.device)
+        begins = torch.where(starts, places, total).sort().values
     else:
-        begins = starts.flatten().nonzero().flatten()
-    return F.pad(begins, (0, 1), value=total)
+        begins = starts.nonzero().flatten()
+    return torch.cat([begins, begins.new_full((1,), total)])
 
 
 def _run(

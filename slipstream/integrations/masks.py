@@ -207,17 +207,12 @@ def _cut(pattern: Pattern, mask_function: Callable, call: Query) -> Tensor:
     token = torch.arange(1, tokens, device=call.device)[None]
     begins = ~mask_function(row, row * 0, token, token - 1).expand(batch, tokens - 1)
     begins = torch.cat([begins.new_ones(batch, 1), begins], 1).flatten()
-    end = batch * tokens
-    # as many as there can be, empty ones at the end
-    if linear_mixers.is_unreadable(begins):
-        place = torch.arange(end, device=call.device)
-        first = torch.where(begins, place, end).sort().values
-    else:
-        first = begins.nonzero()[:, 0]
-        if first.shape[0] == batch and not pattern.chunks:
-            return _whole(pattern.rule, call.device)
-    offsets = torch.cat([first, first.new_full((1,), end)])[None, None, :, None]
-    return _shaped(pattern.rule, offsets.expand(-1, -1, -1, 2 if pattern.chunks else 1))
+    offsets = linear_mixers.offsets_of_starts(begins)
+    known = not linear_mixers.is_unreadable(begins)
+    if known and offsets.shape[0] == batch + 1 and not pattern.chunks:
+        return _whole(pattern.rule, call.device)
+    offsets = offsets[None, None, :, None].expand(-1, -1, -1, 2 if pattern.chunks else 1)
+    return _shaped(pattern.rule, offsets)
 
 
 # transformers' mask functions with a parameter are closures: they are known by their code
