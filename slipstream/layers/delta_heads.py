@@ -135,20 +135,35 @@ class DeltaHeads(base.Mixer):
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2))
 
-    def _step_of_mixer(
-        self,
-        qkv: Tensor,
-        z: Tensor | None,
-        state: call.State,
-        conv: base.ShortConvolution,
-        residual: projections.Residual,
-        **terms: Any,
-    ) -> Any:
-        """A step by decoding.mixer and o_proj, of which z is the output's gate and beta is raw.
 
-        Args:
-            terms: further arguments of ops.mixer_step.
-        """
+# qkv as projected, the gate of _output, and further arguments of ops.mixer_step, with a raw beta
+StepInputs = tuple[Tensor, Tensor | None, dict[str, Any]]
+
+
+class SteppedDeltaHeads(DeltaHeads):
+    """Adds a step of one token by ops.mixer_step, where there is a convolution."""
+
+    verifies_drafts = True
+
+    def decode(
+        self, x: Tensor, state: call.State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        if self.has_fused_step():
+            return self._fused_step(x, state, **options)
+        o = self._recurrence(x, *self._heads_of_token(x, state), state)
+        return self._output(o, self._gate_of(x))
+
+    def has_fused_step(self) -> bool:
+        return self.conv is not None
+
+    def _fused_step(
+        self,
+        x: Tensor,
+        state: call.State,
+        norm: nn.Module | None = None,
+        residual: projections.Residual = None,
+    ) -> Any:
+        qkv, z, terms = self._step_inputs(x, norm)
         q, k, v = self._heads_of(qkv)
         options: dict[str, Any] = {
             "A_log": self.A_log,
@@ -161,27 +176,10 @@ class DeltaHeads(base.Mixer):
             "norm_weight": self.norm_weight,
             "norm_eps": self.norm_eps,
         }
-        y = decoding.mixer(q, k, v, state, conv, **options | terms)
+        y = decoding.mixer(q, k, v, state, self.conv, **options | terms)
         return projections.projected(y, self.o_proj, residual)
 
-
-class SteppedDeltaHeads(DeltaHeads):
-    """Adds a step of one token by ops.mixer_step, where there is a convolution."""
-
-    verifies_drafts = True
-
-    def decode(
-        self, x: Tensor, state: call.State, positions: Tensor | None = None, **options: Any
-    ) -> Tensor:
-        if self.has_fused_step():
-            return self._fused_step(x, state, self.conv, **options)
-        o = self._recurrence(x, *self._heads_of_token(x, state), state)
-        return self._output(o, self._gate_of(x))
-
-    def has_fused_step(self) -> bool:
-        return self.conv is not None
-
-    def _fused_step(self, x: Tensor, state: call.State, conv: Any, **options: Any) -> Any:
+    def _step_inputs(self, x: Tensor, norm: nn.Module | None) -> StepInputs:
         raise NotImplementedError
 
     def _recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: call.State) -> Tensor:

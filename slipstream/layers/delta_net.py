@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from slipstream.layers import base
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.layers.delta_heads import SteppedDeltaHeads
+from slipstream.layers.delta_heads import StepInputs, SteppedDeltaHeads
 from slipstream.nn import decoding, projections
 from slipstream.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from slipstream.ops.norm import l2_norm
@@ -123,17 +123,10 @@ class DeltaNet(SteppedDeltaHeads):
         usual = self.qk_activation == "silu" and self.qk_norm == "l2"
         return self.conv is not None and usual
 
-    def _fused_step(
-        self,
-        x: Tensor,
-        state: State,
-        conv: base.ShortConvolution,
-        norm: nn.Module | None = None,
-        residual: projections.Residual = None,
-    ) -> Any:
+    def _step_inputs(self, x: Tensor, norm: nn.Module | None) -> StepInputs:
         qkv, beta, z = projections.linears(x, (self.qkv_proj, self.b_proj, self.g_proj), norm)
         terms: dict[str, Any] = {"beta": beta}
         if beta is None:
             terms["beta"] = x.new_ones(*x.shape[:2], self.num_heads)
             terms |= {"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False}
-        return self._step_of_mixer(qkv, z, state, conv, residual, **terms)
+        return qkv, z, terms

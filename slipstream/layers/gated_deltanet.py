@@ -1,12 +1,10 @@
 """Gated DeltaNet, in the form that Qwen3-Next uses."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from slipstream.layers.base import NormalLinear, ShortConvolution, expect_gate_activation
-from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.layers.delta_heads import SteppedDeltaHeads
+from slipstream.layers.call import Mixed, MixerCall
+from slipstream.layers.delta_heads import StepInputs, SteppedDeltaHeads
 from slipstream.nn import decoding, linear, projections
 from slipstream.nn.recompute import Recompute
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -114,14 +112,7 @@ class GatedDeltaNet(SteppedDeltaHeads):
     def _gate_of(self, x: Tensor) -> Tensor | None:
         return None if self.z_proj is None else self.z_proj(x)
 
-    def _fused_step(
-        self,
-        x: Tensor,
-        state: State,
-        conv: ShortConvolution,
-        norm: nn.Module | None = None,
-        residual: projections.Residual = None,
-    ) -> Any:
+    def _step_inputs(self, x: Tensor, norm: nn.Module | None) -> StepInputs:
         qkv, z, ab = projections.linears(x, (self.qkv_proj, self.z_proj, self.ab_proj), norm)
         a, b = ab.chunk(2, dim=-1)
-        return self._step_of_mixer(qkv, z, state, conv, residual, g=a, beta=b)
+        return qkv, z, {"g": a, "beta": b}

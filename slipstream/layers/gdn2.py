@@ -1,12 +1,10 @@
 """Gated DeltaNet-2: the gated delta rule with an erase and a write by channel."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from slipstream.layers.base import NormalLinear, ShortConvolution
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.layers.delta_heads import SteppedDeltaHeads
+from slipstream.layers.delta_heads import StepInputs, SteppedDeltaHeads
 from slipstream.nn import decoding, projections
 from slipstream.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
 
@@ -86,14 +84,7 @@ class GatedDeltaNet2(SteppedDeltaHeads):
             g=self._of_values(g), a=(g.exp() * b * k).to(k.dtype), b=-k,
         )  # fmt: skip
 
-    def _fused_step(
-        self,
-        x: Tensor,
-        state: State,
-        conv: ShortConvolution,
-        norm: nn.Module | None = None,
-        residual: projections.Residual = None,
-    ) -> Any:
+    def _step_inputs(self, x: Tensor, norm: nn.Module | None) -> StepInputs:
         layers = self.qkv_proj, self.bw_proj, self.f_down, self.g_down
         qkv, bw, f, z = projections.linears(x, layers, norm)
         b, w = bw.split([self.keys, self.values], dim=-1)
@@ -107,7 +98,7 @@ class GatedDeltaNet2(SteppedDeltaHeads):
         terms |= {"g": self._of_values(f), "beta": self._of_values(b)}
         terms |= {"write": w.unflatten(-1, (self.num_v_heads, self.head_v_dim))}
         z = projections.by_rows(z, self.g_up)
-        return self._step_of_mixer(qkv, z, state, conv, residual, **terms)
+        return qkv, z, terms
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """g, b [B, T, H, K] and w [B, T, HV, V]"""

@@ -1,12 +1,10 @@
 """Kimi delta attention, the linear layer of Kimi Linear."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from slipstream.layers.base import NormalLinear, ShortConvolution
-from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.layers.delta_heads import SteppedDeltaHeads
+from slipstream.layers.call import Mixed, MixerCall
+from slipstream.layers.delta_heads import StepInputs, SteppedDeltaHeads
 from slipstream.nn import decoding, linear, projections
 from slipstream.nn.recompute import Recompute
 from slipstream.ops._preprocess import delta_gate
@@ -121,17 +119,10 @@ class KimiDeltaAttention(SteppedDeltaHeads):
         g = decoding.decay_gate(f, self.A_log, self.dt_bias, self.lower_bound)
         return g, 2 * beta if self.allow_neg_eigval else beta
 
-    def _fused_step(
-        self,
-        x: Tensor,
-        state: State,
-        conv: ShortConvolution,
-        norm: nn.Module | None = None,
-        residual: projections.Residual = None,
-    ) -> Any:
+    def _step_inputs(self, x: Tensor, norm: nn.Module | None) -> StepInputs:
         layers = self.qkv_proj, self.b_proj, self.f_down, self.g_down
         qkv, beta, f, z = projections.linears(x, layers, norm)
         g = projections.by_rows(f, self.f_up).unflatten(-1, (self.num_v_heads, self.head_dim))
         z = projections.by_rows(z, self.g_up)
         terms = {"g": g, "lower_bound": self.lower_bound, "beta": beta}
-        return self._step_of_mixer(qkv, z, state, conv, residual, **terms)
+        return qkv, z, terms
