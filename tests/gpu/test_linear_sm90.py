@@ -206,7 +206,7 @@ def test_parts_match_reference(
     torch.manual_seed(0)
     terms = inputs(size, False)
     cut = bwd_schedule.make_schedule(terms, every, parts)
-    monkeypatch.setattr(backend, "choose_schedule", lambda terms: cut)
+    monkeypatch.setattr(bwd_schedule, "choose_schedule", lambda terms: cut)
     if strength is not None:
         terms = terms._replace(g=-strength * torch.rand(*terms.v.shape[:3], device="cuda"))
     do, dfinal = gradients_of_results(terms)
@@ -247,13 +247,14 @@ def test_retained_graph_keeps_states(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     terms = inputs((1, 271, 2, 4, 128, 128, LENGTHS[:2] + (201,) + LENGTHS[3:]), True)
     cut, left = bwd_schedule.make_schedule(terms, 2), []
+    empty_checkpoints = bwd_schedule.empty_checkpoints
 
     def marks_like(*given: Any) -> Tensor:
-        left.append(bwd_schedule.empty_checkpoints(*given))
+        left.append(empty_checkpoints(*given))
         return left[-1]
 
-    monkeypatch.setattr(backend, "choose_schedule", lambda terms: cut)
-    monkeypatch.setattr(backend, "empty_checkpoints", marks_like)
+    monkeypatch.setattr(bwd_schedule, "choose_schedule", lambda terms: cut)
+    monkeypatch.setattr(bwd_schedule, "empty_checkpoints", marks_like)
     names = ("q", "k", "v", "g", "beta")
     args = {n: getattr(terms, n).requires_grad_() for n in names}
     do = torch.randn_like(terms.v)
