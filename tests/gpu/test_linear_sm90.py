@@ -242,7 +242,7 @@ def test_backward_in_one_scan_matches_reference(
 
 def test_retained_graph_keeps_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Played from a record, too: the same bits each time."""
-    from slipstream.kernels.linear.sm90.delta import backend, bwd_schedule
+    from slipstream.kernels.linear.sm90.delta import bwd_schedule
 
     torch.manual_seed(0)
     terms = inputs((1, 271, 2, 4, 128, 128, LENGTHS[:2] + (201,) + LENGTHS[3:]), True)
