@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream import ops
 from slipstream.compat.fla.ops.cp.context import plan_of
 
 Arguments = dict[str, Any]
@@ -36,7 +37,6 @@ class Operator:
     Attributes:
         path: the module of fla that defines it, without `fla.`; its parents export it too.
         name: fla's name.
-        function: Slipstream's.
         signature: fla's parameters, as `q, k, scale=None, *, g=None, **kwargs`. With **kwargs,
             keywords of `function` that are not listed are passed on, as fla's function reads them
             (chunk_size, A_log).
@@ -44,16 +44,21 @@ class Operator:
         change: maps the arguments, by Slipstream's names, to those of the call.
         result: maps what `function` returns to what fla returns.
         note: what differs, for the migration page.
+        other: Slipstream's function where slipstream.ops has none of this name.
     """
 
     path: str
     name: str
-    function: Callable[..., Any]
     signature: str
     renamed: Mapping[str, str] = field(default_factory=dict)
     change: Callable[[Arguments], Arguments] | None = None
     result: Callable[[Any], Any] | None = None
     note: str = ""
+    other: Callable[..., Any] | None = None
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return self.other or getattr(ops, self.name)
 
 
 def parse_signature(text: str) -> inspect.Signature:
@@ -66,7 +71,8 @@ def adapt(row: Operator) -> Callable[..., Any]:
     signature = parse_signature(row.signature)
     parameters = signature.parameters.values()
     positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
-    ours = inspect.signature(row.function).parameters
+    call = row.function
+    ours = inspect.signature(call).parameters
     # fla's names of arguments and ours
     targets = {
         p.name: row.renamed.get(p.name, p.name)
@@ -107,7 +113,7 @@ def adapt(row: Operator) -> Callable[..., Any]:
         dtype = None
         if _dtypes_differ(given, activations):
             given, dtype = with_one_dtype(given, activations)
-        result = row.function(**given)
+        result = call(**given)
         if dtype is not None:
             result = _cast_output(result, dtype)
         return result if row.result is None else row.result(result)
@@ -115,7 +121,7 @@ def adapt(row: Operator) -> Callable[..., Any]:
     function.__name__ = function.__qualname__ = row.name
     function.__module__ = f"slipstream.compat.fla.{row.path}"
     function.__doc__ = (
-        f"fla.{row.path}.{row.name} on slipstream.ops.{row.function.__name__}, "
+        f"fla.{row.path}.{row.name} on slipstream.ops.{call.__name__}, "
         "whose arguments it has under fla's names and in fla's order."
     )
     function.__signature__ = signature  # type: ignore[attr-defined]

@@ -63,32 +63,31 @@ def _apart(result: tuple) -> tuple:
     return (o, None, None) if states is None else (o, *states)
 
 
-def _operator(path: str, name: str, function: Any, signature: str, change: Any = _one_state) -> Any:
+def _operator(
+    path: str, name: str, signature: str, change: Any = _one_state, other: Any = None
+) -> Any:
     names = {"transpose_state_layout": "state_v_first"}
-    return adapt(Operator(path, name, function, signature, names, change, _apart))
+    return adapt(Operator(path, name, signature, names, change, _apart, "", other))
 
 
 chunk_precond_gated_delta_rule = _operator(
     "ops.precond_gated_delta_rule.chunk", "chunk_precond_gated_delta_rule",
-    ops.chunk_precond_gated_delta_rule,
     f"q, k, v, g_atk, g, beta_atk, beta, {STATES}, use_qk_l2norm_in_kernel=True, cu_seqlens=None, "
     f"cu_seqlens_cpu=None, cp_context=None, transpose_state_layout=False, {KEYS}",
 )  # fmt: skip
 fused_recurrent_precond_gated_delta_rule = _operator(
     "ops.precond_gated_delta_rule.fused_recurrent", "fused_recurrent_precond_gated_delta_rule",
-    ops.fused_recurrent_precond_gated_delta_rule,
     f"q, k, v, g=None, gk=None, gv=None, beta=None, g_atk=None, beta_atk=None, {STATES}, "
     f"use_qk_l2norm_in_kernel=True, cu_seqlens=None, transpose_state_layout=False, {KEYS}",
     _of_heads,
 )  # fmt: skip
 naive_recurrent_precond_gated_delta_rule = _operator(
     "ops.precond_gated_delta_rule.naive", "naive_recurrent_precond_gated_delta_rule",
-    ops.fused_recurrent_precond_gated_delta_rule,
     f"q, k, v, g_atk, g, beta_atk, beta, {STATES}, {KEYS}, cu_seqlens=None",
-    _reference,
+    _reference, ops.fused_recurrent_precond_gated_delta_rule,
 )  # fmt: skip
 chunk_precond_kda = _operator(
-    "ops.precond_kda.chunk", "chunk_precond_kda", ops.chunk_precond_kda,
+    "ops.precond_kda.chunk", "chunk_precond_kda",
     f"q, k, v, g, g_atk, beta_atk, beta, {STATES}, use_gate_in_kernel=False, safe_gate=False, "
     "lower_bound=None, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, "
     f"transpose_state_layout=False, {KEYS}, solve_tril_precision=None, disable_recompute=False, "
@@ -97,7 +96,6 @@ chunk_precond_kda = _operator(
 )  # fmt: skip
 fused_recurrent_precond_kda = _operator(
     "ops.precond_kda.fused_recurrent", "fused_recurrent_precond_kda",
-    ops.fused_recurrent_precond_kda,
     f"q, k, v, g, g_atk, beta_atk, beta, A_log=None, dt_bias=None, {STATES}, "
     "use_qk_l2norm_in_kernel=True, use_gate_in_kernel=False, lower_bound=None, cu_seqlens=None, "
     f"transpose_state_layout=False, {KEYS}, **kwargs",
