@@ -339,6 +339,8 @@ def test_norm_modules() -> None:
     x, residual = torch.randn(4, 8), torch.randn(4, 8)
     for module, bare in ((DropoutAddRMSNorm, F.rms_norm), (DropoutAddLayerNorm, F.layer_norm)):
         made = module(8, prenorm=True, p=0.5)
+        names = ["weight"] if bare is F.rms_norm else ["weight", "bias"]
+        assert [*made.state_dict()] == names  # checkpoints load
         torch.testing.assert_close(
             made.eval()(x, residual), (bare(x + residual, (8,), eps=1e-5), x + residual)
         )

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from slipstream import nn, ops
+from slipstream.kernels.elementwise.place_tokens import place_tokens
+from slipstream.nn import projections
 from slipstream.nn.linear import plain_linear
+from slipstream.runtime.block_step import BlockStep
+from slipstream.runtime.consistent import consistent
 
 D = 12
 
@@ -145,6 +149,28 @@ def test_gated_mlp_calls_wrapped_last_layer() -> None:
     layer.weight = adapted.down_proj.weight
     adapted.down_proj = layer
     torch.testing.assert_close(adapted(x), want)
+
+
+@pytest.mark.parametrize("launches", range(3))
+def test_gated_mlp_step_is_the_mlp(launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a consistent model, where each of a step's two launches is there or not."""
+    mlp, x, h, made = nn.SwiGLU(D, 20), rows(2, 1), rows(2, 1), []
+
+    def step_products(
+        x: Tensor, layers: Any, activation: str = "", residual: Tensor | None = None
+    ) -> list[Tensor] | None:
+        if len(made) == launches:
+            return None
+        made.append(layers)
+        y = [layer(x) for layer in layers]
+        y = [ops.swiglu(*y)] if activation else y
+        return y if residual is None else [y[0] + residual]
+
+    monkeypatch.setattr(projections, "step_products", step_products)
+    with consistent(), BlockStep(torch.zeros(2, dtype=torch.int64), place_tokens).running():
+        found = projections.consistent_mlp(mlp, x, h)
+    assert len(made) == launches
+    torch.testing.assert_close(found, h + mlp(x))
 
 
 class Doubled(torch.nn.Module):

@@ -16,7 +16,7 @@ from slipstream import ops
 from slipstream.models.config import MIXERS
 from slipstream.parallel import ContextParallel, shard, unshard
 from slipstream.runtime.context_share import Share
-from slipstream.tools.catalog import Sample
+from slipstream.tools.catalog import Sample, flat
 from tests.support.context_runs import (
     BLOCK_CUTS,
     CALLS,
@@ -34,6 +34,7 @@ from tests.support.context_runs import (
     mixed_options,
     replayed,
 )
+from tests.support.operators import Size, packed
 from tests.support.processes import in_processes
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
@@ -200,6 +201,27 @@ def test_context_under_torch_compile() -> None:
     got = torch.compile(layer, backend="aot_eager")(q)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(torch.autograd.grad(got.square().sum(), q)[0], grad)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("op", CALLS, ids=lambda op: op.name)
+def test_calls_leave_a_graph_with_every_argument(
+    op: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under torch.compile, which calls a context's `eagerly`."""
+    args = op.inputs(packed(Size(), 3, 9))
+    plan = ContextParallel(None, args.pop("cu_seqlens"))
+    want, left = flat(op(args, context=plan)), []
+
+    def eagerly(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        left.append(function)
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", False)
+        return function(*given, **options)
+
+    plan.eagerly = eagerly
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    torch.testing.assert_close(flat(op(args, context=plan)), want)
+    assert left
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from transformers import Trainer
 
@@ -20,8 +21,9 @@ def write(rank: int, slow: int, path: Path) -> None:
 
 def save_slowly(rank: int, folder: Path, found: Any) -> None:
     """Puts what each rank sees after it has saved: of the first, random states of both, which the
-    second is slow to write; of the second, the model, which the first is slow to write. And who
-    has come to its end as the first leaves the group, which the second is slow to do."""
+    second is slow to write; of the second, what the first alone writes, slowly: the model, its
+    configuration and the schedule. And who has come to its end as the first leaves the group, which
+    the second is slow to do."""
     vars_of: Any = Trainer
     vars_of._save_rng_state = lambda self, out: write(rank, 1, Path(out) / f"random of {rank}")
     trainer: Any = object.__new__(LMTrainer)
@@ -33,12 +35,20 @@ def save_slowly(rank: int, folder: Path, found: Any) -> None:
     module.get_model_state_dict = lambda *args, **options: {}
     module.whole_state_dict = lambda model, whole: whole
     trainer = object.__new__(parallel.ShardedTrainer)
-    trainer.model = SimpleNamespace(named_parameters=lambda **options: [])
+    config = SimpleNamespace(save_pretrained=lambda out: (Path(out) / f"config of {rank}").touch())
+    trainer.model = SimpleNamespace(config=config, named_parameters=lambda **options: [])
+    trainer.processing_class = None
     trainer.args = SimpleNamespace(should_save=rank == 0)
-    trainer._save = lambda out, state_dict: write(rank, 0, Path(out) / "model of all")
+    trainer.save_model(str(folder), _internal_call=True)
+    module.state_dict_saver = SimpleNamespace(save=lambda states, checkpoint_id: None)
+    trainer._states = dict
+    trainer.lr_scheduler = SimpleNamespace(state_dict=lambda: {"schedule of": rank})
+    trainer._save_optimizer_and_scheduler(str(folder))
+    trainer._save = lambda out, state_dict: write(rank, 0, Path(out) / f"model of {rank}")
     trainer.save_model(str(folder))
     if rank == 1:
-        found.put([x.name for x in folder.glob("model of all")])
+        names = [x.name for kind in ("config", "model") for x in folder.glob(f"{kind} of *")]
+        found.put([*names, *torch.load(folder / parallel.SCHEDULER).items()])
 
     write(rank, 1, folder / f"end of {rank}")
     seen: list[str] = []

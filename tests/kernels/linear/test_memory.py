@@ -102,6 +102,15 @@ def test_groups_of_rows_come_before_those_of_heads() -> None:
             assert memory.groups_of(alone._replace(cu_seqlens=cu), "triton", True) == (1, 6)
 
 
+@pytest.mark.parametrize(("heads", "each"), [(6, 1), (1, 1 << 20)], ids=["allowed", "one head"])
+def test_one_group_is_no_cut(heads: int, each: int) -> None:
+    """Joining its results would copy them."""
+    x = torch.empty(1, 100, heads, 16)
+    terms = LinearInputs(x, x, x, beta=x[..., 0])
+    with mock.patch.multiple(memory, MIN_ALLOWED_BYTES=0, scratch_bytes=lambda *_: each):
+        assert memory.groups_of(terms, "triton", False) is None
+
+
 @pytest.mark.parametrize("decay", ["none", "scalar", "channel"])
 @pytest.mark.parametrize("transition", ["none", "delta", "dplr"])
 @pytest.mark.parametrize("T", [8192, 1 << 17])

@@ -35,6 +35,30 @@ def test_segments_by_shapes(case: tuple[int, int, int, int]) -> None:
     assert num_dplr_sm90(*shape) == n
 
 
+# function, arguments that are just enough for a cut, tokens of its segments, and (value, place) of
+# one argument in turn with which there is none
+CUTS = [
+    ("_scalar_decay_tokens", (88, 16 * 64, 2, 64, 4), 512, [(89, 0), (15 * 64, 1), (3, 2)]),
+    ("_scalar_decay_tokens", (44, 32 * 64, 4, 64, 4), 512, [(45, 0), (31 * 64, 1), (5, 2)]),
+    ("_scalar_decay_tokens", (88, 32 * 64, 2, 64, 16), 1024, [(89, 0), (31 * 64, 1), (17, 4)]),
+    ("_vector_decay_tokens", (44, 24), 512, [(45, 0), (23, 1)]),
+    ("_vector_decay_tokens", (16, 64), 512, [(15, 0), (63, 1)]),
+    ("_delta_tokens", (52, 64, 64), 13 * 64, [(53, 0), (63, 1)]),
+    ("_delta_sm90_tokens", (66, 35), 18 * 64, [(67, 0), (34, 1)]),
+]
+
+
+@pytest.mark.parametrize("case", CUTS, ids=str)
+def test_cut_begins_at_its_bounds(case: tuple[str, tuple[int, ...], int, list]) -> None:
+    from slipstream.kernels.linear import segments
+
+    name, least, tokens, less = case
+    asked = getattr(segments, name)
+    assert asked(*least) == tokens
+    for value, at in less:
+        assert asked(*least[:at], value, *least[at + 1 :]) is None
+
+
 @pytest.mark.parametrize("lengths", [None, (20000, 0, 12768)], ids=["whole", "packed"])
 def test_segments_cover_every_sequence(lengths: tuple | None) -> None:
     from slipstream.kernels.linear.segments import dplr_sm90
