@@ -275,7 +275,7 @@ def test_every_guarded_call_is_in_the_table() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
                 continue
-            name = ast.unparse(node.func)
+            name = ast.unparse(node.func).rpartition(".")[2]
             keywords = {x.arg for x in node.keywords}
             run = name in ("Guard", "guarded", "KernelPair")
             if run or (name == "KernelOp" and "kernel" in keywords):

@@ -43,7 +43,7 @@ from slipstream.kernels.time_mix import (
     token_mix,
     token_mix_step,
 )
-from slipstream.runtime import dispatch
+from slipstream.runtime import backends, dispatch
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.kernel_pair import KernelPair
 from tests.support import kernel_calls as calls
@@ -74,6 +74,8 @@ class Family:
             found = importlib.import_module(module)
             if hasattr(found, "INTERPRETED"):
                 patch.setattr(f"{module}.INTERPRETED", impl != "eager")
+            elif module.endswith("attention.dispatch"):  # backends.INTERPRETED: all candidates
+                patch.setattr(backends, "INTERPRETED", impl != "eager")
             elif hasattr(found, "impl_for"):  # which asks `choose` on CUDA alone
                 patch.setattr(found, "impl_for", lambda x, f, asked: choose((), x, asked).impls)
             elif hasattr(found, "choose"):

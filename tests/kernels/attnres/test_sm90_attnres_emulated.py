@@ -6,6 +6,8 @@ Layouts and rounding are not there (tests/kernels/test_compiles.py); copies in f
 import functools
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -48,7 +50,8 @@ class _Launcher:
 def launch() -> Any:
     with emulator.emulated():
         made = importlib.import_module(LAUNCH)
-    vars(made).update(cached=_Launcher, sm_count=lambda device: PROGRAMS)
+    backends = SimpleNamespace(sm_count=lambda device: PROGRAMS, device_of=nullcontext)
+    vars(made).update(launch_cache=SimpleNamespace(cached=_Launcher), backends=backends)
     return made
 
 
