@@ -66,7 +66,7 @@ class _Launcher:
 def launches() -> Any:
     with emulator.emulated():
         made = importlib.import_module(LAUNCH)
-    vars(made).update(cached=_Launcher)
+    vars(made).update(launch_cache=SimpleNamespace(cached=_Launcher))
     return made
 
 
