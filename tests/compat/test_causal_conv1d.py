@@ -202,8 +202,8 @@ def test_update_matches_formula(S: int, T: int, is_circular: bool) -> None:
 @pytest.mark.parametrize("is_circular", [False, True])
 @pytest.mark.parametrize("none", [-1, 6])
 def test_update_of_a_pool(none: int, is_circular: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States of a pool by index; a negative one is nobody's, and nothing else changes. So is one
-    past the pool, which a device finds out later."""
+    """Takes states of a pool by index. An index below 0 or past the pool names no state: its rows
+    are 0, and nothing else changes. A device finds one past the pool later."""
     for module in ("ops.causal_conv1d", "runtime.token_ids"):
         monkeypatch.setattr(f"slipstream.{module}.expect_below", lambda *args: None)
     weight, bias = weights(5, 3)
@@ -216,8 +216,8 @@ def test_update_of_a_pool(none: int, is_circular: bool, monkeypatch: pytest.Monk
     torch.testing.assert_close((got[[0, 2]], ours[[4, 0]]), (want, own))
     assert got[[1, 3]].abs().max() == 0
     assert torch.equal(ours[[1, 2, 3, 5]], pool[[1, 2, 3, 5]])
-    nobody = torch.full((4,), none)
-    assert causal_conv1d_update(x, ours, weight, bias, None, past, nobody).abs().max() == 0
+    unused = torch.full((4,), none)
+    assert causal_conv1d_update(x, ours, weight, bias, None, past, unused).abs().max() == 0
 
 
 def test_update_says_what_is_wrong_with_cache_seqlens() -> None:

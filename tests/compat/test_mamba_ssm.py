@@ -125,13 +125,13 @@ def test_inner_matches_its_parts(with_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mamba1", "heads", "mamba2"])
-@pytest.mark.parametrize("nobody", [None, -1, 5])
+@pytest.mark.parametrize("unused", [None, -1, 5])
 def test_state_update_matches_formula(
-    kind: str, nobody: int | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, unused: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nobody: an index of a pool that is no state's; a device finds one past it out later."""
+    """unused: an index that names no state of the pool; a device finds one past it later."""
     monkeypatch.setattr(f"{selective_state_update.__module__}.expect_below", lambda *args: None)
-    indexed = nobody is not None
+    indexed = unused is not None
     B, H, P, N, G = 3, 4, 5, 3, 2
     own = (6,) if kind == "mamba1" else (H, P)
     groups = () if kind == "mamba1" else (G,)
@@ -144,7 +144,7 @@ def test_state_update_matches_formula(
     pool, indices = normal(5, *own, N), None
     states = pool[:B].clone()
     if indexed:
-        indices = torch.tensor([4, nobody, 0])
+        indices = torch.tensor([4, unused, 0])
         states = pool[[4, 1, 0]]
     given = (x, dt, A, b, c, D, z, bias, True)
     want = selective_state_update_ref(states, *given)

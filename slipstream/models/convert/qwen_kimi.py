@@ -68,7 +68,7 @@ class Hybrid(families.Family):
         raise NotImplementedError
 
     def experts(self, n: int) -> list[Rule]:
-        """The weights of an MLP of so many experts."""
+        """Weights of an MLP with this number of experts."""
         raise NotImplementedError
 
     def layer(self, config: SlipstreamConfig, i: int, block: Any) -> Iterable[families.Rules]:
