@@ -1,19 +1,26 @@
-"""Modules of a peer that are loaded from its own files: fla.layers and fla.models.
+"""Modules of a peer that are loaded from its own files: fla.layers, fla.models, and two of
+fla.modules that are plain torch around names that Slipstream has.
 
-Their __init__ imports one module for every layer, and Slipstream does not have the operators of all
-of them. So its imports are run one by one, and the names of those that fail raise that error when
-they are asked for.
+The __init__ of layers and models imports one module for every layer, and Slipstream does not have
+the operators of all of them. So its imports are run one by one, and the names of those that fail
+raise that error when they are asked for.
 """
 
 import ast
 import importlib
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 # and the distribution that has them
-PEER_FILES = {"fla.layers": "flash-linear-attention", "fla.models": "flash-linear-attention"}
+PEER_FILES = {
+    "fla.layers": "flash-linear-attention",
+    "fla.models": "flash-linear-attention",
+    "fla.modules.feature_map": "fla-core",
+    "fla.modules.long_conv": "fla-core",
+}
 
 
 def peer_spec(name: str, path: Sequence[str] | None, finders: Sequence[Any]) -> ModuleSpec | None:
@@ -31,14 +38,16 @@ def peer_spec(name: str, path: Sequence[str] | None, finders: Sequence[Any]) -> 
         return PathFinder.find_spec(name, path)
     if name not in PEER_FILES:
         return None
-    package = name.partition(".")[0]
+    package, *between, _ = name.split(".")
     specs = (finder.find_spec(package, None) for finder in finders)
     for spec in specs:
         if spec is None or spec.submodule_search_locations is None:
             continue
-        own = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+        folders = [str(Path(x, *between)) for x in spec.submodule_search_locations]
+        own = PathFinder.find_spec(name, folders)
         if own is not None and own.origin is not None:
-            own.loader = _EachImport(name, own.origin)
+            if own.submodule_search_locations is not None:
+                own.loader = _EachImport(name, own.origin)
             return own
     raise ModuleNotFoundError(
         f"{name} is loaded from the files of {PEER_FILES[name]}, which is not there: "

@@ -91,7 +91,7 @@ def test_old_package_of_convolutions() -> None:
         scope: dict[str, Any] = {}
         exec("from fla.modules.conv.triton.ops import CausalConv1dFunction", scope)
         exec("from fla.modules.conv.causal_conv1d import causal_conv1d", scope)
-        exec("from fla.modules.conv import ShortConvolution, fft_conv, PositionalEmbedding", scope)
+        exec("from fla.modules.conv import ShortConvolution", scope)
         exec("from fla.modules.conv.triton import causal_conv1d_update", scope)
         exec("from fla.modules.conv.cp.ops import causal_conv1d_cp", scope)
     assert scope["CausalConv1dFunction"].__module__ == f"{ROOT}.modules.convolution"

@@ -1,5 +1,4 @@
-"""fla's losses, activations, feature maps and helpers on Slipstream, beside formulas written out in
-torch."""
+"""fla's losses, activations and helpers on Slipstream, beside formulas written out in torch."""
 
 import math
 import runpy
@@ -14,7 +13,6 @@ from torch import Tensor
 from slipstream.compat.fla import functions, modules, utils
 from slipstream.compat.fla.modules import (
     activations,
-    feature_map,
     fused_bitlinear,
     fused_cross_entropy,
     fused_linear_cross_entropy,
@@ -136,44 +134,10 @@ def test_gated_mlp(fused: bool) -> None:
         modules.GatedMLP(6, hidden_act="gelu")
 
 
-def test_feature_maps_of_the_second_order() -> None:
+def test_taylor_features() -> None:
     q, k = torch.randn(2, 7, 6, dtype=torch.float64)
-    s = (q * k).sum(-1) / math.sqrt(6)
-    f = feature_map.TaylorFeatureMap(6)
-    close((f(q) * f(k)).sum(-1), 1 + s + s**2 / 2)
-    f = feature_map.RebasedFeatureMap(6, normalize=False).double()
-    close((f(q) * f(k)).sum(-1), (q * k).sum(-1) ** 2 / 6)
-    assert f(q, flatten=False).shape == q.shape
-    close((functions.taylor_features(q) * functions.taylor_features(k)).sum(-1),
-          1 + (q * k).sum(-1) + (q * k).sum(-1) ** 2 / 2)  # fmt: skip
-    with pytest.raises(ValueError, match="use_gamma: want it without normalize"):
-        feature_map.RebasedFeatureMap(6, use_gamma=False, normalize=False)
-    sizes = [n for n in range(-2, 17) if feature_map.is_power_of_2(n)]
-    assert sizes == [1, 2, 4, 8, 16]
-
-
-def test_other_feature_maps() -> None:
-    x = torch.randn(5, 6)
-    close(feature_map.HedgehogFeatureMap(6)(x), torch.cat([2 * x, -2 * x], -1).softmax(-1))
-    dpfp = feature_map.DPFPFeatureMap(6, nu=2)(x)
-    both = torch.cat([x.relu(), (-x).relu()], -1)
-    close(dpfp, torch.cat([both * both.roll(1, -1), both * both.roll(2, -1)], -1))
-    t2r = feature_map.T2RFeatureMap(6, 4, True)
-    close(t2r(x), F.relu(F.linear(x, t2r.layer.weight, t2r.layer.bias)))
-    hadamard = feature_map.HadamardFeatureMap(6)
-    close(hadamard(x), hadamard.layer1(x) * hadamard.layer2(x))
-    outer = feature_map.LearnableOuterProductFeatureMap(6, 4)
-    row, column = torch.triu_indices(4, 4)
-    close(outer(x), outer.layer1(x)[:, row] * outer.layer2(x)[:, column])
-    sketch = feature_map.LearnablePolySketchNonNegativeFeatureMap(6, 4, degree=8)
-    assert len(sketch.sketches1) == 2 and sketch(x).shape == (5, 10)
-    with pytest.raises(ValueError, match="degree: want a power of two"):
-        feature_map.LearnablePolySketchNonNegativeFeatureMap(6, degree=3)
-    close(feature_map.ReLUFeatureMap()(x), F.relu(x))
-    close(feature_map.SquaredReLUFeatureMap()(x), F.relu(x) ** 2)
-    close(feature_map.GELUFeatureMap()(x), F.gelu(x, approximate="tanh"))
-    close(feature_map.SwishFeatureMap()(x), F.silu(x))
-    close(feature_map.SigmoidFeatureMap()(x), x.sigmoid())
+    s = (q * k).sum(-1)
+    close((functions.taylor_features(q) * functions.taylor_features(k)).sum(-1), 1 + s + s**2 / 2)
 
 
 def test_bit_linear() -> None:

@@ -14,7 +14,6 @@ from slipstream.compat.fla.modules import (
     l2norm,
     layernorm,
     layernorm_gated,
-    long_conv,
     rotary,
     token_shift,
 )
@@ -231,35 +230,6 @@ def test_token_shift_is_a_difference() -> None:
     close(packed.view_as(x), shifted - x)
     close(token_shift.TokenShift.apply(x, None, before, True)[0], y)
     assert token_shift.TokenShift.apply(x)[1] is None
-
-
-@pytest.mark.parametrize("implicit", [False, True])
-@torch.no_grad()
-def test_long_convolution_is_a_sum_over_the_past(implicit: bool) -> None:
-    cls: Any = modules.ImplicitLongConvolution if implicit else modules.LongConvolution
-    layer = cls(3, 9)
-    x = torch.randn(2, 7, 3)
-    k = layer.filter(7)[0] if implicit else layer.filter[:, :7]
-    want = x.clone()
-    for t in range(7):
-        for s in range(t + 1):
-            want[:, t] += k[:, t - s] * x[:, s]
-    close(layer(x), want)
-    with pytest.raises(ValueError, match=r"x: want \[B, T, D\] with T up to 9"):
-        layer(torch.randn(2, 10, 3))
-    with pytest.raises(ValueError, match="d_emb: want an odd number"):
-        modules.ImplicitLongConvolution(3, 9, d_emb=4)
-
-
-def test_long_convolution_of_both_directions() -> None:
-    u, k, later, mask = (torch.randn(*n) for n in ((2, 3, 6), (3, 6), (3, 6), (2, 3)))
-    y = long_conv.fft_conv(u, k, mask, k_rev=later)
-    want = u.clone()
-    for t in range(6):
-        for s in range(6):
-            taps = k[:, t - s] * (s <= t) + later[:, s - t] * (s >= t)
-            want[..., t] += taps * u[..., s]
-    close(y, F.gelu(want) * mask[..., None])
 
 
 def _rotated(x: Tensor, positions: Tensor, base: float = 1e4, interleaved: bool = False) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from slipstream.compat.fla import modules
-from slipstream.compat.fla.modules import feature_map, fused_bitlinear, long_conv
+from slipstream.compat.fla.modules import fused_bitlinear
 
 C, V = 12, 7  # channels, and those of an output
 WEIGHT = {"weight": (C,)}
@@ -34,38 +34,6 @@ CASES: list[tuple[Any, tuple, dict[str, tuple[int, ...]]]] = [
     (fused_bitlinear.BitLinear, (C, V), LINEAR),
     (fused_bitlinear.BitLinear, (C, V, True), {**LINEAR, "bias": (V,)}),
     (fused_bitlinear.FusedBitLinear, (C, V), LINEAR),
-    (long_conv.LongConvolution, (C, 20), {"filter": (C, 20)}),
-    (
-        long_conv.ImplicitLongConvolution,
-        (C, 20),
-        {"pos_emb.z": (1, 20, 3)}
-        | {"mlp.0.weight": (16, 3), "mlp.0.bias": (16,)}
-        | {"mlp.2.weight": (C, 16), "mlp.2.bias": (C,)},
-    ),
-    (
-        feature_map.HadamardFeatureMap,
-        (C,),
-        {f"layer{i}.{x}": (C, C)[n:] for i in (1, 2) for n, x in enumerate(("weight", "bias"))},
-    ),
-    (feature_map.HedgehogFeatureMap, (C,), {"layer.weight": (C, C), "layer.bias": (C,)}),
-    (feature_map.T2RFeatureMap, (C, V), {"layer.weight": (V, C)}),
-    (feature_map.T2RFeatureMap, (C, V, True), {"layer.weight": (V, C), "layer.bias": (V,)}),
-    (feature_map.RebasedFeatureMap, (C,), {"gamma": (C,), "beta": (C,)}),
-    (feature_map.RebasedFeatureMap, (C, False), {"beta": (C,)}),
-    (feature_map.TaylorFeatureMap, (C,), {}),
-    (feature_map.DPFPFeatureMap, (C,), {}),
-    (
-        feature_map.LearnableOuterProductFeatureMap,
-        (C, 5),
-        {"layer1.weight": (5, C), "layer2.weight": (5, C)},
-    ),
-    (
-        feature_map.LearnablePolySketchNonNegativeFeatureMap,
-        (C, 5, 8),
-        {"gamma": (C,), "beta": (C,)}
-        | {f"sketches{i}.0.weight": (5, C) for i in (1, 2)}
-        | {f"sketches{i}.1.weight": (5, 5) for i in (1, 2)},
-    ),
 ]
 
 

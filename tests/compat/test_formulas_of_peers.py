@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.compat import flash_attn_interface
 from slipstream.compat.fla import functions
-from slipstream.compat.fla.modules import feature_map, fused_norm_gate, long_conv
+from slipstream.compat.fla.modules import fused_norm_gate
 from slipstream.compat.flash_attn import bert_padding
 from slipstream.compat.flash_attn.ops import layer_norm as flash_norm
 from slipstream.compat.flash_attn.ops.triton import layer_norm as triton_norm
@@ -60,32 +60,6 @@ def test_rebased_weights(use_scale: bool) -> None:
     close(plain, o, 1e-6)
     normed = functions.parallel_rebased(q, k, v, eps=0.1, use_scale=use_scale)
     close(normed, o / (z.transpose(1, 2)[..., None] + 0.1), 1e-6)
-
-
-@pytest.mark.parametrize("use_gamma", [True, False])
-@pytest.mark.parametrize("use_beta", [True, False])
-def test_rebased_features(use_gamma: bool, use_beta: bool) -> None:
-    features = feature_map.RebasedFeatureMap(K, use_gamma, use_beta).double()
-    x = wide(5, K)
-    factor, summand = torch.ones(K).double(), torch.zeros(K).double()
-    with torch.no_grad():
-        if features.gamma is not None:
-            factor = features.gamma.copy_(wide(K))
-        if features.beta is not None:
-            summand = features.beta.copy_(wide(K))
-        normed = F.layer_norm(x, (K,)) * factor + summand
-        close(features(x, flatten=False), normed)
-        products = features(x) @ features(x).T
-    close(products, (normed @ normed.T).square() / K)
-
-
-def test_fft_conv_of_four_dimensions() -> None:
-    u, k = wide(B, D, 3, T), wide(D, T)
-    got = long_conv.fft_conv(u, k, None, gelu=False)
-    want = [long_conv.fft_conv(u[:, :, i], k, None, gelu=False) for i in range(3)]
-    close(got, torch.stack(want, 2))
-    sums = [(k[:, : t + 1].flip(-1) * u[:, :, 0, : t + 1]).sum(-1) for t in range(T)]
-    close(got[:, :, 0], torch.stack(sums, -1) + u[:, :, 0])
 
 
 @pytest.mark.parametrize("rms", [True, False])

@@ -35,6 +35,9 @@ def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (layers / "__init__.py").write_text(init)
     (layers / "first.py").write_text("import fla.ops\nclass First: pass\ndef first(): pass\n")
     (layers / "second.py").write_text("from fla.ops import chunk_cyfa\nclass Second: pass\n")
+    (tmp_path / "fla" / "modules").mkdir()
+    maps = "from fla.modules.layernorm import layer_norm\nfrom fla.utils import checkpoint\n"
+    (tmp_path / "fla" / "modules" / "feature_map.py").write_text(maps)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
@@ -124,9 +127,23 @@ def test_import_of_fla_has_its_layers(peer: Path) -> None:
     assert not hasattr(ours, "First")
 
 
-def test_layers_without_the_peer() -> None:
-    with install("fla"), pytest.raises(ModuleNotFoundError, match="pip install --no-deps flash-"):
-        importlib.import_module("fla.layers")
+def test_feature_maps_come_from_the_peers_file(peer: Path) -> None:
+    with install("fla"):
+        maps = importlib.import_module("fla.modules.feature_map")
+        assert maps.__file__ == str(peer / "fla" / "modules" / "feature_map.py")
+        assert maps.layer_norm.__module__ == "slipstream.compat.fla.modules.layernorm"
+        with pytest.raises(ImportError, match=r"Slipstream has no fla\.modules\.LongConvolution"):
+            exec("from fla.modules import LongConvolution")
+    assert not hasattr(sys.modules["slipstream.compat.fla.modules"], "feature_map")
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("layers", "flash-linear-attention"), ("modules.feature_map", "fla-core")],
+)
+def test_modules_of_the_peer_without_it(module: str, package: str) -> None:
+    with install("fla"), pytest.raises(ModuleNotFoundError, match=f"--no-deps {package}$"):
+        importlib.import_module(f"fla.{module}")
 
 
 def test_uninstall_keeps_the_attributes_of_our_modules() -> None:

@@ -52,7 +52,6 @@ MODULES: dict[str, str] = {
     "l2norm": "L2Norm",
     "layernorm": "GroupNorm GroupNormLinear LayerNorm LayerNormLinear RMSNorm RMSNormLinear",
     "layernorm_gated": "LayerNormGated RMSNormGated",
-    "long_conv": "ImplicitLongConvolution LongConvolution",
     "mlp": "GatedMLP",
     "rotary": "RotaryEmbedding",
     "token_shift": "TokenShift",
@@ -71,7 +70,6 @@ _ALIASES: dict[str, str] = {
     "modules.l2norm": "norm.l2norm",
     "modules.layernorm": "norm.layernorm",
     "modules.layernorm_gated": "norm.layernorm_gated",
-    "modules.long_conv": "conv.long_conv",
     "modules.rotary": "rotary.ops",
 }
 ALIASES = {f"modules.{x}": path for path, names in _ALIASES.items() for x in names.split()}
@@ -109,10 +107,12 @@ AUTOGRAD: dict[str, tuple[str, str, str]] = {
 # what fla 0.6 has where Slipstream has other names; whole modules that are missing say so by
 # themselves
 MISSING: dict[str, tuple[str, ...]] = {
+    "modules": ("ImplicitLongConvolution", "LongConvolution"),
     "modules.convolution": (
-        "CausalConv1dFunctionCP", "FastCausalConv1dFn", "causal_conv1d_bwd", "causal_conv1d_cuda",
+        "CausalConv1dFunctionCP", "FastCausalConv1dFn", "ImplicitLongConvolution",
+        "LongConvolution", "PositionalEmbedding", "causal_conv1d_bwd", "causal_conv1d_cuda",
         "causal_conv1d_fwd", "causal_conv1d_update_states", "compute_dh0_triton",
-        "fast_causal_conv1d_fn",
+        "fast_causal_conv1d_fn", "fft_conv",
     ),
     "ops": (
         "chunk_cyfa", "chunk_log_linear_attn", "chunk_mesa_net",
@@ -171,11 +171,12 @@ def make_modules() -> None:
 
 def _style(path: str, style: str) -> Callable[[str], Any]:
     """The __getattr__ of a module with a style of tensor parallelism."""
+    missing = missing_names(f"{ROOT}.{path}", MISSING.get(path, ()))
 
     def getattr_of_module(name: str) -> Any:
         if name == style:
             return getattr(importlib.import_module("slipstream.compat.fla_parallel"), name)
-        raise AttributeError(f"module {ROOT}.{path} has no attribute {name!r}")
+        return missing(name)
 
     return getattr_of_module
 

@@ -6,12 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.compat.fla.modules.long_conv import (
-    ImplicitLongConvolution as ImplicitLongConvolution,
-)
-from slipstream.compat.fla.modules.long_conv import LongConvolution as LongConvolution
-from slipstream.compat.fla.modules.long_conv import PositionalEmbedding as PositionalEmbedding
-from slipstream.compat.fla.modules.long_conv import fft_conv as fft_conv
 from slipstream.compat.fla.ops.cp.context import plan_of
 from slipstream.ops.conv import short_convolution, short_convolution_update
 
