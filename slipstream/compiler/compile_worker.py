@@ -26,6 +26,14 @@ _ASSERTION = re.compile(r".*?([^/\s:]+):\d+: .*?([\w:]+)\(.*: Assertion .*")
 _SERVE = "from slipstream.compiler.compile_worker import serve; serve()"
 
 
+def child_python(code: str, path: Sequence[str] = ()) -> list[str]:
+    """The command that runs `code` in a child which imports what this process does.
+
+    `python -c` looks in the folder that the program stands in first, where another `triton` may be.
+    """
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {[*path, *sys.path]}; {code}"]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """status: "ok", "refused" (the compiler raised, or made what reads tiles that are overwritten),
@@ -99,7 +107,7 @@ class Worker:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._answers = queue.Queue()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE],
+            child_python(_SERVE, self._path),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -136,7 +144,7 @@ class Worker:
 
     def _environment(self) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(self._path + sys.path)}
+        env["CUDA_VISIBLE_DEVICES"] = ""
         overrides = {k: v for k, v in self._env.items() if v is not None}
         return {k: v for k, v in env.items() if k not in self._env} | overrides
 

@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from slipstream import __version__
 from slipstream.compiler import compiler_state, support_matrix, toolchain
+from slipstream.compiler.compile_worker import child_python
 from slipstream.compiler.known_bugs import INTERPRETER, applying, blocking
 from slipstream.runtime import backends, dispatch, guarded_launch, numeric_probe
 from slipstream.tools.backend_query import IMPLS, find_kernels, recording_selections
@@ -160,7 +160,7 @@ def _compile_first(samples: Sequence[Sample], full: bool, arch: str, thorough: b
     code = "from slipstream.tools.doctor_checks import compile_all; "
     code += f"compile_all({names}, {full}, {arch!r}, {thorough})"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
+    subprocess.run(child_python(code), env=env, capture_output=True)
 
 
 def compile_all(names: list[str], full: bool, arch: str, thorough: bool) -> None:
@@ -332,7 +332,7 @@ def interpreted(
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
-            [sys.executable, "-c", code],
+            child_python(code),
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

@@ -8,10 +8,12 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import slipstream
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 
 pytestmark = pytest.mark.skipif(
@@ -45,6 +47,29 @@ def test_worker_outlives_its_compiler() -> None:
         assert worker.compile(job("nothing")).status == "ok"
     finally:
         worker.close()
+
+
+def test_child_imports_what_its_parent_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program may stand in a folder that has another package of that name."""
+    from slipstream.compiler.aot import Job
+    from slipstream.compiler.compile_worker import Worker, child_python
+
+    for name in "slipstream", "triton":
+        (tmp_path / f"{name}.py").write_text("raise ImportError('another')")
+    monkeypatch.setattr(sys, "path", [os.path.abspath(x) for x in sys.path])
+    monkeypatch.chdir(tmp_path)
+    worker = Worker()
+    try:
+        kernel = "tests.support.planted_bugs:planted_kernel"
+        job = Job(kernel, {"x_ptr": "*i32"}, {"WHAT": "nothing"}, {}, 1, 1, {}, "sm_80")
+        assert worker.compile(job).status == "ok"
+    finally:
+        worker.close()
+    code = "import slipstream; print(slipstream.__file__)"
+    found = subprocess.run(child_python(code), capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == slipstream.__file__
 
 
 _HANGS = """
