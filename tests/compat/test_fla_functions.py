@@ -65,25 +65,6 @@ def test_positions_and_chunks(on_host: Tensor | None) -> None:
     assert offsets.tolist() == [0, 2, 2, 5, 7]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_pack_and_unpack(side: str) -> None:
-    x = torch.randn(12, 2)
-    padded = indices.unpack_sequence(x, OFFSETS, side)
-    for n, (begin, length) in enumerate(zip(OFFSETS, LENGTHS)):
-        row = padded[n, 5 - length :] if side == "left" else padded[n, :length]
-        assert torch.equal(row, x[begin : begin + length])
-        assert padded[n].count_nonzero() == row.count_nonzero()
-    assert torch.equal(indices.pack_sequence(padded, OFFSETS, side), x)
-    wide = indices.unpack_sequence(x, OFFSETS, side, torch.Size((4, 7, 2)))
-    assert wide.shape == (4, 7, 2)
-    assert torch.equal(indices.pack_sequence(wide, OFFSETS, side), x)
-    assert torch.autograd.gradcheck(
-        lambda y: indices.unpack_sequence(y, OFFSETS, side), x.double().requires_grad_()
-    )
-    with pytest.raises(ValueError, match="padding_side: want"):
-        indices.pack_sequence(padded, OFFSETS, "middle")
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("shape", [(1, 12, 2), (1, 12, 2, 3)])
 def test_cumulative_sums(shape: tuple[int, ...], reverse: bool) -> None:
@@ -113,16 +94,6 @@ def test_cumulative_sums_refuse() -> None:
         indices.chunk_local_cumsum(x, 2, nonsense=1)
     with pytest.raises(ValueError, match=r"want \[B, T, H\]"):
         indices.chunk_global_cumsum(x[0])
-
-
-def test_mean_pooling() -> None:
-    x = torch.randn(1, 12, 2, 3)
-    want = [c.mean(1) for y in x.split(LENGTHS, 1) for c in y.split(2, 1) if c.shape[1]]
-    close(indices.mean_pooling(x, 2, OFFSETS), torch.stack(want, 1))
-    want = [c.mean(1) for c in x.split(5, 1)]
-    close(indices.mean_pooling(x, 5, head_first=False), torch.stack(want, 1))
-    with pytest.raises(ValueError, match="packed sequences want batch size 1"):
-        indices.mean_pooling(x.expand(2, -1, -1, -1), 2, OFFSETS)
 
 
 # functions of fla.ops

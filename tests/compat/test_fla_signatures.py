@@ -24,7 +24,6 @@ DIFFERENT = {
     "ops.gla.fused_chunk.fused_chunk_gla",
     # **kwargs are named, so that others are refused
     "modules.causal_conv1d.ops.causal_conv1d",
-    "ops.utils.pooling.mean_pooling",
 }
 
 

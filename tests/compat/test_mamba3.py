@@ -17,7 +17,6 @@ from slipstream.compat.mamba_ssm.ops.triton.mamba3.mamba3_mimo_rotary_step impor
     apply_rotary_qk_inference_fwd,
 )
 from slipstream.compat.mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined
-from slipstream.compat.mamba_ssm.ops.triton.mamba3.mamba3_siso_step import mamba3_siso_step
 
 B, T, G, H, N, P, A = 2, 11, 1, 4, 8, 6, 2
 
@@ -74,19 +73,6 @@ def test_siso_goes_on_from_its_states() -> None:
     offsets = torch.tensor([0, 4, T], dtype=torch.int32)
     got = mamba3_siso_combined(**packed, cu_seqlens=offsets)
     torch.testing.assert_close(got[:, :4], first[:1])
-
-
-def test_siso_step_is_a_token_of_the_whole() -> None:
-    x = arguments()
-    whole, *after = mamba3_siso_combined(**x, return_final_states=True)
-    states, found = None, []
-    for t in range(T):
-        timed = {n: x[n][:, t] for n in ("Q", "K", "V", "Angles", "Z")}
-        timed |= {n: x[n][:, :, t] for n in ("ADT", "DT", "Trap")}
-        y, states = mamba3_siso_step(**(x | timed), Input_States=states)
-        found.append(y)
-    torch.testing.assert_close(torch.stack(found, 1), whole)
-    torch.testing.assert_close(states, after)
 
 
 R = 3

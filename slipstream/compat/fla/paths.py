@@ -131,8 +131,8 @@ MISSING: dict[str, tuple[str, ...]] = {
     ),
     "ops.precond_kda": ("naive_recurrent_precond_kda",),
     "ops.utils": (
-        "addmm", "logsumexp_fwd", "matmul", "prepare_block_csr", "sinkhorn", "softmax_bwd",
-        "softmax_fwd", "softplus", "solve_tril",
+        "addmm", "logsumexp_fwd", "matmul", "mean_pooling", "pack_sequence", "prepare_block_csr",
+        "sinkhorn", "softmax_bwd", "softmax_fwd", "softplus", "solve_tril", "unpack_sequence",
     ),
 }  # fmt: skip
 

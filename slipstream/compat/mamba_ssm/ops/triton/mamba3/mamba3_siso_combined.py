@@ -1,7 +1,6 @@
 """mamba_ssm.ops.triton.mamba3.mamba3_siso_combined: Mamba-3 with one input and output a token."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.compat.fixed import fixed
 from slipstream.ops._fp32 import widen
 from slipstream.ops.mamba3 import chunk_mamba3
 
 
-def siso(
+@checks.operator
+def mamba3_siso_combined(
     Q: Tensor,
     K: Tensor,
     V: Tensor,
@@ -30,8 +29,6 @@ def siso(
     chunk_size: int = 64,
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
-    *,
-    rule: Callable[..., Any],
 ) -> Any:
     """Mamba-3 SISO by slipstream.ops.chunk_mamba3, in the dtype of V.
 
@@ -65,7 +62,7 @@ def siso(
     if Input_States is not None:
         theta, S, key, value = Input_States
         states = S.mT, key[:, :, None], value[:, :, None], theta
-    o, after = rule(
+    o, after = chunk_mamba3(
         q=q, k=k, v=V[:, :, :, None], g=widen(ADT).mT, dt=dt,
         trap=torch.sigmoid(widen(Trap)).mT,
         angles=math.pi * dt[..., None] * torch.tanh(widen(Angles)),
@@ -78,6 +75,3 @@ def siso(
         return y
     S, key, value, theta = after
     return y, torch.remainder(theta, 2 * math.pi), S.mT, key[:, :, 0], value[:, :, 0]
-
-
-mamba3_siso_combined = checks.operator(fixed(siso, "mamba3_siso_combined", rule=chunk_mamba3))
