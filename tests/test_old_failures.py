@@ -180,9 +180,7 @@ def test_token_ids_beyond_the_vocabulary(mixer: str) -> None:
         model(ids, labels=ids)
 
 
-def test_pending_error_raises_at_next_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pending_error_raises_at_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA: a kernel leaves position + 1, id, size, last length and the name's number."""
     monkeypatch.setattr(watched, "_watches", [])
     monkeypatch.setattr(watched, "_by_index", {})

@@ -214,13 +214,7 @@ class CompilerState:
     """
 
     def __init__(
-        self,
-        arch: str,
-        triton: str,
-        ptxas: str,
-        *,
-        passive: bool = False,
-        remembers: bool = True,
+        self, arch: str, triton: str, ptxas: str, *, passive: bool = False, remembers: bool = True
     ) -> None:
         self.arch, self.triton, self.ptxas = arch, triton, ptxas
         self.verified = verified().get((arch, triton, ptxas), frozenset())

@@ -291,12 +291,7 @@ def _bounds(row: Tensor, begin: Tensor, end: Tensor, length: int) -> Tensor:
 
 
 def _packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor | None,
-    options: dict[str, Any],
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
     B, T = q.shape[:2]
     q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
@@ -308,11 +303,7 @@ def _packed(
 
 
 def _selected(
-    module: torch.nn.Module,
-    q: Tensor,
-    k: Tensor,
-    indices: Tensor | None,
-    blocks: Tensor | None,
+    module: torch.nn.Module, q: Tensor, k: Tensor, indices: Tensor | None, blocks: Tensor | None
 ) -> Tensor | None:
     """Top-k attention: the bool [B, H or 1, T, S] of the keys that a query sees, if not all."""
     if indices is None and blocks is None:

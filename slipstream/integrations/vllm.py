@@ -26,12 +26,7 @@ from slipstream.integrations.serving import packed, slots_of, step, step_drafts,
 from slipstream.kernels.elementwise.copy_states import copy_states
 from slipstream.ops import chunk_gated_delta_rule as chunk_rule
 
-__all__ = [
-    "chunk_gated_delta_rule",
-    "delta_rule_update",
-    "register",
-    "selective_state_update",
-]
+__all__ = ["chunk_gated_delta_rule", "delta_rule_update", "register", "selective_state_update"]
 NULL_BLOCK = 0
 
 

@@ -148,13 +148,7 @@ class RWKV7(Mixer):
         with Recompute(make, elements) as made:
             w, k, a, b, v, k_read, v_read = _with_values(made, v)
             o, recurrent = operator(
-                r=r,
-                w=w,
-                k=k,
-                v=v,
-                a=a,
-                b=b,
-                **call.sequence(call.past("recurrent")),
+                r=r, w=w, k=k, v=v, a=a, b=b, **call.sequence(call.past("recurrent"))
             )
             y = self._gated(o, r, k_read, v_read, gate)
         y, after = self.o_proj(y), call.new_state(recurrent=recurrent, shift=shift)

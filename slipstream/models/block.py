@@ -133,11 +133,7 @@ class Block(GradientCheckpointingLayer):
         return self._mix(h, first_value, mixing, options)
 
     def _mix(
-        self,
-        h: Tensor,
-        first_value: Tensor | None,
-        mixing: dict[str, Any],
-        options: dict[str, Any],
+        self, h: Tensor, first_value: Tensor | None, mixing: dict[str, Any], options: dict[str, Any]
     ) -> tuple[Tensor, State | None, Tensor | None]:
         """options: those of mixer and MLP; mixing: the mixer's."""
         state, use_cache = mixing["state"], mixing["use_cache"]

@@ -343,10 +343,7 @@ class StateCache(OpenRows):
     layers: list[LayerState]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
-        self,
-        num_layers: int,
-        max_length: int | None = None,
-        key_dtype: torch.dtype | None = None,
+        self, num_layers: int, max_length: int | None = None, key_dtype: torch.dtype | None = None
     ) -> None:
         expect_count("num_layers", num_layers)
         self.max_length, self.key_dtype = max_length, key_dtype

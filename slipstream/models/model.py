@@ -64,13 +64,7 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
         offsets = given_offsets(batch, tokens, cu_seqlens, **packing)
         past = 0 if cache is None else cache.get_seq_length()
         return find_sequences(
-            batch,
-            tokens,
-            attention_mask,
-            position_ids,
-            offsets,
-            packing.get("seq_idx"),
-            past,
+            batch, tokens, attention_mask, position_ids, offsets, packing.get("seq_idx"), past
         )
 
     @classmethod
@@ -208,10 +202,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         )
 
     def step(
-        self,
-        input_ids: Tensor,
-        cache: StateCache,
-        position_ids: Tensor | None = None,
+        self, input_ids: Tensor, cache: StateCache, position_ids: Tensor | None = None
     ) -> Tensor:
         """Computes a token for each row of a cache that has some: ids [N, 1] -> hidden states
         [N, 1, D].

@@ -25,11 +25,7 @@ class ShortConvolution(nn.Module):
     """
 
     def __init__(
-        self,
-        channels: int,
-        width: int = 4,
-        bias: bool = False,
-        activation: str | None = "silu",
+        self, channels: int, width: int = 4, bias: bool = False, activation: str | None = "silu"
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, width))

@@ -19,11 +19,7 @@ class RotaryEmbedding(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        base: float = 10000.0,
-        interleaved: bool = False,
-        xpos: float | None = None,
+        self, dim: int, base: float = 10000.0, interleaved: bool = False, xpos: float | None = None
     ) -> None:
         super().__init__()
         if dim < 0 or dim % 2:

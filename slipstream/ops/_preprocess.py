@@ -19,9 +19,7 @@ from slipstream.runtime.context_parallel import ContextParallel
 
 
 def expect_inputs(
-    cu_seqlens: Tensor | None,
-    context: ContextParallel | None,
-    **tensors: tuple[Tensor | None, str],
+    cu_seqlens: Tensor | None, context: ContextParallel | None, **tensors: tuple[Tensor | None, str]
 ) -> int:
     """Checks the tensors that a prologue reads, and returns how many sequences there are.
 

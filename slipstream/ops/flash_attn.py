@@ -310,11 +310,7 @@ def _check_rotary(cos: Tensor, sin: Tensor, k: Tensor) -> None:
 
 
 def _check_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> None:
     checks.expect_rank("q", q, 4, "[B, T, H, D]")
     checks.expect_rank("k_cache", k, 4, "[N, S, HKV, D]")
@@ -341,12 +337,7 @@ def _check_cache(
 
 
 def _check_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor | None,
-    pad: Tensor | None,
-    table: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, pad: Tensor | None, table: Tensor | None
 ) -> None:
     B = q.shape[0]
     if table is not None:

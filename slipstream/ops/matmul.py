@@ -73,10 +73,7 @@ def matmul(
     if residual is not None:
         checks.expect_shape("residual", residual, shape)
         residual = residual.flatten(0, -2)
-    scales = (
-        _scale("scale_a", scale_a, tuple(a.shape[:-1])),
-        _scale("scale_b", scale_b, (N,)),
-    )
+    scales = (_scale("scale_a", scale_a, tuple(a.shape[:-1])), _scale("scale_b", scale_b, (N,)))
     if out_dtype is None:
         out_dtype = torch.bfloat16 if a.dtype in FP8 else a.dtype
     elif out_dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):

@@ -254,10 +254,7 @@ def rms_norm_gated(
     whole = group_size in (None, x.shape[-1])
     groups = 0 if whole else checks.plain_int(x.shape[-1] // group_size)
     n = NormOptions(
-        eps,
-        groups=groups,
-        activation=ACTIVATIONS[activation],
-        gate_first=not norm_before_gate,
+        eps, groups=groups, activation=ACTIVATIONS[activation], gate_first=not norm_before_gate
     )
     return run(NormInputs(x, weight, bias, gate), n, impl)[0]
 

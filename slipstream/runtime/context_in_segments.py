@@ -165,11 +165,7 @@ def _scan_in_segments(
 
 
 def _states_before(
-    changes: list[list[Change]],
-    states: Tensor | None,
-    like: Tensor,
-    nothing: Tensor,
-    share: Share,
+    changes: list[list[Change]], states: Tensor | None, like: Tensor, nothing: Tensor, share: Share
 ) -> tuple[list[list[Tensor | None]], Tensor]:
     """The state before each segment of each piece, None for zeros, and what results are tied to."""
     starts: list[list[Tensor | None]] = [[] for _ in changes]

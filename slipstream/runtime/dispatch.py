@@ -125,11 +125,7 @@ def current_name(impl: str) -> str:
 
 
 def choose(
-    candidates: Sequence[Candidate],
-    call: Any,
-    impl: str | None,
-    family: str = "",
-    x: Any = None,
+    candidates: Sequence[Candidate], call: Any, impl: str | None, family: str = "", x: Any = None
 ) -> Selection:
     """Picks the first candidate that takes the call, or the one named.
 

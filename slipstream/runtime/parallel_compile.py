@@ -178,10 +178,7 @@ class _Task:
     kernel's first form, and sets `done` after that."""
 
     def __init__(
-        self,
-        key: Any,
-        compile_fn: Callable[[], Any],
-        is_wanted: Callable[[], bool] = lambda: True,
+        self, key: Any, compile_fn: Callable[[], Any], is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
         self._compile, self._once, self.name = compile_fn, _Once(), ""
         self._is_wanted = is_wanted

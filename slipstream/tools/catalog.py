@@ -41,13 +41,7 @@ def _names(tensors: str) -> str:
     return " ".join(word.partition("=")[0] for word in tensors.split())
 
 
-def _step(
-    tensors: str,
-    variant: str = "",
-    B: str = "B",
-    T: str = "1",
-    **options: Any,
-) -> Sample:
+def _step(tensors: str, variant: str = "", B: str = "B", T: str = "1", **options: Any) -> Sample:
     """A mixer's step of T tokens, which has no gradients."""
     pools = "state=BGKV:state conv_state=BEW conv_weight=EW"
     tensors = f"q=B1HK k=B1HK v=B1GV {pools} A_log=G z=B1GV {tensors}".replace("=B1", f"=B{T}")

@@ -332,11 +332,7 @@ def interpreted(
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
-            child_python(code),
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=env,
+            child_python(code), stdout=subprocess.PIPE, stderr=errors, text=True, env=env
         ) as child,
     ):
         assert child.stdout is not None

@@ -90,13 +90,7 @@ class LMTrainer(Trainer):
     train_dataset: Rows  # pyright: ignore[reportIncompatibleVariableOverride]
     eval_dataset: Rows  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(
-        self,
-        *,
-        place: Place,
-        capture: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, place: Place, capture: bool = False, **options: Any) -> None:
         self.place = place
         callbacks = [*options.pop("callbacks", []), place]
         super().__init__(callbacks=callbacks, **options)

@@ -242,9 +242,7 @@ def test_doctor_compiles_ahead_what_it_examines(
     assert len(examined) > 1 and {*examined} <= {*compiled}
 
 
-def test_doctor_interprets_quick_operators(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_doctor_interprets_quick_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from slipstream.tools import doctor_checks

@@ -55,10 +55,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     given = {**given, "g": -torch.rand(1, T, H, K)}
     found["chunk_precond_kda"] = (ops.chunk_precond_kda, given)
     return {
-        name: (
-            call,
-            {n: x.double() if isinstance(x, Tensor) else x for n, x in arguments.items()},
-        )
+        name: (call, {n: x.double() if isinstance(x, Tensor) else x for n, x in arguments.items()})
         for name, (call, arguments) in found.items()
     }
 

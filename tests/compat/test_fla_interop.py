@@ -46,7 +46,7 @@ MODELS = (
     "Transformer", "YOCO",
 )  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
-    "Samba": {"attn": {"layers": [1], "num_heads": 2, "window_size": 32}},
+    "Samba": {"attn": {"layers": [1], "num_heads": 2, "window_size": 32}}
 }
 # of fla's own: models that give their layers no offsets, and those that refuse several new tokens
 HAND_NO_OFFSETS_ON = ("LinearAttention", "Mamba", "Mamba2", "Samba")

@@ -182,9 +182,7 @@ def test_slots_without_a_gate_are_means_of_each_sequence() -> None:
 
 
 def test_linear_attention_takes_a_state_without_its_sum() -> None:
-    from slipstream.compat.fla.ops.linear_attn import (
-        chunk_linear_attn,
-    )
+    from slipstream.compat.fla.ops.linear_attn import chunk_linear_attn
 
     q, k, v = (torch.rand(B, T, H, K) for _ in range(3))
     kv = torch.rand(B, H, K, K)

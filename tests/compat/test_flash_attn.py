@@ -30,9 +30,7 @@ def test_installs() -> None:
     with install("flash_attn", "flash_attn_interface"):
         from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
         from flash_attn.bert_padding import pad_input  # pyright: ignore[reportMissingImports]
-        from flash_attn_interface import (  # pyright: ignore[reportMissingImports]
-            flash_attn_varlen_func,
-        )
+        from flash_attn_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
         assert flash_attn_func is ops.flash_attn_func
         assert pad_input is bert_padding.pad_input

@@ -137,9 +137,7 @@ def test_threads_get_the_outcome_of_their_own_job() -> None:
     assert got == ["ok", "refused"] * 16
 
 
-def test_worker_that_cannot_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_worker_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.compiler import compile_worker as module
     from slipstream.compiler.compile_worker import Worker
 

@@ -49,13 +49,7 @@ LAUNCHED = {
     "tf32x3-on-hip": ("gfx942", "3.6.0", "", ("matmul.triton", FP32, "tf32x3")),
 }
 # patterns that no kernel has: test_known_bug_patterns.py
-AVOIDED = (
-    "narrow-dot",
-    "transposed-dot",
-    "overwritten-tile",
-    "two-axis-sum",
-    "pipelined-store",
-)
+AVOIDED = ("narrow-dot", "transposed-dot", "overwritten-tile", "two-axis-sum", "pipelined-store")
 PROBED = ("chained-dots",)
 SLOW = ("fma-dots", "spilled-vector-decay", "spilled-gated-delta", "spilled-wide-delta")
 INTERPRETED_ONLY = ("interpreter-bf16", "interpreter-mask")

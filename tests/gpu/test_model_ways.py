@@ -12,16 +12,7 @@ import torch.distributed as dist
 
 from slipstream.models import SlipstreamForCausalLM
 from tests.support.model_ways import WAYS, check
-from tests.support.trainer_runs import (
-    IDS,
-    PAIRS,
-    STEPS,
-    generated,
-    losses,
-    make,
-    own_loop,
-    trainer,
-)
+from tests.support.trainer_runs import IDS, PAIRS, STEPS, generated, losses, make, own_loop, trainer
 
 pytestmark = [
     pytest.mark.skipif(

@@ -11,10 +11,7 @@ from slipstream.integrations.transformers import NAME, patch, unpatch
 from tests.support.linear_models import LENGTHS, alone, packed_inputs, tiny
 from tests.support.tiny_models import build, compare, first_of_each_type
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 # their recurrence reads what attention gives at padding; differs under transformers' own "sdpa" too
 ALSO_UNDER_SDPA = ("RecurrentGemmaForCausalLM", "RecurrentGemmaModel")
 

@@ -195,10 +195,7 @@ def test_told_sequences_stay_apart(told: str, bias: bool) -> None:
     B, H, T, D = 2, 4, 6, 8
     q, k, v = torch.randn(3, B, H, T, D)
     ids = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 2, 2]])
-    given = {
-        "seq_idx": ids,
-        "cu_seq_lens_q": torch.tensor([0, 2, 6, 7, 10, 12], dtype=torch.int32),
-    }
+    given = {"seq_idx": ids, "cu_seq_lens_q": torch.tensor([0, 2, 6, 7, 10, 12], dtype=torch.int32)}
     added = torch.randn(1, H, T, T)
     mask = ours.slipstream_mask(B, T, T, mask_function=hf.causal_mask_function)
     got = ours.slipstream_attention(

@@ -23,8 +23,7 @@ def _gradients(module: nn.Module, logits: Tensor) -> dict[str, Tensor | None]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n == "hybrid" else pytest.mark.slow) for n in MODELS],
+    "name", [pytest.param(n, marks=() if n == "hybrid" else pytest.mark.slow) for n in MODELS]
 )
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exported_model_runs_with_gradients(name: str, strict: bool) -> None:

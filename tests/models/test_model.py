@@ -8,22 +8,9 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from slipstream.models import (
-    SlipstreamConfig,
-    SlipstreamForCausalLM,
-    SlipstreamModel,
-    StateCache,
-)
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, SlipstreamModel, StateCache
 from slipstream.models.cache import CACHE
-from tests.support.language_models import (
-    MODELS,
-    PARTS,
-    VOCAB,
-    assert_same,
-    config,
-    model,
-    tokens,
-)
+from tests.support.language_models import MODELS, PARTS, VOCAB, assert_same, config, model, tokens
 
 every_model = pytest.mark.parametrize("name", [*MODELS, *PARTS])
 
@@ -254,10 +241,7 @@ def test_model_generation_continues_from_a_cache() -> None:
     m, ids = model("hybrid"), tokens(1, 6)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     out = m.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        return_dict_in_generate=True,
-        **options,
+        input_ids=ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **options
     )
     more = torch.cat([out.sequences, tokens(1, 3, seed=9)], 1)
     mask = torch.ones_like(more)

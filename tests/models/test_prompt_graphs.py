@@ -125,9 +125,7 @@ def test_failed_capture_of_a_prompt_is_said_once(
     assert [bool(x) for key, x in cache.graphs.items() if key[0] == graphs.PROMPT] == [short]
 
 
-def test_step_is_captured_again_after_short_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_step_is_captured_again_after_short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     m, ids = model("gla"), tokens(2, 6)
     want = without_graphs(m, ids)
     m.decoding.free()

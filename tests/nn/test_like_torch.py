@@ -326,10 +326,7 @@ def test_linear_cross_entropy_shares_a_given_weight() -> None:
             lambda: nn.RotaryEmbedding(8),
             lambda T: (torch.randn(2, T, 2, D), torch.randn(2, T, 1, D)),
         ),
-        (
-            lambda: nn.LinearCrossEntropyLoss(D, 9),
-            lambda T: (rows(T), torch.randint(0, 9, (T,))),
-        ),
+        (lambda: nn.LinearCrossEntropyLoss(D, 9), lambda T: (rows(T), torch.randint(0, 9, (T,)))),
     ],
 )
 def test_module_compiles_fullgraph(make: Callable[[], Any], inputs: Callable[[int], tuple]) -> None:

@@ -47,11 +47,7 @@ def test_glu_linear_rejects_faults_by_name() -> None:
     x, weight = torch.randn(2, 3), torch.randn(4, 3)
     for call, error, word in [
         (lambda: glu_linear(x, None, weight), ValueError, "up: want a tensor for 'swiglu'"),
-        (
-            lambda: glu_linear(x, x, weight, activation="squared_relu"),
-            ValueError,
-            "up: want None",
-        ),
+        (lambda: glu_linear(x, x, weight, activation="squared_relu"), ValueError, "up: want None"),
     ]:
         with pytest.raises(error, match=word):
             call()

@@ -78,10 +78,7 @@ TRACED = {"rms_norm", "rms_norm_gated-mamba2", "group_norm", "short_convolution"
 TRACED |= {"rotary_embedding-positions", "token_shift-packed", "glu_linear", "embedding"}
 TRACED |= {"short_convolution_update-bias", "cross_entropy-mean", "linear_cross_entropy-none"}
 TRACED |= {"attention", "attention-packed-cache", "selective_scan-gated", "selective_scan-groups"}
-COMPILED = {
-    "aot_eager": TRACED,
-    "inductor": set[str](),
-}
+COMPILED = {"aot_eager": TRACED, "inductor": set[str]()}
 
 
 # torch's own: of importing Inductor, and of Dynamo making an autograd.Function's ctx

@@ -14,16 +14,7 @@ from slipstream.tools.catalog import Sample, family
 from tests.support import recurrences
 from tests.support.mappings import near
 from tests.support.operators import LINEAR
-from tests.support.recurrences import (
-    NAMED,
-    ROWS,
-    SIZE,
-    K,
-    arguments,
-    log_decay,
-    slots,
-    trace,
-)
+from tests.support.recurrences import NAMED, ROWS, SIZE, K, arguments, log_decay, slots, trace
 
 every_row = pytest.mark.parametrize("op", ROWS, ids=lambda op: op.name)
 

@@ -57,16 +57,7 @@ def make(kind: str, packed: bool, dtype: torch.dtype) -> LinearInputs:
     )  # fmt: skip
 
 
-KINDS = (
-    "retention",
-    "simple_gla",
-    "gla",
-    "gla of values",
-    "rwkv6",
-    "gated delta",
-    "kda",
-    "dplr",
-)
+KINDS = ("retention", "simple_gla", "gla", "gla of values", "rwkv6", "gated delta", "kda", "dplr")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])

@@ -14,13 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from slipstream.compiler.compiler_state import CompilerState, Unusable
-from slipstream.runtime import (
-    compile_ahead,
-    guarded_launch,
-    parallel_compile,
-    token_ids,
-    warm_up,
-)
+from slipstream.runtime import compile_ahead, guarded_launch, parallel_compile, token_ids, warm_up
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.launch_cache import of_thread

@@ -200,17 +200,7 @@ ROWS: dict[str, tuple[Any, Row]] = {
     ),
     "running_mean": (
         running_mean._mean.overload,
-        Row(
-            lambda: (
-                *rand(2, 1, 4, 3),
-                *rand(2, 3),
-                rand(1, 6),
-                None,
-                True,
-                "eager",
-            ),
-            2,
-        ),
+        Row(lambda: (*rand(2, 1, 4, 3), *rand(2, 3), rand(1, 6), None, True, "eager"), 2),
     ),
     # these two compute in float32, and are looked at with less precision
     "slots": (gsa._call_forward.overload, Row(_slots, 3)),

@@ -85,9 +85,7 @@ def test_verdict_is_per_kernel_kind(
     assert make(monkeypatch).unusable(KIND) is None
 
 
-def test_attempt_keeps_named_impl(
-    here: guarded_launch.CompilerState,
-) -> None:
+def test_attempt_keeps_named_impl(here: guarded_launch.CompilerState) -> None:
     with pytest.raises(NotImplementedError, match=r"linear\.triton .*: planted_.*impl=None"):
         attempt(fails, None)
 
@@ -216,11 +214,7 @@ def test_failed_probe_decides_nothing(here: guarded_launch.CompilerState) -> Non
 @pytest.mark.parametrize(
     ("arch", "ptxas", "known"),
     [
-        (
-            "sm_90",
-            "12.8.93",
-            ["narrow-dot", "transposed-dot", "chained-dots", "overwritten-tile"],
-        ),
+        ("sm_90", "12.8.93", ["narrow-dot", "transposed-dot", "chained-dots", "overwritten-tile"]),
         ("sm_90", "13.1.80", ["transposed-dot", "overwritten-tile"]),
         ("sm_80", "12.8.93", []),
     ],
@@ -261,9 +255,7 @@ def test_probe_leaves_wrong_ids_to_the_caller(here: guarded_launch.CompilerState
     assert attempt(lambda: "ran") == "ran"
 
 
-def test_scaled_fp8_is_not_tried_where_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_scaled_fp8_is_not_tried_where_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_GUARD", "off")
     monkeypatch.setenv("SLIPSTREAM_PROBE", "off")
     here = guarded_launch.CompilerState("sm_90", "3.8.0", "13.3.33")

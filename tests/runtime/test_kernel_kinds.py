@@ -119,11 +119,7 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
         {"dtype": torch.float32},
         {"dtype": torch.bfloat16},
     ),
-    "attention with a rotation": (
-        rotated._kind,
-        {"q": t(1, 4, 2, 16)},
-        {"q": narrow(1, 4, 2, 16)},
-    ),
+    "attention with a rotation": (rotated._kind, {"q": t(1, 4, 2, 16)}, {"q": narrow(1, 4, 2, 16)}),
     "attention with a rotation, of a width": (
         rotated._kind,
         {"q": t(1, 4, 2, 16)},
@@ -219,13 +215,7 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
     "block_inputs": (
         lambda K, **given: block_inputs._kind(made(block_inputs.TokenInputs, **given), K),
         {"K": 8, "x": t(3, 8), "weight": t(8, 4), "g": t(3, 2), "lower_bound": None},
-        {
-            "K": 16,
-            "x": narrow(3, 8),
-            "weight": narrow(8, 4),
-            "g": t(3, 2, 8),
-            "lower_bound": -5.0,
-        },
+        {"K": 16, "x": narrow(3, 8), "weight": narrow(8, 4), "g": t(3, 2, 8), "lower_bound": -5.0},
     ),
     "block_inputs of a width": (
         lambda **given: block_inputs._kind(made(block_inputs.TokenInputs, **given), 8),
@@ -319,12 +309,7 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
     "projection_norm": (
         of(NormedInputs, norm_op._kind),
         {"x": t(1, 16), "weight": t(8, 16), "residual": t(1, 8)},
-        {
-            "x": narrow(1, 16),
-            "weight": t(16, 16),
-            "residual": narrow(1, 8),
-            "bias": t(8),
-        },
+        {"x": narrow(1, 16), "weight": t(16, 16), "residual": narrow(1, 8), "bias": t(8)},
     ),
     "rotation": (
         rotation._kind,
@@ -365,12 +350,7 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
     "rwkv7_step": (
         lambda state, **given: rwkv7_step._kind(made(rwkv7_step.StepInputs, **given), state),
         {"state": t(3, 2, 4, 4), "r": t(2, 8), "r_k": t(2, 4)},
-        {
-            "state": narrow(3, 2, 4, 4),
-            "r": narrow(2, 8),
-            "r_k": t(2, 8),
-            "v_gate": t(2, 8),
-        },
+        {"state": narrow(3, 2, 4, 4), "r": narrow(2, 8), "r_k": t(2, 8), "v_gate": t(2, 8)},
     ),
     "low_rank": (
         of(low_rank.LowRankInputs, low_rank._kind),

@@ -15,13 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from slipstream.runtime import (
-    call_replay,
-    compilations,
-    launch_cache,
-    parallel_compile,
-    token_ids,
-)
+from slipstream.runtime import call_replay, compilations, launch_cache, parallel_compile, token_ids
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.call_recorder import CallRecorder
 from slipstream.runtime.launch_cache import (

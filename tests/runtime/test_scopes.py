@@ -33,9 +33,7 @@ def step() -> AbstractContextManager[None]:
 
 
 @pytest.mark.parametrize("scope", [leaving, block_step, step, decoding.shared_tables, consistent])
-def test_scope_ends_with_what_was_before(
-    scope: Callable[[], AbstractContextManager[None]],
-) -> None:
+def test_scope_ends_with_what_was_before(scope: Callable[[], AbstractContextManager[None]]) -> None:
     outside = state()
     with scope():
         first = state()

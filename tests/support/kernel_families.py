@@ -36,13 +36,7 @@ from slipstream.kernels.projection_step import eager as projection_eager
 from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.selective_scan import eager as selective_eager
-from slipstream.kernels.time_mix import (
-    low_rank,
-    rwkv7,
-    rwkv7_step,
-    token_mix,
-    token_mix_step,
-)
+from slipstream.kernels.time_mix import low_rank, rwkv7, rwkv7_step, token_mix, token_mix_step
 from slipstream.runtime import backends, dispatch
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.kernel_pair import KernelPair

@@ -12,13 +12,7 @@ from slipstream import ops
 from slipstream.ops import PrefixStates
 
 GRID = 64
-OPERATORS = (
-    "chunk_gated_delta_rule",
-    "chunk_kda",
-    "chunk_simple_gla",
-    "chunk_gla",
-    "chunk_rwkv7",
-)
+OPERATORS = ("chunk_gated_delta_rule", "chunk_kda", "chunk_simple_gla", "chunk_gla", "chunk_rwkv7")
 
 
 @dataclass

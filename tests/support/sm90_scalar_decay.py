@@ -36,10 +36,7 @@ def _scan(x: Any, axis: int, combine: Any) -> Any:
 def emulated() -> Iterator[None]:
     language = threads._language()
     language.associative_scan = _scan
-    with (
-        mock.patch.object(threads, "_language", return_value=language),
-        emulator.emulated(),
-    ):
+    with mock.patch.object(threads, "_language", return_value=language), emulator.emulated():
         yield
 
 

@@ -149,8 +149,4 @@ TWO = [
     ("every mixer, causal", EVERY_MIXER, 2, 1, {"hidden_size": 32}),
     ("options", OPTIONS, 2, 1, {"tie_word_embeddings": False}),
 ]
-FOUR = [
-    ("fsdp2", SMALL, 2, 1, {}),
-    ("context", SMALL, 2, 2, {}),
-    ("four", SMALL, 4, 1, {}),
-]
+FOUR = [("fsdp2", SMALL, 2, 1, {}), ("context", SMALL, 2, 2, {}), ("four", SMALL, 4, 1, {})]

@@ -23,12 +23,7 @@ from slipstream.training.run import Result, train
 from slipstream.training.sample import load
 
 STEPS = 6
-TIMES = (
-    "tokens_per_second",
-    "train_runtime",
-    "train_samples_per_second",
-    "train_steps_per_second",
-)
+TIMES = ("tokens_per_second", "train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 
 def raw(out: Path, **sections: dict) -> dict[str, Any]:

@@ -10,11 +10,7 @@ import torch
 
 from slipstream import ops
 from slipstream.compat.fla.adaptor import Arguments, Operator
-from slipstream.compat.fla.functions import (
-    chunk_gdn2,
-    chunk_kda,
-    fused_additive_gate,
-)
+from slipstream.compat.fla.functions import chunk_gdn2, chunk_kda, fused_additive_gate
 
 # parameters that several operators have
 STATE = "scale=None, initial_state=None, output_final_state=False"

@@ -63,9 +63,6 @@ _forward = custom_op.KernelOp(
     replay=True,
 )
 _Erase = _forward.with_gradient(
-    f"(Tensor da, {_INPUTS}) -> Tensor[]",
-    f"{_LAUNCH}:backward",
-    results="a",
-    wrt="g k b",
+    f"(Tensor da, {_INPUTS}) -> Tensor[]", f"{_LAUNCH}:backward", results="a", wrt="g k b"
 )
 _CANDIDATES = _forward.candidates(_unsupported_reason)

@@ -123,12 +123,7 @@ class _SplitRotary(autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        sizes: tuple[int, int, int],
-        impl: str,
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, sizes: tuple[int, int, int], impl: str
     ) -> tuple[Tensor, Tensor, Tensor]:
         autograd.save(ctx, cos, sin)
         ctx.impl = impl
@@ -152,12 +147,7 @@ def _eager_join(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) ->
 
 
 def _eager(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    interleaved: bool,
-    back: bool,
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, back: bool
 ) -> Tensor:
     """As the kernel is called; no gradients."""
     compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32

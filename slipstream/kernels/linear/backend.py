@@ -49,10 +49,7 @@ class Exchange(Protocol):
         """Before state passing: waits for states without which nothing can be sent."""
 
     def __call__(
-        self,
-        sums: Tensor | None,
-        segments: Segments,
-        transition: Callable[[], Tensor | None],
+        self, sums: Tensor | None, segments: Segments, transition: Callable[[], Tensor | None]
     ) -> None:
         """
         Args:

@@ -66,10 +66,7 @@ class LocalSegments(Exchange):
         return cut._replace(fixed=True)
 
     def __call__(
-        self,
-        sums: Tensor | None,
-        segments: Segments,
-        transition: Callable[[], Tensor | None],
+        self, sums: Tensor | None, segments: Segments, transition: Callable[[], Tensor | None]
     ) -> None:
         pass
 
@@ -107,10 +104,7 @@ class _InOrder(LocalSegments):
             self._rounds(None, len(self.before))
 
     def __call__(
-        self,
-        sums: Tensor | None,
-        segments: Segments,
-        transition: Callable[[], Tensor | None],
+        self, sums: Tensor | None, segments: Segments, transition: Callable[[], Tensor | None]
     ) -> None:
         self._finish(sums)
 

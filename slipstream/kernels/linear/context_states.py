@@ -140,10 +140,7 @@ class ForwardStates(_StateExchange):
         return bool(self.share.earlier)
 
     def __call__(
-        self,
-        sums: Tensor | None,
-        segments: Segments,
-        transition: Callable[[], Tensor | None],
+        self, sums: Tensor | None, segments: Segments, transition: Callable[[], Tensor | None]
     ) -> None:
         if self.received is not None:
             return
@@ -220,10 +217,7 @@ class BackwardStates(_StateExchange):
         return bool(self.share.later)
 
     def __call__(
-        self,
-        sums: Tensor | None,
-        segments: Segments,
-        transition: Callable[[], Tensor | None],
+        self, sums: Tensor | None, segments: Segments, transition: Callable[[], Tensor | None]
     ) -> None:
         if self.received is None:
             self._send(None if sums is None else sums[: self.width])

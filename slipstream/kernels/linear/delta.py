@@ -24,10 +24,7 @@ from torch import Tensor
 from slipstream.kernels.linear import backend, inputs
 from slipstream.kernels.linear.inputs import ChunkBackend, Cotangents, LinearInputs, as_fp32
 from slipstream.kernels.linear.prefix_states import PrefixStates
-from slipstream.kernels.linear.segments import (
-    Segments,
-    scan_args,
-)
+from slipstream.kernels.linear.segments import Segments, scan_args
 from slipstream.runtime.backends import device_of
 
 

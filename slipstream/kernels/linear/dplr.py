@@ -27,11 +27,7 @@ from torch import Tensor
 from slipstream.kernels.linear import backend, inputs
 from slipstream.kernels.linear.inputs import ChunkBackend, Cotangents, LinearInputs, as_fp32
 from slipstream.kernels.linear.prefix_states import PrefixStates
-from slipstream.kernels.linear.segments import (
-    Segments,
-    num_chunks,
-    sequence_args,
-)
+from slipstream.kernels.linear.segments import Segments, num_chunks, sequence_args
 from slipstream.runtime.backends import device_of
 
 
@@ -282,12 +278,7 @@ class DplrBackend(ChunkBackend):
         )
 
     def _empty_chunk_grads(
-        self,
-        terms: LinearInputs,
-        do: Tensor,
-        scale: float,
-        states: ChunkStates,
-        intra: IntraChunk,
+        self, terms: LinearInputs, do: Tensor, scale: float, states: ChunkStates, intra: IntraChunk
     ) -> ChunkGrads:
         """Memory for what score_grads writes."""
         (B, T, HV), like = terms.v.shape[:3], intra.qb

@@ -169,9 +169,7 @@ class VectorDecayBackend(ChunkBackend):
             g = g[..., None] if g.dim() == 3 else g
             g = g.expand(*g.shape[:3], terms.q.shape[-1]).contiguous()
         return contiguous(terms)._replace(
-            g=g,
-            gv=None if gv is None else gv.contiguous(),
-            u=None if u is None else u.contiguous(),
+            g=g, gv=None if gv is None else gv.contiguous(), u=None if u is None else u.contiguous()
         )
 
     def to_input_layout(self, grads: dict[str, Tensor], given: LinearInputs) -> dict[str, Tensor]:

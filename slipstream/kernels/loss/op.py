@@ -160,9 +160,7 @@ def _linear_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return loss, *empty_gradients(hidden, weight, bias, dtype)
 
 
-def _of_call(
-    args: Sequence[Any],
-) -> tuple[ClassifierInputs, Tensor | None, LossInputs, bool, str]:
+def _of_call(args: Sequence[Any]) -> tuple[ClassifierInputs, Tensor | None, LossInputs, bool, str]:
     """The arguments of slipstream::_linear_cross_entropy."""
     # torch's dispatcher leaves out what is the default
     impl = args[11] if len(args) > 11 else "eager"

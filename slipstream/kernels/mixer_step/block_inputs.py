@@ -90,10 +90,7 @@ def _mismatch(t: TokenInputs, like: Blocks) -> str | None:
 
     probe_inputs = tokens | {f"block {name}": x for name, x in blocks.items()}
     return numeric_probe.mismatch(
-        lambda t: run(t, TRITON_OR_EAGER),
-        lambda t: run(t, "eager"),
-        probe_inputs,
-        gradients=False,
+        lambda t: run(t, TRITON_OR_EAGER), lambda t: run(t, "eager"), probe_inputs, gradients=False
     )
 
 

@@ -207,10 +207,7 @@ class RetNet(Gated):
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
         size, width = config.hidden_size, mixer["head_dim"] * mixer["num_heads"]
-        return {
-            "expand_k": width / size,
-            "expand_v": width * mixer["expand_v"] / size,
-        }
+        return {"expand_k": width / size, "expand_v": width * mixer["expand_v"] / size}
 
     def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
         found = projections(*"qkvo", *("g" if mixer["use_gate"] else ""))
@@ -238,10 +235,7 @@ class DeltaNet(Gated):
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
         size = config.hidden_size / mixer["num_heads"]
-        return {
-            "expand_k": mixer["head_dim"] / size,
-            "expand_v": mixer["head_v_dim"] / size,
-        }
+        return {"expand_k": mixer["head_dim"] / size, "expand_v": mixer["head_v_dim"] / size}
 
     def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
         keys, values = (mixer["num_heads"] * mixer[x] for x in ("head_dim", "head_v_dim"))
@@ -284,12 +278,7 @@ class GatedDeltaNet(Gated):
             *_qkv(module.conv, [module.keys, module.keys, module.values]),
             *projections("o"),
             joined("ab_proj.weight", ["a_proj.weight", "b_proj.weight"], heads),
-            *renamed(
-                *gate,
-                ("norm_weight", "o_norm.weight"),
-                "A_log",
-                "dt_bias",
-            ),
+            *renamed(*gate, ("norm_weight", "o_norm.weight"), "A_log", "dt_bias"),
         ]
 
 
@@ -306,11 +295,7 @@ class KDA(Gated):
         values = families.whole("expand_v", config["head_dim"] * config["expand_v"])
         if config["safe_gate"] and config["lower_bound"] is None:
             raise ValueError("safe_gate: want a lower_bound beside it, got None")
-        return {
-            "head_v_dim": values,
-            "gate_low_rank_dim": values,
-            "gate_bias": True,
-        }
+        return {"head_v_dim": values, "gate_low_rank_dim": values, "gate_bias": True}
 
     def options(self, mixer: dict[str, Any], config: SlipstreamConfig) -> dict[str, Any]:
         return {

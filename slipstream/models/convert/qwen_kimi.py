@@ -217,11 +217,7 @@ class Qwen3Next(Hybrid):
                 lambda x: [*qkv.load([x[0], *x[2:]]), x[1]],
                 lambda x: [*qkv.save(x[:1])[:1], x[1], *qkv.save(x[:1])[1:]],
             ),
-            *renamed(
-                "o_proj.weight",
-                ("q_norm", "q_norm.weight"),
-                ("k_norm", "k_norm.weight"),
-            ),
+            *renamed("o_proj.weight", ("q_norm", "q_norm.weight"), ("k_norm", "k_norm.weight")),
         ]
 
     def _linear(self, options: dict[str, Any], module: Any) -> list[Rule]:

@@ -73,9 +73,7 @@ def test_hopper_says_why_it_refuses(
 
 
 @pytest.mark.usefixtures("on_sm_90")
-def test_mixed_width_gradients_take_portable_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mixed_width_gradients_take_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[tuple[Any, ...]] = []
 
     def noted(

@@ -59,10 +59,7 @@ def test_kept_ones_are_copied_from_the_cpu() -> None:
     from slipstream.kernels.linear.triton.common import gate_ones
 
     device, made = torch.device("cuda", 0), mock.Mock()
-    with (
-        mock.patch.object(gate_ones, "_cached", {}),
-        mock.patch.object(gate_ones, "_made", made),
-    ):
+    with mock.patch.object(gate_ones, "_cached", {}), mock.patch.object(gate_ones, "_made", made):
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
             first = gate_ones.gate_ones(device, C, torch.bfloat16)
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):

@@ -54,9 +54,7 @@ def test_portable_backward_after_gluon_forward(kind: str) -> None:
     assert any("sm90" in x for x in names) and "delta_chunk_dstate_kernel" in names
 
 
-def test_unused_slots_add_nothing_to_u_gradient(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unused_slots_add_nothing_to_u_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed sequences have room for more chunks than there are, of which no scan on sm_90 writes
     how far they decay: from NaN there the gradient of u was NaN."""
     from slipstream.kernels.linear.sm90.vector_decay import backend

@@ -115,14 +115,7 @@ def in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(segments, "MIN_CHUNKS_SAVED", 1)
     anew = vars(segments._delta_sm90_tokens)["__wrapped__"]  # answers are remembered by sizes
     monkeypatch.setattr(segments, "_delta_sm90_tokens", anew)
-    return {
-        "solve_tril",
-        "chunk_fwd",
-        "segment_transition",
-        "dE",
-        "chunk_dstate",
-        "dqkg",
-    }
+    return {"solve_tril", "chunk_fwd", "segment_transition", "dE", "chunk_dstate", "dqkg"}
 
 
 def states_scanned(monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -180,10 +173,7 @@ WAYS = {  # and T, H, HV, K, V, batch or lengths of packed sequences, gated, ini
     "wide scan, packed parts": (one_wide_scan, (220, 1, 2, 64, 128, PACKED, True, False)),
     "segments in parts": (one_scan(1, 2), (290, 1, 2, 64, 128, 1, True, True)),
     "segments of a batch": (one_scan(2, 1), (150, 2, 2, 64, 128, 2, False, True)),
-    "packed segments in parts": (
-        one_scan(1, 2),
-        (330, 1, 2, 64, 128, (5, 0, 200, 65), True, True),
-    ),
+    "packed segments in parts": (one_scan(1, 2), (330, 1, 2, 64, 128, (5, 0, 200, 65), True, True)),
     "packed segments of a part": (one_scan(1, 1), (220, 1, 1, 64, 128, PACKED, True, False)),
     "segments, forward and back": (both_in_segments, (320, 1, 2, 64, 128, 1, True, True)),
 }

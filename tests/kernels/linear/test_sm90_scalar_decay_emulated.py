@@ -16,15 +16,7 @@ from tests.gluon_emulator import threads
 from tests.gluon_emulator.prefix_states import expecting_prefix_states
 from tests.support.causality import with_other_future
 from tests.support.sm90_delta import wanted
-from tests.support.sm90_scalar_decay import (
-    SPAN,
-    WIDTHS,
-    C,
-    Run,
-    emulated,
-    kernel,
-    module,
-)
+from tests.support.sm90_scalar_decay import SPAN, WIDTHS, C, Run, emulated, kernel, module
 
 CASES: dict[str, Any] = {  # T, H, HV, batch or lengths of packed sequences, gated, initial state
     "plain": (128, 1, 1, 1, False, False),

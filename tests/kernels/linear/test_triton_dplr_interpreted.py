@@ -55,10 +55,7 @@ CASES = {
 
 # transition, size, gate, states, chunks of a segment
 SEGMENTS = {
-    "sample": [
-        ("kda", "packed", "weak", True, 2),
-        ("dplr", "odd", "weak", False, 2),
-    ],
+    "sample": [("kda", "packed", "weak", True, 2), ("dplr", "odd", "weak", False, 2)],
     "further": [
         ("kda", "wide", "reset", True, 1),
         ("iplr", "grouped", "none", True, 1),

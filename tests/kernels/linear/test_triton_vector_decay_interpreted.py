@@ -51,10 +51,7 @@ CASES = {
     ],
 }
 # size, gate
-WIDE = {
-    "sample": [("grouped", "zero")],
-    "further": [("long", "weak"), ("packed", "mixed")],
-}
+WIDE = {"sample": [("grouped", "zero")], "further": [("long", "weak"), ("packed", "mixed")]}
 # form, size, gate
 SPLIT = {
     "sample": [("gv", "split, packed", "weak")],

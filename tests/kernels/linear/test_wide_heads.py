@@ -58,10 +58,7 @@ def make(kind: str, K: int, V: int) -> LinearInputs:
     names = {"gk": "g", "beta wide": "beta"}
     given = {names.get(x, x): makers[x]() for x in ("q", "k", *KINDS[kind])}
     return LinearInputs(
-        **given,
-        v=randn(B, T, HV, V),
-        initial_state=randn(N, HV, K, V),
-        cu_seqlens=offsets(LENGTHS),
+        **given, v=randn(B, T, HV, V), initial_state=randn(N, HV, K, V), cu_seqlens=offsets(LENGTHS)
     )
 
 

@@ -85,11 +85,7 @@ def apply_rotary_emb_qkv_(
 
 @checks.operator
 def apply_rotary_emb_kv_(
-    kv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    seqlen_offsets: Offsets = 0,
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: Offsets = 0
 ) -> Tensor:
     """Turns the keys of kv [B, S, 2, HKV, D] in place."""
     k, v = kv.unbind(2)

@@ -13,11 +13,7 @@ from slipstream.compat.flash_attn.ops.triton.layer_norm import layer_norm_fn
 from slipstream.compat.missing import missing_names
 
 __getattr__ = missing_names(
-    __name__,
-    (
-        "dropout_add_layer_norm_subset",
-        "dropout_add_layer_norm_parallel_residual",
-    ),
+    __name__, ("dropout_add_layer_norm_subset", "dropout_add_layer_norm_parallel_residual")
 )
 
 

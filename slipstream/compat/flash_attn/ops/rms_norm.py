@@ -9,11 +9,7 @@ from slipstream.compat.flash_attn.ops.triton import layer_norm as triton
 from slipstream.compat.missing import missing_names
 
 __getattr__ = missing_names(
-    __name__,
-    (
-        "dropout_add_rms_norm_subset",
-        "dropout_add_rms_norm_parallel_residual",
-    ),
+    __name__, ("dropout_add_rms_norm_subset", "dropout_add_rms_norm_parallel_residual")
 )
 
 

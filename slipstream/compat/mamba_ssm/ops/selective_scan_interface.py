@@ -56,10 +56,7 @@ def _selective_scan(
 selective_scan_fn = checks.operator(fixed(_selective_scan, "selective_scan_fn", reference=False))
 selective_scan_ref = checks.operator(
     fixed(
-        _selective_scan,
-        "selective_scan_ref",
-        "selective_scan_fn token by token.",
-        reference=True,
+        _selective_scan, "selective_scan_ref", "selective_scan_fn token by token.", reference=True
     )
 )
 

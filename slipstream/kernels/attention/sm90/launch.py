@@ -215,10 +215,7 @@ def _layout(rows: int, D: int, dtype: torch.dtype) -> Any:
 
 
 def _sizes(
-    inputs: AttentionInputs,
-    tile: plan.Tile,
-    of_keys: bool = False,
-    section: int = 0,
+    inputs: AttentionInputs, tile: plan.Tile, of_keys: bool = False, section: int = 0
 ) -> tuple[tuple[int], dict[str, int]]:
     """The grid and the arguments from T to units. section: pairs at a time, 0 for what SECTION
     holds."""

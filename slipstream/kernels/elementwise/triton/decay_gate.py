@@ -95,11 +95,7 @@ def forward(
 
 
 def backward(
-    dg: Tensor,
-    x: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    lower_bound: float | None,
+    dg: Tensor, x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> list[Tensor]:
     """dx, and those that there are of dA_log and ddt_bias."""
     x, dg = _features_in_row(x), dg.contiguous()

@@ -113,9 +113,7 @@ def prepare(terms: LinearInputs, span: ChunkBlock) -> Forward:
         inverse = _inverse(intra.scores[1][-1], rows.beta)
         rhs, rest = _solve(inverse, gate, rows, intra)
         step = step._replace(
-            lhs=span.by_step(intra.to_state[-1]),
-            rhs=span.by_step(rhs),
-            rest=span.by_step(rest),
+            lhs=span.by_step(intra.to_state[-1]), rhs=span.by_step(rhs), rest=span.by_step(rest)
         )
     return Forward(span, rows, gate, value_gate, intra, step, inverse)
 

@@ -49,11 +49,7 @@ BACKWARD = (
     Row(16384, 16384, 16, 1, 1),
 )
 # Backward without a weight's or a bias's gradient: no program has to go on to other rows.
-SINGLE = (
-    Row(4096, 2048, 8, 0, 1),
-    Row(8192, 8192, 8, 0, 1),
-    Row(16384, 16384, 16, 0, 1),
-)
+SINGLE = (Row(4096, 2048, 8, 0, 1), Row(8192, 8192, 8, 0, 1), Row(16384, 16384, 16, 0, 1))
 # Of a row that is longer than the last entry: columns of one round or program. UNEVEN: of one whose
 # rows do not begin at multiples of 16 bytes, and which takes more registers. SPLIT and SUMS: of
 # backward, the gradient and the sums before it.

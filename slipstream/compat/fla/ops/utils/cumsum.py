@@ -62,11 +62,7 @@ def _check(x: Tensor, cu_seqlens: Tensor | None, rest: dict[str, Any]) -> None:
 
 
 def _cumsum(
-    x: Tensor,
-    begin: Tensor | None,
-    reverse: bool,
-    scale: float | None,
-    dtype: torch.dtype | None,
+    x: Tensor, begin: Tensor | None, reverse: bool, scale: float | None, dtype: torch.dtype | None
 ) -> Tensor:
     """Sums that start again at each of `begin`."""
     wide = widen(x)

@@ -100,8 +100,7 @@ from slipstream.kernels.primitives.smem_scalars import alloc_scalars, load_scala
 
 # constants of a launch, for device functions
 Constants = namedtuple(
-    "Constants",
-    "K V BK C ST WARPS HAS_GATE HAS_S_IN HAS_S_OUT SPLIT GROUPED_HEADS",
+    "Constants", "K V BK C ST WARPS HAS_GATE HAS_S_IN HAS_S_OUT SPLIT GROUPED_HEADS"
 )
 
 

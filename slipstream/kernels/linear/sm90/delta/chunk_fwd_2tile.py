@@ -65,8 +65,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 # constants of a launch, for device functions
 Constants = namedtuple(
-    "Constants",
-    "K V BV C ST HAS_GATE HAS_S_IN HAS_S_OUT SAVE_STATES SAVE_CHECKPOINTS",
+    "Constants", "K V BV C ST HAS_GATE HAS_S_IN HAS_S_OUT SAVE_STATES SAVE_CHECKPOINTS"
 )
 
 

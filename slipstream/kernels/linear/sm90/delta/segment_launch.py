@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import backend, delta, inputs
-from slipstream.kernels.linear.segments import (
-    CHUNK,
-    TILE_V,
-    Segments,
-    delta_grid,
-    sequence_args,
-)
+from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments, delta_grid, sequence_args
 from slipstream.kernels.linear.sm90.common.tma import token_tiles
 from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.segment_transition import (

@@ -60,8 +60,7 @@ from slipstream.kernels.primitives.gluon_compat import (
 
 # shared memory of dqkv_partition and load_partition
 Buffers = namedtuple(
-    "Buffers",
-    "qs ks vs ds ss scores factors sums dks full empty a_full a_empty s_full s_empty",
+    "Buffers", "qs ks vs ds ss scores factors sums dks full empty a_full a_empty s_full s_empty"
 )
 
 # of base 2, with room for other orders of their sum than dg.py's (its min_chunk_gate, of base e)

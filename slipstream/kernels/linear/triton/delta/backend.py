@@ -8,12 +8,7 @@ from torch import Tensor
 from slipstream.kernels.linear import backend, delta
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
 from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
-from slipstream.kernels.linear.segments import (
-    Segments,
-    num_chunks,
-    num_sequences,
-    sequence_args,
-)
+from slipstream.kernels.linear.segments import Segments, num_chunks, num_sequences, sequence_args
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta.chunk import (
     delta_chunk_dstate_kernel,
@@ -190,9 +185,7 @@ class TritonDelta(delta.DeltaBackend):
         kernel_tile = tile.dstate
         BV = kernel_tile.B
         (q, k, p, do, r, dv), tma = tma_descriptor(
-            terms,
-            [terms.q, terms.k, terms.p, do, wy.r, dv],
-            [BK, BK, BK, BV, tile.C, BV],
+            terms, [terms.q, terms.k, terms.p, do, wy.r, dv], [BK, BK, BK, BV, tile.C, BV]
         )
         launch: Any = cached(delta_chunk_dstate_kernel)[(-(-V // BV) * HV * sequences,)]
         launch(
@@ -238,9 +231,7 @@ class TritonDelta(delta.DeltaBackend):
         dp = grads.get("p")
         # with p rows of dv and dp are turned by a token, which no descriptor does
         (do, w, dv_rows, dq, dk), tma = tma_descriptor(
-            terms,
-            [do, w, dv if dp is None else None, grads["q"], grads["k"]],
-            [BV, BV, BV, BK, BK],
+            terms, [do, w, dv if dp is None else None, grads["q"], grads["k"]], [BV, BV, BV, BK, BK]
         )
         launch: Any = cached(delta_dqkg_kernel)[(HV * states.shape[0],)]
         launch(

@@ -12,12 +12,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.common.gate_ones import (
-    BASE,
-    BOTH,
-    MIDDLE,
-    WRITES,
-)
+from slipstream.kernels.linear.triton.common.gate_ones import BASE, BOTH, MIDDLE, WRITES
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.dplr.by_quarters import (
     add_scores_of_reads,
@@ -42,8 +37,7 @@ from slipstream.kernels.linear.triton.dplr.wy import solve_chunk
 
 # constants of a launch, for device functions
 Constants = namedtuple(
-    "Constants",
-    "K V WIDE BK BV STEPS DELTA CHANNEL LIMIT SHIFT APART FP32 PRECISION INNER",
+    "Constants", "K V WIDE BK BV STEPS DELTA CHANNEL LIMIT SHIFT APART FP32 PRECISION INNER"
 )
 
 

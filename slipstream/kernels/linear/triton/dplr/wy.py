@@ -42,8 +42,7 @@ from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
 # constants of a launch, for device functions
 Constants = namedtuple(
-    "Constants",
-    "K V WIDE BK BV STEPS DELTA HAS_GATE CHANNEL FP32 LIMIT APART PRECISION INNER",
+    "Constants", "K V WIDE BK BV STEPS DELTA HAS_GATE CHANNEL FP32 LIMIT APART PRECISION INNER"
 )
 Operands = namedtuple("Operands", "a b k")
 

@@ -36,8 +36,7 @@ from slipstream.kernels.linear.triton.dplr.wy import solve_chunk
 
 # what the kernel passes on: pointers, numbers and constants
 Refs = namedtuple(
-    "Refs",
-    "q k a b v g beta q_out w_out b_out k_out u_out total qb qk ak r strong cu",
+    "Refs", "q k a b v g beta q_out w_out b_out k_out u_out total qb qk ak r strong cu"
 )
 Sizes = namedtuple("Sizes", "T N HV H")
 Constants = namedtuple(

@@ -64,8 +64,7 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
 # what a kernel passes on: pointers and constants
 Refs = namedtuple("Refs", "q k g u a ones cu")
 Constants = namedtuple(
-    "Constants",
-    "K BK C LEVELS BOUND SHIFT APART BEFORE PACKED BF16_TERMS PRECISION",
+    "Constants", "K BK C LEVELS BOUND SHIFT APART BEFORE PACKED BF16_TERMS PRECISION"
 )
 
 

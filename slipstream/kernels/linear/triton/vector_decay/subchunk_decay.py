@@ -39,13 +39,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.common.gate_ones import (
-    BASE,
-    BLOCK,
-    READS,
-    WRITES,
-    load_ones,
-)
+from slipstream.kernels.linear.triton.common.gate_ones import BASE, BLOCK, READS, WRITES, load_ones
 from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, LOWEST_GATE
 
 # numbers of a launch
