@@ -9,7 +9,6 @@ from slipstream.layers.delta_net import DeltaNet as DeltaNet
 from slipstream.layers.forgetting_attn import ForgettingAttention as ForgettingAttention
 from slipstream.layers.gated_deltanet import GatedDeltaNet as GatedDeltaNet
 from slipstream.layers.gated_deltaproduct import GatedDeltaProduct as GatedDeltaProduct
-from slipstream.layers.gated_oja import GatedOja as GatedOja
 from slipstream.layers.gdn2 import GatedDeltaNet2 as GatedDeltaNet2
 from slipstream.layers.gla import GatedLinearAttention as GatedLinearAttention
 from slipstream.layers.gsa import GatedSlotAttention as GatedSlotAttention

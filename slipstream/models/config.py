@@ -22,7 +22,6 @@ MIXERS = {
     "gated_deltanet": "GatedDeltaNet",
     "kda": "KimiDeltaAttention",
     "gdn2": "GatedDeltaNet2",
-    "gated_oja": "GatedOja",
     "precond_gated_deltanet": "PrecondGatedDeltaNet",
     "precond_kda": "PrecondKDA",
     "rwkv7": "RWKV7",

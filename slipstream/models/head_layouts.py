@@ -92,11 +92,6 @@ def _gdn2(m: Any) -> Heads:
     return _delta(m, m.num_heads, m.keys, **gates)
 
 
-def _gated_oja(m: Any) -> Heads:
-    HV, V = m.num_v_heads, m.values
-    return _delta(m, HV, V, f_up=V, b_proj=HV, g_up=V)
-
-
 def _delta_net(m: Any) -> Heads:
     H = m.num_heads
     return _delta(m, H, H, b_proj=H, g_proj=m.values)
@@ -175,7 +170,6 @@ KINDS: tuple[tuple[type[nn.Module], Callable[[Any], Heads]], ...] = (
     (layers.GatedDeltaNet, _gated_deltanet),  # PrecondGatedDeltaNet, too
     (layers.KimiDeltaAttention, _kda),  # PrecondKDA, too
     (layers.GatedDeltaNet2, _gdn2),
-    (layers.GatedOja, _gated_oja),
     (layers.Comba, _gated_deltanet),
     (layers.DeltaNet, _delta_net),
     (layers.GatedDeltaProduct, _gated_deltaproduct),

@@ -23,7 +23,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "KimiDeltaAttention-bounded",
         "GatedDeltaNet-grouped",
         "GatedDeltaNet2",
-        "GatedOja",
         "PrecondKDA",
         "RWKV7",
         "RWKV4",

@@ -16,13 +16,11 @@ from slipstream.layers import (
     GatedDeltaNet,
     GatedDeltaNet2,
     GatedLinearAttention,
-    GatedOja,
     KimiDeltaAttention,
     Mamba2,
     MultiScaleRetention,
     delta_heads,
     delta_net,
-    gated_oja,
     rwkv7,
 )
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, StateCache
@@ -62,7 +60,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name in ("mixer_step", "recurrent_step", "rms_norm", "rms_norm_gated"):
         monkeypatch.setattr(decoding, name, recorded(name, getattr(decoding, name)))
-    for module in (gated_oja, delta_heads, delta_net):
+    for module in (delta_heads, delta_net):
         monkeypatch.setattr(module, "l2_norm", recorded("l2_norm", module.l2_norm))
     return called
 
@@ -133,22 +131,6 @@ def test_linears_with_hooks_see_tokens_in_steps_too(
         linear.register_forward_hook(partial(see, key))
     layer.step(torch.randn(3, 1, D), state)
     assert seen == dict.fromkeys(linears, (3, 1))
-
-
-@torch.no_grad()
-def test_step_of_oja_is_one_pass_over_the_state(operators: list[str]) -> None:
-    """And the convolution and norms on their own: its sums run over columns, of which a program of
-    mixer_step may have a part."""
-    torch.manual_seed(0)
-    layer, x = GatedOja(D, 2, head_dim=8, head_v_dim=16, num_v_heads=4).eval(), torch.randn(3, 9, D)
-    want, end = layer(x, use_cache=True)
-    _, state = layer(x[:, :7], use_cache=True)
-    operators.clear()
-    y = [layer.step(x[:, t : t + 1], state) for t in range(7, 9)]
-    assert operators == ["l2_norm", "l2_norm", "rms_norm_gated"] * 2
-    torch.testing.assert_close(torch.cat(y, 1), want[:, 7:], rtol=1e-4, atol=1e-4)
-    for key, value in end.items():
-        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

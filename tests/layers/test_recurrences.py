@@ -148,25 +148,6 @@ def test_gated_deltanet_2() -> None:
     torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
 
 
-def test_gated_oja() -> None:
-    HV, K, V = 8, 6, 5
-    layer = randomised(layers.GatedOja(D, H, K, V, num_v_heads=HV, allow_neg_eigval=True))
-    x = torch.randn(B, T, D, dtype=torch.float64)
-    q, k, v = convolved(layer.conv, layer.qkv_proj(x)).split([24, 24, 40], -1)
-    q, k, v = grouped(unit(heads(q)), HV), grouped(heads(k), HV), unit(heads(v, HV))
-    f = heads(layer.f_up(layer.f_down(x)) + layer.dt_bias, HV)
-    alpha = torch.exp(-layer.A_log.exp()[:, None] * F.softplus(f))
-    beta = 2 * layer.b_proj(x).sigmoid()
-
-    def step(t: int, S: Tensor) -> Tensor:
-        S = S * alpha[:, t, :, None]
-        return S + outer(beta[:, t, :, None] * (k[:, t] - read(S.mT, v[:, t])), v[:, t])
-
-    o = normed(scan(q, v, step, K**-0.5), layer.norm_weight, 1e-5)
-    o = o * heads(layer.g_up(layer.g_down(x)), HV).sigmoid()
-    torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
-
-
 def written_keys(layer: nn.Module, x: Tensor, k: Tensor, squash: float, eps: float) -> Tensor:
     """k by the factors of a preconditioner, all heads alike."""
     given = layer.preconditioner

@@ -47,8 +47,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     },
     "GatedDeltaNet2": {"num_v_heads": 4, "head_dim": 6, "head_v_dim": 5, "gate_bias": True},
     "GatedDeltaNet2-unconvolved": {"conv_size": None, "allow_neg_eigval": True},
-    "GatedOja": {"num_v_heads": 4, "head_dim": 6, "head_v_dim": 5, "allow_neg_eigval": True},
-    "GatedOja-unconvolved": {"conv_size": None},
     "PrecondGatedDeltaNet": {"num_v_heads": 4, "head_dim": 6, "head_v_dim": 5},
     "PrecondGatedDeltaNet-plain": {"use_gate": False, "squash_x": 2.0, "conv_size": None},
     "PrecondKDA": {"num_v_heads": 4, "head_dim": 6, "head_v_dim": 5, "lower_bound": -3.0},
