@@ -23,7 +23,6 @@ from slipstream.layers.mla import MLA as MLA
 from slipstream.layers.preconditioned import PrecondGatedDeltaNet as PrecondGatedDeltaNet
 from slipstream.layers.preconditioned import PrecondKDA as PrecondKDA
 from slipstream.layers.retention import MultiScaleRetention as MultiScaleRetention
-from slipstream.layers.rwkv4 import RWKV4 as RWKV4
 from slipstream.layers.rwkv6 import RWKV6 as RWKV6
 from slipstream.layers.rwkv7 import RWKV7 as RWKV7
 from slipstream.layers.rwkv7 import RWKV7ChannelMix as RWKV7ChannelMix

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from slipstream.layers.base import Mixer, ShortConvolution, XavierLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall
-from slipstream.layers.rwkv4 import some_or_none
 from slipstream.ops.lightnet import chunk_lightnet, fused_recurrent_lightnet
 
 
@@ -83,3 +82,9 @@ def _before(call: MixerCall) -> tuple[Tensor, Tensor] | None:
         return None
     some, z = weight.unbind(1)
     return recurrent, torch.where(some == 0, -torch.inf, z)
+
+
+def some_or_none(z: Tensor) -> tuple[Tensor, Tensor]:
+    """1 and z, or where z is -inf 0 and 0."""
+    none = z == -torch.inf
+    return (~none).to(z.dtype), torch.where(none, 0, z)

@@ -33,7 +33,6 @@ MIXERS = {
     "hgrn": "HGRN",
     "hgrn2": "HGRN2",
     "gsa": "GatedSlotAttention",
-    "rwkv4": "RWKV4",
     "rwkv6": "RWKV6",
     "lightnet": "LightNetAttention",
     "lightning_attn": "LightningAttention",

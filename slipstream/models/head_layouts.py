@@ -107,7 +107,7 @@ def _gated_deltaproduct(m: Any) -> Heads:
 
 
 def _rwkv(m: Any) -> Heads:
-    """RWKV4, RWKV6 and RWKV7."""
+    """RWKV6 and RWKV7."""
     size, heads = m.o_proj.in_features, getattr(m, "num_heads", 0)
     sizes: dict[str, Sizes] = {f"{name}_proj": size for name in "rkvg"}
     for name in ("w_lora", "a_lora", "v_lora", "g_lora"):
@@ -173,7 +173,6 @@ KINDS: tuple[tuple[type[nn.Module], Callable[[Any], Heads]], ...] = (
     (layers.Comba, _gated_deltanet),
     (layers.DeltaNet, _delta_net),
     (layers.GatedDeltaProduct, _gated_deltaproduct),
-    (layers.RWKV4, _rwkv),
     (layers.RWKV6, _rwkv),
     (layers.RWKV7, _rwkv),
     (layers.Mamba2, _mamba2),

@@ -25,7 +25,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GatedDeltaNet2",
         "PrecondKDA",
         "RWKV7",
-        "RWKV4",
         "RWKV6",
         "HGRN",
         "LightNetAttention",

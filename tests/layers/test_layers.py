@@ -362,12 +362,6 @@ def test_layer_says_itself_whether_its_step_is_fused(name: str) -> None:
     )
 
 
-def test_rwkv4_starts_finite_in_any_layer() -> None:
-    for layer_idx, num_layers in ((0, 1), (3, 12), (20, 12)):
-        layer = layers.RWKV4(D, layer_idx=layer_idx, num_layers=num_layers)
-        assert all(x.isfinite().all() for x in layer.parameters())
-
-
 def test_rwkv7_first_value() -> None:
     first, second = make("RWKV7", layer_idx=2), make("RWKV7", layer_idx=3)
     x = torch.randn(1, 5, D)
@@ -415,7 +409,6 @@ def test_layer_rejects_sizes_that_do_not_fit(name: str, options: dict[str, Any],
         ("MLA", "rope_head_dim", 2),
         ("GatedDeltaProduct", "num_householder", 1),
         ("Mamba3", "mimo_rank", 1),
-        ("RWKV4", "num_layers", 1),
         ("HGRN", "lower_bound", 0),
     ],
 )

@@ -270,21 +270,6 @@ def test_forgetting_attention(window: int | None) -> None:
     torch.testing.assert_close(layer(x)[0], want)
 
 
-def test_rwkv4() -> None:
-    layer = randomised(layers.RWKV4(D))
-    x = torch.randn(B, T, D, dtype=torch.float64)
-    before = F.pad(x, (0, 0, 1, 0))[:, :-1]
-    xk, xv, xr = (m * x + (1 - m) * before for m in (layer.mix_k, layer.mix_v, layer.mix_r))
-    k, v = layer.k_proj(xk), layer.v_proj(xv)
-    w, found = -layer.decay.exp(), []
-    for t in range(T):
-        past = torch.arange(t - 1, -1, -1, dtype=x.dtype)[:, None] * w
-        weights = torch.cat([past + k[:, :t], (layer.bonus + k[:, t])[:, None]], 1).softmax(1)
-        found.append((weights * v[:, : t + 1]).sum(1))
-    want = layer.o_proj(layer.r_proj(xr).sigmoid() * torch.stack(found, 1))
-    torch.testing.assert_close(layer(x)[0], want)
-
-
 def test_heavy_tail_has_one_gradient_at_zero() -> None:
     """Where a token's embedding is zero, as padding's is, so is A."""
     x = torch.tensor([-1.0, -1e-9, 0.0, 1e-9, 2.0], dtype=torch.float64, requires_grad=True)

@@ -11,7 +11,6 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
         ({"type": "gla", "bidirectional": False, "block_size": 4}, ValueError, "block_size"),
         ({"type": "gla", "bidirectional": "x"}, TypeError, "bidirectional"),
         ({"type": "mamba3", "mimo_rank": 0}, ValueError, "mimo_rank"),
-        ({"type": "rwkv4", "num_layers": 0}, ValueError, "num_layers"),
         ({"type": "gla", "expand": 2}, ValueError, r"^mixers\[0\].expand: .*mean expand_"),
         ({"type": "forgetting_attn", "windows": 2}, ValueError, "did you mean window_size"),
         ({"type": "precond_kda", "head_dims": 2}, ValueError, "did you mean head_dim"),

@@ -119,7 +119,7 @@ def test_model_across_ranks_equals_one_rank(tmp_path: Path) -> None:
 def test_layers_in_both_directions_across_ranks(block_size: int | None, tmp_path: Path) -> None:
     both: dict[str, Any] = {"bidirectional": True}
     both |= {} if block_size is None else {"block_size": block_size}
-    types = ("gla", "gated_deltanet", "mamba2", "rwkv4", "retention", "lightnet", "rwkv7", "gdn2")
+    types = ("gla", "gated_deltanet", "mamba2", "rwkv6", "retention", "lightnet", "rwkv7", "gdn2")
     mixers = [
         {"type": x, **both} for x in (*types, *(() if block_size is None else ("attention",)))
     ]

@@ -72,7 +72,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     "HGRN2": {"head_dim": 7},
     "GatedSlotAttention": {"num_heads": 4, "num_kv_heads": 2, "num_slots": 5},
     "RWKV6": {"mix_low_rank_dim": 3, "decay_low_rank_dim": 5},
-    "RWKV4": {"layer_idx": 1, "num_layers": 3},
     "LightNetAttention": {"head_dim": 7, "gate_low_rank_dim": 5},
     "LightNetAttention-convolved": {"conv_size": 3, "conv_bias": True},
     "LightningAttention": {"layer_idx": 1, "num_layers": 3, "head_dim": 7},
