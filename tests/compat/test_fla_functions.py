@@ -16,11 +16,6 @@ OFFSETS = torch.tensor([0, 3, 3, 8, 12])
 LENGTHS = [3, 0, 5, 4]
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 

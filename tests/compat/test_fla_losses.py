@@ -19,11 +19,6 @@ from slipstream.compat.fla.modules import (
 )
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 

@@ -20,11 +20,6 @@ from slipstream.compat.mamba_ssm.ops.triton import selective_state_update as mam
 B, T, H, K, V, D = 2, 9, 2, 4, 6, 8
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def wide(*size: int) -> Tensor:
     return torch.randn(size, dtype=torch.float64)
 

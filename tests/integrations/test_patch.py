@@ -302,7 +302,6 @@ def test_gated_norms_are_found_by_what_they_compute() -> None:
 
 def test_states_of_packed_rows_go_on() -> None:
     """Two rows of two and three sequences: the first goes on from a state, the last leaves one."""
-    torch.manual_seed(0)
     B, T, H, D = 2, 10, 2, 8
     q, k, v = torch.randn(3, B, T, H, D)
     g, beta = -torch.rand(B, T, H), torch.rand(B, T, H)

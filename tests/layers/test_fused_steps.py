@@ -68,7 +68,6 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
 def test_step_is_one_operator(name: str, operators: list[str]) -> None:
-    torch.manual_seed(0)
     layer, x = LAYERS[name]().eval(), torch.randn(3, 12, D)
     for parameter in layer.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
@@ -148,7 +147,6 @@ def test_steps_of_models_fuse_norms_and_residuals(
 ) -> None:
     """Same logits, by four launches of linear layers a block and one a gate's second matrix; a
     hooked one is called."""
-    torch.manual_seed(0)
     sizes = {"vocab_size": 97, "hidden_size": 64, "num_heads": 2, "norm": "zero_centered_rms"}
     mixers: list[Any] = [{"type": mixer, **options}] * 2
     config = SlipstreamConfig(mixers=mixers, initializer_range=0.3, **sizes)
@@ -356,7 +354,6 @@ def test_norms_behind_changed_blocks(
 @torch.no_grad()
 def test_steps_of_rwkv7_models_are_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Same logits; a hooked channel mix is called."""
-    torch.manual_seed(0)
     kinds: list[Any] = ["rwkv7"] * 2
     config = SlipstreamConfig(vocab_size=97, hidden_size=32, num_heads=2, mixers=kinds, mlps=kinds)
     model = SlipstreamForCausalLM(config).eval()

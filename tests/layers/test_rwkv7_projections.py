@@ -9,7 +9,6 @@ from slipstream.layers import RWKV7, rwkv7
 
 def test_projections_with_a_bias_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel mixes tokens for matrices, which have none."""
-    torch.manual_seed(0)
     taken: list[bool] = []
     monkeypatch.setattr(rwkv7.token_mix, "mixed_projections", lambda *a, **k: taken.append(True))
     layer = RWKV7(hidden_size=32, num_heads=2)

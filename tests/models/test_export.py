@@ -27,7 +27,6 @@ def _gradients(module: nn.Module, logits: Tensor) -> dict[str, Tensor | None]:
 )
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exported_model_runs_with_gradients(name: str, strict: bool) -> None:
-    torch.manual_seed(0)
     config = SlipstreamConfig(
         vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=MODELS[name]
     )
@@ -51,7 +50,6 @@ def test_exported_model_runs_with_gradients(name: str, strict: bool) -> None:
     [pytest.param(n, marks=() if n in ("rwkv7", "mamba3") else pytest.mark.slow) for n in MODELS],
 )
 def test_exported_model_takes_two_tokens_and_more(name: str) -> None:
-    torch.manual_seed(0)
     config = SlipstreamConfig(
         vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=MODELS[name]
     )

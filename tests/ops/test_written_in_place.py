@@ -50,13 +50,11 @@ def test_negated_state_is_written(call: Callable[[Tensor], Tensor], shape: tuple
 
 @pytest.mark.parametrize("row", OPERATORS, ids=lambda row: row.name)
 def test_versions_rise_of_what_is_written(row: Sample) -> None:
-    torch.manual_seed(0)
     check_versions(row, "eager")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_backward_through_overwritten_values_is_refused(row: Sample) -> None:
-    torch.manual_seed(0)
     check_refused(row, "eager")
 
 
@@ -64,7 +62,6 @@ def test_backward_through_overwritten_values_is_refused(row: Sample) -> None:
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_traced_calls_write_other_inputs(row: Sample) -> None:
-    torch.manual_seed(0)
     check_traced(row, "eager")
 
 

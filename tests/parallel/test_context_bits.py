@@ -114,7 +114,6 @@ def test_groups_of_heads_equal_all_at_once(kind: str, packed: bool, segment: int
 
 def test_products_are_rounded_by_how_many_there_are() -> None:
     """In the tests of bits, as libraries may do on a GPU."""
-    torch.manual_seed(0)
     x, y = torch.randn(4, 8, 16), torch.randn(4, 16, 8)
     with RoundedByShape():
         assert torch.equal(x[:2] @ y[:2], x[:2].clone() @ y[:2].clone())
@@ -131,7 +130,6 @@ def test_cut_within_a_segment() -> None:
 @pytest.mark.parametrize("lengths", [(96, 96), (32, 50, 32, 78)], ids=["2", "4"])
 def test_attention_bits_do_not_depend_on_the_ranks(lengths: tuple[int, ...]) -> None:
     """One head of keys at a time, in calls of the same shapes."""
-    torch.manual_seed(0)
     cu = torch.tensor([0, *SEQUENCES]).cumsum(0).int()
     tensors = [torch.randn(1, 192, n, 16) for n in (8, 4, 4)]
     do = torch.randn(tensors[0].shape)
@@ -154,7 +152,6 @@ def test_attention_bits_do_not_depend_on_the_ranks(lengths: tuple[int, ...]) -> 
 
 def test_attention_of_inputs_that_lie_otherwise() -> None:
     """Heads before tokens, rows that begin at no whole word, and views of the other sign."""
-    torch.manual_seed(0)
     q, k, v = (torch.randn(2, 96, 4, 16) for _ in range(3))
     options = AttentionOptions(0.25, -1, 0)
     rows = torch.empty(k.numel() + 1)[1:].view(k.shape).copy_(k)
@@ -189,7 +186,6 @@ def selective_scan(tensors: list[Tensor], states: Tensor, share: Share) -> tuple
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("scan", [hgrn, selective_scan])
 def test_bits_of_scans_do_not_depend_on_the_ranks(scan: Callable[..., Any], packed: bool) -> None:
-    torch.manual_seed(0)
     N = len(SEQUENCES) if packed else 2
     tensors = [torch.randn(1 if packed else 2, 192, 6) for _ in range(2)]
     states = torch.randn(N, 6) if scan is hgrn else torch.randn(N, 6, 8)

@@ -25,7 +25,6 @@ def found() -> Any:
 def test_latent_kernel_matches_plain_torch(
     T: int, H: int, shares: int, page: int, missing: int | None
 ) -> None:
-    torch.manual_seed(0)
     B, S = 3, 384
     q = torch.randn(B, T, H, 576, dtype=torch.float64)
     latent = torch.randn(B * S, 576, dtype=torch.float64)

@@ -319,7 +319,6 @@ DECAYED = {"-5 to 0": True, "-0.3": True, "-0.1": False, "swapped": False}
 def test_transition_counts_as_zero_where_its_norm_does() -> None:
     """Each head has gates of its own. Those of "swapped" add up to 2^-230 a chunk, but every key,
     erased twice, moves the state to the channel that is about to keep it."""
-    torch.manual_seed(0)
     T, HV, K = 384, len(DECAYED), 64
     make: dict[str, Any] = {"dtype": torch.float64}
     k = torch.nn.functional.normalize(torch.randn(1, T, HV, K, **make), dim=-1)

@@ -22,17 +22,14 @@ def test_triton_rwkv7_step_matches_formula() -> None:
 
 @pytest.mark.parametrize("impl", ["eager", "reference"])
 def test_plain_rwkv7_step_matches_formula(impl: str) -> None:
-    torch.manual_seed(0)
     steps.check_all(impl)
 
 
 def test_layer_by_it_and_by_its_parts() -> None:
-    torch.manual_seed(0)
     assert steps.check_layer(None) == ["token_mix_step", "low_rank", "rwkv7_step"] * 4
 
 
 def test_rwkv7_step_in_float64() -> None:
-    torch.manual_seed(0)
     args = {name: x.double() for name, x in steps.make(steps.Sizes()).items()}
     args["state"] = args["state"][:3].clone()
     y, pool = steps.formula(args)
@@ -69,7 +66,6 @@ def test_steps_refuse_gradients() -> None:
 
 
 def test_steps_pass_opcheck_and_compile() -> None:
-    torch.manual_seed(0)
     args = steps.make(steps.Sizes())
     at, state = torch.tensor(steps.INDICES), args.pop("state")
     names = ("v_gate", "first_value", "w_bias", "a_bias", "v_bias")
