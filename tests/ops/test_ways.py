@@ -43,7 +43,6 @@ REFUSES[BACKWARD_ALONE] = {"jvp", "dual"}
 REFUSES[IN_TORCH] = {"jvp", "dual", *SECOND}
 PERMITTED: dict[str, str] = {
     **{op.name: OPAQUE for op in LINEAR},
-    "short_convolution-packed": OPAQUE,
     "short_convolution-stateless": OPAQUE,
     "short_convolution-operator": OPAQUE,
     "embedding": OPAQUE,
@@ -65,6 +64,7 @@ PERMITTED: dict[str, str] = {
     "group_norm-rms": BY_HAND,
     **dict.fromkeys(("rms_norm_gated", "rms_norm_gated-sigmoid", "rms_norm_gated-mamba2"), BY_HAND),
     **dict.fromkeys(("short_convolution", "short_convolution-residual"), BY_HAND),
+    "short_convolution-packed": BY_HAND,
     **dict.fromkeys(("rotary_embedding-positions", "rotary_embedding-interleaved"), BY_HAND),
     **dict.fromkeys(("glu_linear", "glu_linear-geglu", "glu_linear-squared_relu"), BY_HAND),
     **dict.fromkeys(("cross_entropy", "cross_entropy-mean", "cross_entropy-none"), BY_HAND),

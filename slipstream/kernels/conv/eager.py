@@ -69,12 +69,9 @@ def convolve(
             past = x.new_zeros(x.shape[0], width - 1, x.shape[2])
         return _correlate(torch.cat([past, x], dim=1), weight)
     where = positions(cu_seqlens, x.shape[1], width)
-    # what torch.export traces has no gradient of a Function
-    exported = torch.compiler.is_exporting()
-    autograd.refuse_transforms(_Spread.operator, (x, weight, past))
-    padded = (_spread if exported else _Spread.apply)(x[0], past, *where)
-    y = _correlate(padded[None], weight)[0]  # row i ends its window at padded row i + W - 1
-    return (_gather if exported else _Gather.apply)(y, *where)[None]
+    y = _correlate(_spread(x[0], past, *where)[None], weight)[0]
+    # row i ends its window at padded row i + W - 1
+    return y.index_select(0, where.token - (width - 1))[None]
 
 
 def last_inputs(
@@ -155,64 +152,15 @@ def _dweight(padded: Tensor, dy: Tensor, weight: Tensor) -> Tensor:
     return dw.t()
 
 
-# Forward and backward of these two only read rows. Autograd would make row writes of one of them,
-# which take torch twice as long.
-
-
 def _spread(
     x: Tensor, past: Tensor | None, token: Tensor, before: Tensor, source: Tensor
 ) -> Tensor:
     """Tokens x [T, D] and past [N, W - 1, D], or zeros, to their padded rows [R, D]."""
-    padded = _rows(x, source, before)
-    return padded if past is None else padded.index_copy_(0, before.flatten(), past.flatten(0, 1))
-
-
-def _gather(y: Tensor, token: Tensor, before: Tensor, source: Tensor) -> Tensor:
-    """The tokens [T, D] among y [R - W + 1, D]."""
-    return y.index_select(0, token - before.shape[1])
-
-
-class _Spread(Function):
-    operator = "slipstream::short_convolution"
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, past: Tensor | None, token: Tensor, before: Tensor, source: Tensor
-    ) -> Tensor:
-        save(ctx, token, before)
-        return _spread(x, past, token, before, source)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
-        token, before = saved
-        dpast = None
-        if ctx.needs_input_grad[1]:
-            dpast = dy.index_select(0, before.flatten()).view(*before.shape, dy.shape[-1])
-        return dy.index_select(0, token), dpast, None, None, None
-
-
-class _Gather(Function):
-    operator = "slipstream::short_convolution"
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, token: Tensor, before: Tensor, source: Tensor) -> Tensor:
-        save(ctx, before, source)
-        return _gather(y, token, before, source)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        before, source = saved
-        skipped = before.shape[1]
-        return _rows(dy, source[skipped:], before[1:] - skipped), None, None, None
-
-
-def _rows(x: Tensor, source: Tensor, empty: Tensor) -> Tensor:
-    """Rows `source` of x, and zeros at rows `empty`."""
     if x.shape[0] == 0:
-        return x.new_zeros(source.shape[0], x.shape[1])
-    return x.index_select(0, source).index_fill_(0, empty.flatten(), 0)
+        padded = x.new_zeros(source.shape[0], x.shape[1])
+    else:
+        padded = x.index_select(0, source).index_fill(0, before.flatten(), 0)
+    return padded if past is None else padded.index_copy(0, before.flatten(), past.flatten(0, 1))
 
 
 def convolution(
