@@ -37,7 +37,7 @@ class PrefixCache:
         max_bytes: int = 1 << 30,
         key_dtype: torch.dtype | None = None,
     ) -> None:
-        if every < 1 or every % 64:
+        if every < 64 or every % 64:
             raise ValueError(f"every: want a multiple of 64, got {every}")
         self.model, self.every, self.max_bytes = model, every, max_bytes
         self.key_dtype = key_dtype
