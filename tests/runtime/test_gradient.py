@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import slipstream
 from slipstream.kernels.attention import latent
@@ -35,7 +36,7 @@ from slipstream.kernels.norm.inputs import NormOptions
 from slipstream.kernels.running_mean import op as running_mean
 from slipstream.kernels.selective_scan import op as selective_scan
 from slipstream.kernels.time_mix import rwkv7, token_mix
-from slipstream.runtime import gradient
+from slipstream.runtime import autograd, backends, gradient
 
 assert slipstream.ops  # every operator is defined by now
 IDS = torch.tensor([0, 2, 1, 4])
@@ -266,3 +267,10 @@ def test_further_results_refuse_their_backward() -> None:
     _, dhidden, *_ = loss._call_linear.overload(*args)
     with pytest.raises(NotImplementedError, match=r"slipstream\._linear_cross_entropy"):
         dhidden.sum().backward()
+
+
+def test_forward_mode_is_a_transform() -> None:
+    x = torch.randn(3)
+    assert backends.is_plain_call(x) and not autograd.transformed()
+    with forward_ad.dual_level():
+        assert autograd.transformed() and not backends.is_plain_call(x)
