@@ -69,7 +69,7 @@ def chunk_map(cu_seqlens: Tensor, tokens: int, chunk: int) -> ChunkMap:
     of = sequence.clamp(max=max(sequences - 1, 0))
     within = m - start_chunk[of]
     token = begin[of, None] + within[:, None] * chunk + torch.arange(chunk, device=device)
-    live = (token < begin[of + 1, None]) & (sequence < sequences)[:, None]
+    live = token < begin[of + 1, None]  # none past the end, where `within` is beyond the last
     owner = torch.searchsorted(begin[1:], torch.arange(tokens, device=device), right=True)
     owner = owner.clamp(max=max(sequences - 1, 0))  # int64 [T]
     slot = start_chunk[owner] * chunk + torch.arange(tokens, device=device) - begin[owner]

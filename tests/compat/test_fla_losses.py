@@ -177,6 +177,10 @@ def test_assert_close() -> None:
         utils.assert_close("x", x, x * 1.1, 0.01)
     with pytest.raises(AssertionError, match="x: difference"):
         utils.assert_close("x", x, x * float("nan"), 0.01)
+    off, ratio = utils.get_abs_err(x, x * 1.1), utils.get_err_ratio(x, x * 1.1)
+    utils.assert_close("x", x, x * 1.1, 0.0, err_atol=off)
+    with pytest.raises(AssertionError, match="x: difference"):
+        utils.assert_close("x", x, x * 1.1, ratio)
 
 
 def test_utilities() -> None:

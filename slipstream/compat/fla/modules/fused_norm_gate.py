@@ -18,12 +18,12 @@ def _gated(
     g: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    is_rms_norm: bool,
     activation: str = "swish",
     residual: Tensor | None = None,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
-    is_rms_norm: bool = False,
 ) -> Any:
     """norm(x + residual) f(g) in x's dtype, or with prenorm that and the sum."""
     g = g.reshape(x.shape)
@@ -50,13 +50,13 @@ def _gated_linear(
     norm_bias: Tensor | None,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
+    is_rms_norm: bool,
     residual: Tensor | None = None,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
-    is_rms_norm: bool = False,
 ) -> Any:
-    norm = norm_weight, norm_bias, "swish", residual, True, residual_in_fp32, eps, is_rms_norm
+    norm = norm_weight, norm_bias, is_rms_norm, "swish", residual, True, residual_in_fp32, eps
     y, h = _gated(x, g, *norm)
     y = linear(y, linear_weight, linear_bias)
     return (y, h) if prenorm else y
@@ -98,8 +98,8 @@ class FusedLayerNormGated(Norm):
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> Any:
-        given = self.weight, self.bias, self.activation, residual, prenorm, residual_in_fp32
-        return _gated(x, g, *given, self.eps, self.is_rms_norm)
+        given = self.weight, self.bias, self.is_rms_norm, self.activation, residual, prenorm
+        return _gated(x, g, *given, residual_in_fp32, self.eps)
 
 
 class FusedRMSNormGated(FusedLayerNormGated):
@@ -143,7 +143,7 @@ class FusedLayerNormGatedLinear(Norm):
         if weight is None:
             raise ValueError("weight: want that of the linear layer, got None")
         parameters = self.weight, self.bias, weight, bias
-        given = residual, prenorm, residual_in_fp32, self.eps, self.is_rms_norm
+        given = self.is_rms_norm, residual, prenorm, residual_in_fp32, self.eps
         return _gated_linear(x, g, *parameters, *given)
 
 
