@@ -1,5 +1,10 @@
 """Steps of one token in blocks by impl="triton", interpreted: the bits of the block."""
 
+import re
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,14 +21,11 @@ from tests.support.interpreted import interpreted
 H, K = 2, 64
 
 
-@pytest.mark.parametrize("bound", [None, -5.0])
-@pytest.mark.parametrize("channels", [(), (K,)], ids=["heads", "channels"])
-def test_plain_step_matches_formula(bound: float | None, channels: tuple[int, ...]) -> None:
+def inputs(bound: float | None, channels: tuple[int, ...]) -> tuple[TokenInputs, Blocks]:
     N, T = 3, 5
     torch.manual_seed(0)
     sizes = [(N, 4, 3 * H * K), *[(N, T, H, K)] * 3, (N, T, H, *channels), (N, T, H)]
     blocks = Blocks._make(torch.randn(size) for size in sizes)
-    before = Blocks._make(x.clone() for x in blocks)
     x, weight, g = (
         torch.randn(N, 3 * H * K),
         torch.randn(3 * H * K, 4),
@@ -31,19 +33,50 @@ def test_plain_step_matches_formula(bound: float | None, channels: tuple[int, ..
     )
     A_log, dt_bias, beta = torch.randn(H), torch.randn(g[0].numel()), torch.randn(N, H)
     counts = torch.tensor([4, 0, 2])
-    tokens = TokenInputs(x, weight, None, g, A_log, dt_bias, beta, counts, True, True, bound)
+    return TokenInputs(x, weight, None, g, A_log, dt_bias, beta, counts, True, True, bound), blocks
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("channels", [(), (K,)], ids=["heads", "channels"])
+def test_plain_step_matches_formula(bound: float | None, channels: tuple[int, ...]) -> None:
+    tokens, blocks = inputs(bound, channels)
+    before = Blocks._make(x.clone() for x in blocks)
     block_inputs(tokens, blocks, "eager")
+    x, weight, _, g, A_log, dt_bias, beta, counts, *_ = tokens
     window = torch.cat([before.window[:, 1:], x[:, None]], 1)
-    q, k, v = F.silu((window * weight.t()).sum(1)).view(N, 3, H, K).unbind(1)
+    q, k, v = F.silu((window * weight.t()).sum(1)).view(len(x), 3, H, K).unbind(1)
     q, k = (F.normalize(y, dim=-1) for y in (q, k))
     raw = g + dt_bias.view(g.shape[1:])
     rate = A_log.exp().view(-1, *[1] * len(channels))
     decay = -rate * F.softplus(raw) if bound is None else bound * (rate * raw).sigmoid()
     want = q, k, v, decay, 2 * beta.sigmoid()
     for got, old, token in zip(blocks[1:], before[1:], want, strict=True):
-        old[torch.arange(N), counts] = token
+        old[torch.arange(len(x)), counts] = token
         torch.testing.assert_close(got, old, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(blocks.window, window)
+
+
+@interpreted
+def test_window_moves_once_all_threads_have_read_it() -> None:
+    """Several threads load a number of a block that has fewer than there are threads."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    marks = {"set_grid_idx": "\n", "create_barrier": "b"}
+    marks |= {"create_masked_load": "l", "create_masked_store": "s"}
+    events: list[str] = []
+    with ExitStack() as stack:
+        for name, mark in marks.items():
+            original = getattr(InterpreterBuilder, name)
+
+            def call(self: Any, *args: Any, of: Any = (original, mark), **named: Any) -> Any:
+                events.append(of[1])
+                return of[0](self, *args, **named)
+
+            stack.enter_context(mock.patch.object(InterpreterBuilder, name, call))
+        block_inputs(*inputs(None, ()), "triton")
+    programs = "".join(events).split()
+    assert len(programs) == 3 * 2 * H
+    assert all(re.match("l{5}bs{4}", x) for x in programs), programs
 
 
 @torch.no_grad()
