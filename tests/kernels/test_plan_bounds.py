@@ -21,6 +21,7 @@ from slipstream.kernels.matmul.inputs import row_by_row
 from slipstream.kernels.norm import inputs as norm_inputs
 from slipstream.kernels.norm.triton import tiles as norm_tiles
 from slipstream.kernels.selective_scan import dispatch as selective
+from slipstream.kernels.selective_scan.sm90 import launch as scan_launch
 
 H200, BF16 = ARCHS["sm_90"], torch.bfloat16
 TILE: Any = SimpleNamespace(fwd=SimpleNamespace(B=32), warps=4, stages=3, tma=True)
@@ -65,6 +66,17 @@ def scan_has_few_registers(K: int) -> bool:
         mock.patch.object(latent.backends, "FEWER_REGISTERS", {"few": True}),
     ):
         return "few" in delta_plan.scan_options(delta_terms(K), TILE)
+
+
+def scan_warps(sequences: int) -> int:
+    """Of tiles of 2 warps, of which a GPU of 4 multiprocessors wants 8 warps each, and of 1."""
+    tiles: Any = [(SimpleNamespace(width=4, warps=n), wanted) for n, wanted in ((2, 8), (1, 0))]
+    with (
+        mock.patch.object(scan_launch, "_fitting", lambda tile, inputs: tile),
+        mock.patch.object(scan_launch, "channel_blocks", return_value=1),
+        mock.patch.object(scan_launch.backends, "sm_count", return_value=4),
+    ):
+        return scan_launch._tile(tiles, SimpleNamespace(u=meta(1, 1, 4)), sequences).warps
 
 
 def norm_row(D: int, **options: bool) -> int:
@@ -134,6 +146,8 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[Any, Any], tuple[Any, Any]]] 
         lambda N: "registers" in (selective._sm90_unsupported(
             SimpleNamespace(A=meta(4, N), u=meta(1, 2, 4))) or ""),
         (selective.MAX_N, selective.MAX_N + 1), (False, True)),
+    "warps of a selective scan": (
+        scan_warps, (8 * 4 // 2 - 1, 8 * 4 // 2), (1, 2)),
     "capabilities below Ampere's": (
         lambda x: scalar_tiles.family((x, 6)), (7, 8), ("sm_70", "sm_86")),
 }  # fmt: skip

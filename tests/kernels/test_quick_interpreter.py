@@ -74,6 +74,12 @@ if INTERPRETED:
             tl.debug_barrier()
         tl.store(x_ptr + at, x)
 
+    @triton.jit
+    def _storing_kernel(x_ptr, N: tl.constexpr, EACH: tl.constexpr, LATER: tl.constexpr):
+        at = tl.arange(0, N)
+        tl.store(x_ptr + at // EACH, at)
+        tl.store(x_ptr + LATER + at, at)
+
 
 def scanned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     products, sums = [x[0]], [y[0]]
@@ -159,3 +165,8 @@ def test_threads_see_each_other_behind_a_barrier() -> None:
     assert x[:N].tolist() == [*range(1, N), N - 1]
     with pytest.raises(Exception, match="are overwritten that other threads may still load"):
         _moving_kernel[(1,)](x_ptr=x, N=N, WAITS=False)
+    _storing_kernel[(1,)](x_ptr=x, N=N, EACH=1, LATER=0)
+    with pytest.raises(Exception, match="elements of a block are stored at one address"):
+        _storing_kernel[(1,)](x_ptr=x, N=N, EACH=2, LATER=0)
+    with pytest.raises(Exception, match="7 elements are stored twice, by other threads"):
+        _storing_kernel[(1,)](x_ptr=x, N=N, EACH=1, LATER=1)

@@ -36,12 +36,10 @@ def inputs(bound: float | None, channels: tuple[int, ...]) -> tuple[TokenInputs,
     return TokenInputs(x, weight, None, g, A_log, dt_bias, beta, counts, True, True, bound), blocks
 
 
-@pytest.mark.parametrize("bound", [None, -5.0])
-@pytest.mark.parametrize("channels", [(), (K,)], ids=["heads", "channels"])
-def test_plain_step_matches_formula(bound: float | None, channels: tuple[int, ...]) -> None:
+def check_formula(bound: float | None, channels: tuple[int, ...], impl: str) -> None:
     tokens, blocks = inputs(bound, channels)
     before = Blocks._make(x.clone() for x in blocks)
-    block_inputs(tokens, blocks, "eager")
+    block_inputs(tokens, blocks, impl)
     x, weight, _, g, A_log, dt_bias, beta, counts, *_ = tokens
     window = torch.cat([before.window[:, 1:], x[:, None]], 1)
     q, k, v = F.silu((window * weight.t()).sum(1)).view(len(x), 3, H, K).unbind(1)
@@ -54,6 +52,12 @@ def test_plain_step_matches_formula(bound: float | None, channels: tuple[int, ..
         old[torch.arange(len(x)), counts] = token
         torch.testing.assert_close(got, old, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(blocks.window, window)
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("channels", [(), (K,)], ids=["heads", "channels"])
+def test_plain_step_matches_formula(bound: float | None, channels: tuple[int, ...]) -> None:
+    check_formula(bound, channels, "eager")
 
 
 @interpreted
@@ -111,5 +115,8 @@ def check(N: int) -> None:
 def test_steps_have_the_bits_of_blocks() -> None:
     check(1)
     check(2)
+    for bound in (None, -5.0):
+        for channels in ((), (K,)):
+            check_formula(bound, channels, "triton")
     for make, bound in LAYERS:
         check_inputs(make(), bound, torch.float16)

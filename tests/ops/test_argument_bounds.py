@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from slipstream import layers, nn, ops
-from slipstream.compat.fla.modules.long_conv import ImplicitLongConvolution, LongConvolution
 from slipstream.compat.flash_attn.bert_padding import unpad_input
 from slipstream.models import SlipstreamConfig
 from slipstream.models.prefixes import PrefixCache
@@ -64,7 +63,6 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
     "k_cache": (
         lambda n: ops.flash_attn_with_kvcache(X, shape(n, 4, 2, 8), shape(n, 4, 2, 8)), 1, 0,
     ),
-    "x of a long convolution": (lambda n: LongConvolution(8, 4)(shape(1, n, 8)), 4, 5),
     "hidden_states": (
         lambda d: unpad_input(shape(*d), torch.ones(d[:2])), (4, 3), (4,),
     ),
@@ -72,7 +70,6 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
     "input_ids": (
         lambda n: PrefixCache(mock.MagicMock()).prefill(torch.zeros(1, n).long()), 1, 0,
     ),
-    "d_emb": (lambda n: ImplicitLongConvolution(8, 4, n), 3, 1),
     "eps of preconditioners": (lambda x: preconditioned(eps=x), 1e-6, 0.0),
     "x of preconditioners": (lambda x: preconditioned(x=x), 1e-6, 0.0),
     "every": (lambda n: PrefixCache(None, n), 64, 0),

@@ -24,6 +24,17 @@ def test_losses_match_torch(options: dict[str, Any]) -> None:
     torch.testing.assert_close(linear_cross_entropy(hidden, weight, target, **options), want)
 
 
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+def test_options_of_losses_match_their_formula(impl: str) -> None:
+    hidden, weight, target = torch.randn(50, 8), torch.randn(30, 8), torch.randint(0, 30, (50,))
+    logits, z = hidden @ weight.t(), 3.0 * torch.tanh(0.7 * (hidden @ weight.t()) / 3.0)
+    want = F.cross_entropy(z, target, label_smoothing=0.2) + 0.1 * z.logsumexp(-1).square().mean()
+    options: dict[str, Any] = {"logit_scale": 0.7, "softcap": 3.0, "z_loss": 0.1}
+    options |= {"label_smoothing": 0.2, "impl": impl}
+    torch.testing.assert_close(cross_entropy(logits, target, **options), want)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, target, **options), want)
+
+
 def test_linear_cross_entropy_chunk_independence(monkeypatch: Any) -> None:
     hidden, weight = torch.randn(50, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
     target = torch.randint(0, 30, (50,))

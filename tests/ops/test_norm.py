@@ -18,10 +18,15 @@ def test_norms_match_torch(size: int) -> None:
     torch.testing.assert_close(l2_norm(x, eps=0.0), F.normalize(x, dim=-1))
 
 
-def test_group_norm_matches_torch() -> None:
-    x, weight, bias = torch.randn(5, 12), torch.randn(12), torch.randn(12)
-    want = F.group_norm(x, 3, weight, bias)
-    torch.testing.assert_close(group_norm(x, 3, weight, bias), want)
+@pytest.mark.parametrize("has_weight", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_norms_of_groups_and_layers_match_torch(has_weight: bool, has_bias: bool) -> None:
+    x, *parameters = torch.randn(5, 12), torch.randn(12), torch.randn(12)
+    given = [x if has else None for x, has in zip(parameters, (has_weight, has_bias))]
+    torch.testing.assert_close(group_norm(x, 3, *given), F.group_norm(x, 3, *given))
+    torch.testing.assert_close(layer_norm(x, *given), F.layer_norm(x, (12,), *given))
+    by_rms = F.rms_norm(x, (12,), given[0], 1e-5) + (parameters[1] if has_bias else 0)
+    torch.testing.assert_close(rms_norm(x, *given), by_rms)
 
 
 def test_l2_norm_of_zero() -> None:

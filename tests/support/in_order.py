@@ -3,8 +3,9 @@
 Nothing says which thread has an element of a block: one may load, or overwrite, what another one
 has stored, or is still to load, unless tl.debug_barrier() is in between. What is loaded too early
 is NaN, which some kernels do not use. In place, where the same element of a block of the same shape
-is loaded and then stored, it is the same thread. A number that is no block may be overwritten:
-between its load and its store all threads meet, at a reduction.
+is loaded and then stored, it is the same thread. No two threads store at one address. A number
+that is no block may be overwritten: between its load and its store all threads meet, at a
+reduction.
 """
 
 from collections.abc import Iterator
@@ -88,6 +89,10 @@ def in_order() -> Iterator[None]:
             for old, i, j in shared(new, loads if new.at.size > 1 else []):
                 same = old.at.shape == new.at.shape and (i == j).all()
                 assert same, f"{i.size} elements are overwritten that other threads may still load"
+            for _, i, j in shared(new, stores):
+                assert (i == j).all(), f"{i.size} elements are stored twice, by other threads"
+            at, _ = new.counted()
+            assert np.unique(at).size == at.size, "elements of a block are stored at one address"
             stores.append(new)
         return store(self, pointers, value, mask, *args, **named)
 

@@ -34,7 +34,7 @@ def check_eps_of_zero() -> None:
         leaves = [x.to(dtype).requires_grad_() for x in given]
         *rows, query, weight, last = leaves
         more = ("triton",) if dtype == torch.float32 else ()
-        y = call(AttnresInputs(query, rows, weight, last, 0.0, 1.0), *more)[0]
+        y = call(AttnresInputs(query, rows, weight, last, 0.0, 0.7), *more)[0]
         found.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)

@@ -45,7 +45,7 @@ def gather(terms: LinearInputs) -> Tokens:
     def rows(x: Tensor | None, *shape: int) -> Tensor | None:
         if x is None:
             return None
-        if group > 1 and x.shape[2] != HV:
+        if x.shape[2] != HV:
             x = x.repeat_interleave(group, dim=2)
         return checks.cast(x, dtype).transpose(0, 1).reshape(T, B * HV, *shape)
 
