@@ -102,10 +102,11 @@ _names: dict[int, list[str]] = {}
 
 
 def _modules() -> dict[str, ModuleType]:
-    if len(sys.modules) not in _names:  # of 6,000 a tenth are the package's
+    loaded = dict(sys.modules)  # at once: threads import
+    if len(loaded) not in _names:  # of 6,000 a tenth are the package's
         _names.clear()
-        _names[len(sys.modules)] = [x for x in sys.modules if x.startswith("slipstream")]
-    return {x: sys.modules[x] for x in _names[len(sys.modules)] if x in sys.modules}
+        _names[len(loaded)] = [x for x in loaded if x.startswith("slipstream")]
+    return {x: loaded[x] for x in _names[len(loaded)] if x in loaded}
 
 
 @pytest.fixture(autouse=True)
