@@ -1,5 +1,6 @@
 """rwkv4 and lightnet against sums over all earlier tokens, and where exponents are extreme."""
 
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
+from slipstream.kernels.running_mean.eager import running_max
 from tests.support.mappings import both, same
 from tests.support.recurrences import HV, B, H, K, T, V, outer, randn, read
 
@@ -103,3 +105,22 @@ def test_running_sums_reject_what_does_not_fit(name: str) -> None:
     first = randn(B, D) if name == "rwkv4" else randn(B, H, K, K)
     with pytest.raises(ValueError, match=r"initial_state\[1\]: want"):
         fn(**given, initial_state=(first, randn(1)))
+
+
+@pytest.mark.parametrize("lengths", [None, (1, 0, 7, 4, 9)])
+@pytest.mark.parametrize("decays", [False, True])
+def test_running_max_is_that_of_a_loop(lengths: tuple[int, ...] | None, decays: bool) -> None:
+    """Which sums are relative to: of the tokens so far, decayed, and of what was before."""
+    rows = 2 if lengths is None else 1
+    sequences = [(b, 0, 21) for b in range(rows)]
+    cuts = None if lengths is None else torch.tensor([0, *accumulate(lengths)])
+    if cuts is not None:
+        sequences = [(0, int(x), int(y)) for x, y in pairwise(cuts)]
+    k, start = torch.randn(rows, 21, D), torch.randn(len(sequences), D)
+    w = -torch.rand(D) if decays else None
+    found = running_max(k, w, start, cuts)
+    for n, (row, begin, end) in enumerate(sequences):
+        m = start[n]
+        for t in range(begin, end):
+            m = torch.maximum(k[row, t], m if w is None else m + w)
+            torch.testing.assert_close(found[row, t], m)
