@@ -4,12 +4,14 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 
 import slipstream.kernels
+from slipstream.runtime.backends import HAVE_TRITON
 
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 
@@ -88,3 +90,29 @@ def test_threads_meet_where_triton_has_no_barrier(release: str) -> None:
     found.gl.thread_barrier = lambda: calls.append("barrier")
     found.threads_together()
     assert calls == ["barrier"] * (not found.IMPLICIT_BARRIERS)
+
+
+class Tile(NamedTuple):
+    """A tensor, with what Triton's have."""
+
+    x: torch.Tensor
+
+    def to(self, dtype: Any, bitcast: bool = False) -> "Tile":
+        to = {"int32": torch.int32, "fp32": torch.float32, "bf16": torch.bfloat16}[str(dtype)]
+        return Tile(self.x.view(to) if bitcast else self.x.to(to))
+
+    def __and__(self, other: int) -> "Tile":
+        return Tile(self.x & other)
+
+    def __sub__(self, other: "Tile") -> "Tile":
+        return Tile(self.x - other.x)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+def test_halves_have_sixteen_bits_of_a_number() -> None:
+    from slipstream.kernels.primitives.bf16_halves import halves
+
+    x = torch.randn(1000)
+    high, low = (y.x.float() for y in halves.fn(Tile(x)))
+    assert (high.abs() <= x.abs()).all() and (high != x).any()  # cut, not rounded
+    assert ((x - high - low).abs() <= 2.0**-16 * x.abs()).all()
