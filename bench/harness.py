@@ -198,11 +198,12 @@ def _flushed() -> Tensor:
     return torch.empty(FLUSHED_BYTES // 4, dtype=torch.int32, device=DEVICE)
 
 
-def in_turns(calls: Mapping[str, Call], runs: int = 20) -> dict[str, float]:
+def in_turns(calls: Mapping[str, Call], runs: int = 20, flushes: int = 1) -> dict[str, float]:
     """Median milliseconds of each call on the device, with a cold L2 cache.
 
     The calls take turns. The device is kept busy until the host has queued all of them, so that no
-    time of the host is in them, unlike in triton.testing.do_bench. On a CPU: of the clock.
+    time of the host is in them, unlike in triton.testing.do_bench. Where the queue may be too short
+    for all, more flushes before each let the host get ahead of it. On a CPU: of the clock.
     """
     for call in calls.values():
         call()
@@ -217,7 +218,8 @@ def in_turns(calls: Mapping[str, Call], runs: int = 20) -> dict[str, float]:
     for _ in range(runs):
         for name, call in calls.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flushed.zero_()
+            for _ in range(flushes):
+                flushed.zero_()
             begin.record()
             call()
             end.record()

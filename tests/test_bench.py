@@ -48,6 +48,8 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("linear", "", 20),
         ("linear", "--lengths", 8),
         ("linear", "--once --only gla", 3),
+        ("kda", "", 12),
+        ("kda", "--once --only 96.*-5", 1),
         ("attention", "", 20),
         ("attention", "--errors --only causal", 8),
         ("blocks", "", 20),
@@ -241,6 +243,13 @@ def test_linear_beside_peers(peers: None, capsys: pytest.CaptureFixture) -> None
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2 and all("differs 0.0e+00" in x for x in printed)
     assert all(re.search(r"fla fwd \S+, .*fla both \S+, .*fla error o", x) for x in printed)
+
+
+def test_kda_beside_peers(peers: None, capsys: pytest.CaptureFixture) -> None:
+    script("bench/kda").main(["--small", "--peers", "fla", "--only", "(8192x16|8x1024x32) -1"])
+    found = [x for x in capsys.readouterr().out.splitlines() if x.startswith("shape")]
+    assert [x.split("who ")[1].split(",")[0] for x in found] == ["slipstream", "fla"] * 2
+    assert all(re.search(r"forward_ms \S+, both_ms .*error \S+e-0[78] ", x) for x in found)
 
 
 def test_missing_backward_is_noted(peers: None, capsys: pytest.CaptureFixture) -> None:
