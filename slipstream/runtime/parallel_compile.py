@@ -44,6 +44,7 @@ LONGEST = (
     "softmax_bwd_sm90_kernel",
     "delta_chunk_bwd_sm90_kernel",
     "dplr_intra_safe_sm90_kernel",
+    "kda_fused_fwd_sm90_kernel",
     "softmax_fwd_sm90_kernel",
     "vector_decay_dqkg_kernel",
     "dplr_intra_safe_bwd_sm90_kernel",

@@ -332,6 +332,7 @@ def _language() -> SimpleNamespace:
         max=lambda x, axis=None: tensor(np.fmax.reduce(x, axis)),
         sum=lambda x, axis: tensor(np.sum(x, axis)),
         exp2=lambda x: tensor(np.exp2(x)),
+        fma=lambda x, y, z: tensor(np.asarray(x) * np.asarray(y) + np.asarray(z)),
         exp=lambda x: tensor(np.exp(x)),
         rsqrt=lambda x: tensor(1.0 / np.sqrt(x)),
         reduce=lambda xs, axis, add: tuple(tensor(np.sum(x, axis)) for x in xs),

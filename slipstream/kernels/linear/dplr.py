@@ -16,6 +16,8 @@ Memory beyond results, in tensors of the size of v at K = V:
     forward     5.5 for the delta rule, 7 for free a and b
     backward    8 and 10; with grouped heads also the gradients of q, k, a and b for each value head
     segments    two states of each
+
+On sm_90 KDA's forward is one kernel where segments.py says so, and has no such memory.
 """
 
 from abc import abstractmethod
@@ -185,6 +187,11 @@ class DplrBackend(ChunkBackend):
         """The same for the kernels of forward."""
         return self.to_kernel_layout(terms)
 
+    def fused_fwd(self, terms: LinearInputs, scale: float, o: Tensor, final: Tensor) -> bool:
+        """Writes o and the final states in one kernel and returns True, where there is one for the
+        call."""
+        return False
+
     def forward(
         self,
         terms: LinearInputs,
@@ -200,6 +207,9 @@ class DplrBackend(ChunkBackend):
         o = terms.v.new_empty(terms.v.shape)
         final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
         with device_of(o.device):
+            whole = exchange is None and prefix is None
+            if whole and self.fused_fwd(terms, scale, o, final):
+                return o, final
             intra = self._empty_intra_chunk(terms, for_backward=False)
             self.intra_chunk(terms, scale, intra, for_backward=False)
             segments = self.choose_segments(terms)

@@ -13,12 +13,14 @@ of one scan are. Each family of kernels has its own costs, and so its own functi
     delta_tokens          Triton, delta rule and DPLR: M is [K, K]
     delta_sm90            sm_90, delta rule
     dplr_sm90             sm_90, per-channel decay, and free a and b
+    uses_fused_fwd        sm_90, KDA's forward in one kernel
     num_fused_bwd         sm_90, the delta rule's backward in one kernel
 """
 
 from math import isqrt
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from slipstream.compiler.arch import named
@@ -49,6 +51,9 @@ FUSED_BWD_MIN_CHUNKS = 2  # of a segment there
 # Of packed sequences, chunks of a segment there, and in its chunks the time of the launches that
 # go before; a cut has to save a fifth.
 PACKED_BWD_CHUNKS, PACKED_BWD_COST = 16, 8
+# Programs, one a head and sequence, from which on KDA's forward is one kernel. As many as there are
+# multiprocessors take 73 ns a token, and so do the kernels of chunks for 56 of them.
+FUSED_FWD_MIN_PROGRAMS = NUM_SMS * 16 // 33
 # In chunks of a program's loop: combining one more segment with M from memory, and the launches.
 COMBINE_COST, LAUNCH_COST = 4, 18
 MARGIN = 1.04  # what more segments may cost where states do not decay
@@ -244,6 +249,22 @@ def num_dplr_sm90(programs: int, tiles: int, chunks: int) -> int:
     # where states decay E and M take no time, and the more segments the better (chunk_fwd.py)
     fits = [n for n in counts if programs * tiles * n <= NUM_SMS]
     return max([best, *(n for n in fits if cost(n) <= MARGIN * cost(best))])
+
+
+def uses_fused_fwd(terms: LinearInputs) -> bool:
+    """Whether sm_90 has the forward of whole sequences in one kernel (sm90/dplr/fused_fwd.py): it
+    is KDA's of 128 channels in bfloat16, whose range its operands need, with gates of float32.
+
+    How long the longest of packed sequences is the host does not know. It is taken for all tokens,
+    or from six sequences on for half of them, of which it would rarely be more.
+    """
+    q, v, g = terms.q, terms.v, terms.g
+    if terms.transition != "delta" or terms.decay != "channel" or terms.erase is not None:
+        return False
+    if g is None or (q.dtype, g.dtype) != (torch.bfloat16, torch.float32) or consistent_scope.on:
+        return False
+    alike = terms.sequences if terms.cu_seqlens is None else 1 + (terms.sequences >= 6)
+    return q.shape[-1] == v.shape[-1] == 128 and v.shape[2] * alike >= FUSED_FWD_MIN_PROGRAMS
 
 
 def uses_fused_bwd(terms: LinearInputs) -> bool:

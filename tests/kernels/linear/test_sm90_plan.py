@@ -161,3 +161,72 @@ def test_channel_scans_are_wired(name: str) -> None:
         portable = set(kernels(torch.float32, backward))
         assert {"vector_decay_intra_fwd_kernel", "vector_decay_chunk_kernel"} <= portable
         assert not SCANS & portable
+
+
+FUSED = "kda_fused_fwd_sm90_kernel"
+# B, T, heads of q and of v, what is other than bfloat16 with gates of float32; whether the forward
+# is one kernel.
+KDA: dict[str, tuple[tuple[int, int, int, int], dict[str, Any], bool]] = {
+    "many heads": ((1, 1024, 64, 64), {}, True),
+    "a head less": ((1, 1024, 63, 63), {}, False),
+    "shared heads": ((4, 70, 4, 16), {}, True),
+    "a row less": ((3, 70, 4, 16), {}, False),
+    "packed": ((1, 1024, 32, 64), {"packed": 2}, True),
+    "packed of few heads": ((1, 1024, 16, 32), {"packed": 5}, False),
+    "packed of some heads": ((1, 1024, 16, 32), {"packed": 8}, True),
+    "float16": ((8, 70, 8, 8), {"dtype": torch.float16}, False),
+    "gates of 16 bits": ((8, 70, 8, 8), {"g": torch.bfloat16}, False),
+    "narrow": ((8, 70, 8, 8), {"K": 64}, False),
+    "consistent": ((8, 70, 8, 8), {"consistent": True}, False),
+    "erase by channel": ((8, 70, 8, 8), {"erase": True}, False),
+    "raw gates": ((8, 70, 8, 8), {"raw": True}, True),
+}
+
+
+@traces
+@pytest.mark.parametrize("case", KDA.values(), ids=KDA)
+def test_kda_forward_goes_in_one_kernel(case: tuple[tuple, dict[str, Any], bool]) -> None:
+    """With gradients too: backward makes what it needs itself."""
+    from slipstream.compiler.trace import trace
+
+    (B, T, H, HV), other, want = case
+    K, dtype = other.get("K", 128), other.get("dtype", torch.bfloat16)
+
+    def call(device: torch.device, grads: bool) -> Any:
+        make: dict[str, Any] = {"device": device, "requires_grad": grads}
+        q, k = (torch.empty(B, T, H, K, dtype=dtype, **make) for _ in range(2))
+        v = torch.empty(B, T, HV, K, dtype=dtype, **make)
+        g = torch.empty(B, T, HV, K, dtype=other.get("g", torch.float32), **make)
+        beta = torch.empty(B, T, HV, **make)
+        options: dict[str, Any] = {n: other[n] for n in ("consistent",) if n in other}
+        if N := other.get("packed"):
+            options["cu_seqlens"] = torch.empty(N + 1, dtype=torch.int32, device=device)
+            options["initial_state"] = torch.empty(N, HV, K, K, device=device)
+        if other.get("raw"):
+            options |= {"use_gate_in_kernel": True, "A_log": torch.empty(HV, device=device)}
+        if other.get("erase"):
+            return ops.chunk_gdn2(q, k, v, g, torch.empty_like(v), torch.empty_like(v))
+        return ops.chunk_kda(q, k, v, g, beta, **options)
+
+    for grads in (False,) if other.get("consistent") else (False, True):  # leaves have no views
+        names = {x.name for x in trace(partial(call, grads=grads), "sm_90", backward=grads)}
+        assert (FUSED in names) == want
+        assert grads or not (want and "dplr_chunk_fwd_sm90_kernel" in names)
+
+
+@traces
+@pytest.mark.parametrize("heads", [64, 65])
+def test_views_of_heads_go_by_chunks(heads: int) -> None:
+    """Whose kernels read them where they are."""
+    from slipstream.compiler.trace import trace
+    from slipstream.kernels.linear.sm90.dplr import backend
+
+    def call(device: torch.device) -> None:
+        def part(dtype: torch.dtype, *width: int) -> torch.Tensor:
+            return torch.empty(1, 70, heads, *width, dtype=dtype, device=device)[:, :, :64]
+
+        q, k, v = (part(torch.bfloat16, 128) for _ in range(3))
+        g, beta = part(torch.float32, 128), part(torch.float32)
+        backend.forward(LinearInputs(q, k, v, g=g, beta=beta), 1.0)
+
+    assert (FUSED in {x.name for x in trace(call, "sm_90")}) == (heads == 64)

@@ -1,6 +1,7 @@
 """The stages of per-channel decay, and of free a and b, on sm_90 in 16 bits (kernels/linear/dplr.py
 has their order): kernels in the place of Triton's.
 
+KDA's forward is one kernel where programs suffice for it (segments.py, uses_fused_fwd).
 Triton's stay for the gradients where supports_dqkg refuses a call, and between segments.
 """
 
@@ -20,6 +21,7 @@ from slipstream.kernels.linear.segments import (
     num_sequences,
     scan_args,
     sequence_args,
+    uses_fused_fwd,
 )
 from slipstream.kernels.linear.sm90.common import tma
 from slipstream.kernels.linear.sm90.delta import segment_launch
@@ -27,6 +29,7 @@ from slipstream.kernels.linear.sm90.dplr import intra_safe, intra_safe_bwd, wy
 from slipstream.kernels.linear.sm90.dplr.chunk_dstate import dplr_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.chunk_fwd import dplr_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_dqkg_sm90_kernel
+from slipstream.kernels.linear.sm90.dplr.fused_fwd import kda_fused_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.scores import dplr_scores_sm90_kernel
 from slipstream.kernels.linear.triton.dplr.backend import TritonDplr
 from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, APART, SHIFT
@@ -49,6 +52,36 @@ _GATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Sm90Dplr(TritonDplr):
+    def fused_fwd(self, terms: LinearInputs, scale: float, o: Tensor, final: Tensor) -> bool:
+        """Whether a backward follows or not. Views of some heads are for the other kernels."""
+        if not uses_fused_fwd(terms) or not terms.v.is_contiguous():
+            return False
+        (HV, V), (H, K) = terms.v.shape[2:], terms.q.shape[2:]
+        programs = HV * terms.sequences
+        run: Any = cached(kda_fused_fwd_sm90_kernel)[(programs,)]
+        args: dict[str, Any] = {
+            **{f"{name}_desc": tma.token_tiles(getattr(terms, name), 64) for name in "qkvg"},
+            "o_desc": tma.token_tiles(o, 64),
+            "o_ptr": o,
+            "beta_ptr": terms.beta,
+            "strong_ptr": o.new_empty(programs, 2, dtype=torch.int32),
+            "s_in_ptr": terms.initial_state,
+            "s_out_ptr": final,
+            "scale": scale,
+            "H": H,
+            "K": K,
+            "V": V,
+            "C": CHUNK,
+            "HAS_S_IN": terms.initial_state is not None,
+            "HAS_S_OUT": True,
+            **sequence_args(terms),
+            "num_warps": 4,
+            "enable_fp_fusion": False,  # both launches have the same bits
+        }
+        run(**args, STRONG=False)
+        run(**args, STRONG=True)  # heads with strong gates
+        return True
+
     def choose_segments(self, terms: LinearInputs) -> Segments | None:
         return dplr_sm90(terms)
 

@@ -1,0 +1,109 @@
+"""KDA's forward in one kernel on sm_90: the oracle's numbers, equal bits, at gates of any size."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.reference import linear_reference
+from tests.gpu.delta_runs import BARS
+from tests.gpu.sm90_runs import MARKS, SCALE, expect, gradients_of_results, offsets, reference
+from tests.gpu.sm90_runs import run as both
+from tests.support.causality import with_other_future
+from tests.support.sm90_kda_fused import GATES
+
+pytestmark = MARKS
+LENGTHS = (150, 64, 5, 0, 130)
+# B, T, H, HV, lengths of packed sequences
+ROWS, PACKED, MANY = (2, 150, 1, 2, None), (1, 349, 1, 2, LENGTHS), (2, 130, 35, 70, None)
+
+
+@pytest.fixture(autouse=True)
+def _of_few_heads_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.kernels.linear.sm90.dplr import backend
+
+    monkeypatch.setattr(backend, "uses_fused_fwd", lambda terms: True)
+
+
+def terms_of(size: tuple, gates: str) -> LinearInputs:
+    torch.manual_seed(0)
+    B, T, H, HV, lengths = size
+    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    q, k = (torch.randn(B, T, H, 128, **make) for _ in range(2))
+    v, beta = torch.randn(B, T, HV, 128, **make), 2 * torch.rand(B, T, HV, device="cuda")
+    g = GATES[gates](torch.rand(B, T, HV, 128, device="cuda"))
+    state = torch.randn(len(lengths or range(B)), HV, 128, 128, device="cuda")
+    terms = LinearInputs(q, F.normalize(k, dim=-1), v, g=g, beta=beta, initial_state=state)
+    return terms._replace(cu_seqlens=offsets(lengths))
+
+
+def run(terms: LinearInputs) -> dict[str, Tensor]:
+    from slipstream.kernels.linear.sm90.dplr import backend
+
+    return dict(zip(("o", "final"), backend.forward(terms, SCALE)))
+
+
+def check(terms: LinearInputs) -> None:
+    state = None if terms.initial_state is None else terms.initial_state.double()
+    wide = terms.of_tokens(Tensor.double)._replace(initial_state=state)
+    want = {n: x.cpu() for n, x in zip(("o", "final"), linear_reference(wide, SCALE))}
+    expect(lambda: run(terms), want, {}, 5e-3)
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("size", [ROWS, PACKED, MANY], ids=["rows", "packed", "many"])
+def test_fused_kda_matches_reference(size: tuple, gates: str) -> None:
+    check(terms_of(size, gates))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fused_kda_without_state_and_of_any_beta(dtype: torch.dtype) -> None:
+    terms = terms_of(PACKED, "-1")._replace(initial_state=None)
+    assert terms.beta is not None
+    for beta in (0 * terms.beta, 0 * terms.beta + 1, terms.beta):
+        check(terms._replace(beta=beta.to(dtype)))
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_fused_kda_past_keeps_its_bits(gates: str) -> None:
+    terms = terms_of(ROWS, gates)
+    for cut, strength in itertools.product((5, 21, 70, 140), (1e-3, 1.0, 90.0)):
+        want, got = (run(x)["o"] for x in (terms, with_other_future(terms, cut, strength)))
+        assert torch.equal(got[:, :cut], want[:, :cut]), (cut, strength)
+
+
+def test_fused_kda_sequences_do_not_meet() -> None:
+    terms = terms_of(PACKED, "to -50")
+    want, places = run(terms), [0, *itertools.accumulate(LENGTHS)]
+    for bad, begin in enumerate(places[:-1]):
+        other = terms.of_tokens(Tensor.clone)
+        other.of_tokens(lambda x, a=begin, b=places[bad + 1]: x[:, a:b].fill_(torch.nan))
+        got = run(other)
+        for n, (a, b) in enumerate(itertools.pairwise(places)):
+            if n != bad:
+                assert torch.equal(got["o"][:, a:b], want["o"][:, a:b]), (bad, n)
+                assert torch.equal(got["final"][n], want["final"][n])
+
+
+@pytest.mark.parametrize("gates", ["to -0.1", "-5", "to -50"])
+def test_nan_gate_reaches_later_outputs_of_its_head(gates: str) -> None:
+    terms = terms_of(ROWS, gates)
+    assert terms.g is not None
+    terms.g[0, 70, 0, 5] = torch.nan
+    o = run(terms)["o"]
+    # of its chunk earlier ones too: 0 times NaN
+    assert o[0, 70:, 0].isnan().all() and not o[0, :64, 0].isnan().any()
+    assert not o[:, :, 1].isnan().any() and not o[1].isnan().any()
+
+
+@pytest.mark.parametrize(("size", "gates"), [(ROWS, "to -50"), (PACKED, "-1")])
+def test_fused_kda_gradients_match_reference(size: tuple, gates: str) -> None:
+    from slipstream.kernels.linear.sm90.dplr import backend
+
+    terms = terms_of(size, gates)
+    ends = gradients_of_results(terms)
+    expect(lambda: both(backend, terms, *ends), reference(terms, *ends), BARS, 8e-3)
