@@ -71,7 +71,16 @@ class Buffer(threads.Buffer):
             first = self.data.ctypes.data - whole.ctypes.data
             flat = whole[first // whole.itemsize :][:size]
         assert np.shares_memory(flat, self.data)
-        return Buffer(flat.reshape(shape))
+        return Buffer(_in_order(flat, shape, layout))
+
+
+def _in_order(flat: np.ndarray, shape: list[int], order: list[int] | None) -> np.ndarray:
+    """A view of that shape. order: of the last axes, first that whose neighbours lie together."""
+    if order is None:
+        return flat.reshape(shape)
+    more = len(shape) - len(order)
+    slowest = [*range(more), *(d + more for d in reversed(order))]
+    return flat.reshape([shape[d] for d in slowest]).transpose(np.argsort(slowest))
 
 
 class OfWarps(Buffer):
@@ -79,7 +88,7 @@ class OfWarps(Buffer):
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Buffer:
         assert shape[0] == 1
-        return Buffer(self.data.reshape(-1, *shape[1:]))
+        return Buffer(_in_order(self.data, [len(self.data), *shape[1:]], layout))
 
 
 def _scan(x: Any, axis: int, add: Any, reverse: bool = False) -> Any:
@@ -112,7 +121,7 @@ def emulated() -> Any:
         split=lambda x: tuple(threads.tensor(x[..., i]) for i in range(2)),
         allocate_shared_memory=_allocate,
         NVMMASharedLayout=made,
-        SwizzledSharedLayout=threads._nothing,
+        SwizzledSharedLayout=lambda *swizzle, order=None: order,
         DistributedLinearLayout=threads._nothing,
         sigmoid=lambda x: threads.tensor(1.0 / (1.0 + np.exp(-x))),
         log=lambda x: threads.tensor(np.log(x)),

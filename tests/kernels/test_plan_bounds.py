@@ -1,7 +1,7 @@
 """Sizes at which a call is planned another way: what is chosen at the last one and at the next."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,11 +15,15 @@ from slipstream.kernels.attention.triton import decode_launch
 from slipstream.kernels.elementwise import glu_mlp
 from slipstream.kernels.linear.modes import wide_heads
 from slipstream.kernels.linear.triton.delta import plan as delta_plan
+from slipstream.kernels.linear.triton.delta import tiles as delta_tiles
+from slipstream.kernels.linear.triton.delta.tiles import KernelTile
+from slipstream.kernels.linear.triton.dplr import tiles as dplr_tiles
 from slipstream.kernels.linear.triton.scalar_decay import tiles as scalar_tiles
 from slipstream.kernels.matmul import config
 from slipstream.kernels.matmul.inputs import row_by_row
 from slipstream.kernels.norm import inputs as norm_inputs
 from slipstream.kernels.norm.triton import tiles as norm_tiles
+from slipstream.kernels.projection_step.triton import launch as projection
 from slipstream.kernels.selective_scan import dispatch as selective
 from slipstream.kernels.selective_scan.sm90 import launch as scan_launch
 
@@ -179,3 +183,22 @@ def test_all_shared_memory_may_be_used() -> None:
     most = max(x.shared for x in ARCHS.values())
     with pytest.raises(ValueError, match="it runs on "):
         expect_fits("a tile", most, min(ARCHS.values(), key=lambda x: x.shared))
+
+
+@pytest.mark.parametrize("tiles", [delta_tiles, dplr_tiles])
+def test_tiles_as_wide_as_values_are_the_tables(tiles: ModuleType) -> None:
+    """Of narrower values some have fewer warps."""
+    for (family, bytes_each, width), row in tiles.TILES.items():
+        for name, tile in vars(row).items():
+            if isinstance(tile, KernelTile):
+                found, _ = tiles.choose(family, width, tile.B, bytes_each)
+                assert getattr(found, name) == tile, (family, width, name)
+
+
+@pytest.mark.parametrize("weights", [1, 2])
+@pytest.mark.parametrize("K", [16, 64, 4096])
+def test_stages_of_many_rows_fit_shared_memory(K: int, weights: int) -> None:
+    for arch in (x for x in ARCHS.values() if x.name.startswith("sm_") and x.tma):
+        tile = projection.tile_of_many(4096, K, weights, arch.shared)
+        stage = tile.BK * 2 * (tile.BM + tile.BN * weights)
+        assert tile.stages == min(5, arch.shared // stage)

@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream import layers, nn, ops
 from slipstream.compat.flash_attn.bert_padding import unpad_input
 from slipstream.models import SlipstreamConfig
+from slipstream.models.convert.fla_others import LightNet
 from slipstream.models.prefixes import PrefixCache
 from slipstream.tools import precompile_cache
 from slipstream.training import config
@@ -66,6 +67,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
     "hidden_states": (
         lambda d: unpad_input(shape(*d), torch.ones(d[:2])), (4, 3), (4,),
     ),
+    "expand_ratio": (lambda n: LightNet().read({"hidden_size": 8, "expand_ratio": n}), 1, 0),
     "num_layers": (lambda n: layers.LightningAttention(8, 2, num_layers=n, layer_idx=1), 2, 1),
     "input_ids": (
         lambda n: PrefixCache(mock.MagicMock()).prefill(torch.zeros(1, n).long()), 1, 0,

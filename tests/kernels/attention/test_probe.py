@@ -1,10 +1,13 @@
 """The probe of attention's kernels, with plain torch in the place of the kernels."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.attention import eager, op, probe
+from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.runtime import numeric_probe
 
@@ -59,6 +62,23 @@ def test_mismatch_wrong_results(name: str, options: AttentionOptions) -> None:
 
     said = probe.mismatch(terms_of(name), options, "triton", wrong, "triton")
     assert said is not None and "output 0 is off by 2.0e-01" in said
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_probes_heads_are_one_of_keys_and_its_queries(name: str) -> None:
+    fresh = probe.like(terms_of(name))
+    assert (fresh.q.shape[2], fresh.k.shape[2], fresh.v.shape[2]) == (2, 1, 1)
+    assert all(x is None or x.shape[-1] == 2 for x in (fresh.g, fresh.sinks, fresh.slopes))
+    if "cu_q" not in CALLS[name]:
+        q, k, v = terms_of(name)[:3]
+        seen = []
+
+        def decode(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+            seen.append((q.shape[2], k.shape[2]))
+            return q, q.sum(-1)
+
+        assert probe.mismatch_of_cache(Cache(q, k, v), AttentionOptions(0.1), decode) is None
+        assert {*seen} == {(2, 1)}
 
 
 @pytest.mark.parametrize(
