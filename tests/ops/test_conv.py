@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from slipstream.kernels.conv import eager
 from slipstream.ops.conv import short_convolution, short_convolution_update
 
 
@@ -117,3 +118,16 @@ def test_short_convolution_rejects_faults_by_name() -> None:
     ]:
         with pytest.raises(error, match=word):
             call()
+
+
+def test_windows_past_the_pool_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the error comes with a later call."""
+    monkeypatch.setattr(eager.token_ids, "expect_below", lambda *_: None)
+    state, tokens = torch.randn(3, 2, 4), torch.randn(4, 2)
+    before = state.clone()
+    window, live = eager._move_on(tokens, state, torch.tensor([2, 3, -1, 0]))
+    assert live is not None and live.tolist() == [True, False, False, True]
+    for row, n in ((0, 2), (3, 0)):
+        before[n] = torch.cat([before[n, :, 1:], tokens[row, :, None]], -1)
+        torch.testing.assert_close(window[row], before[n])
+    torch.testing.assert_close(state, before)

@@ -1,5 +1,7 @@
 """The properties of the linear family's terms, kernels/linear/inputs.py:Term."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch import Tensor
 from slipstream.kernels.linear import probe
 from slipstream.kernels.linear.dispatch import LinearOptions, check
 from slipstream.kernels.linear.inputs import TERMS, TOKEN_TERMS, LinearInputs, not_taken
+from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90 import plan as sm90_plan
 from slipstream.kernels.linear.triton import plan as triton_plan
 
@@ -85,3 +88,16 @@ def test_kernels_name_the_terms_they_take() -> None:
         assert set(names) <= set(LinearInputs._fields)
     assert not_taken(everything(), triton_plan.TERMS_TAKEN) is None
     assert not_taken(everything(), sm90_plan.TRANSITION_TERMS) == "it takes no gv"
+
+
+def test_reference_of_packed_sequences_is_that_of_each() -> None:
+    q, k, v = torch.randn(3, 1, 9, 2, 4)
+    g, states, cuts = -torch.rand(1, 9, 2), torch.randn(3, 2, 4, 4), [0, 4, 4, 9]
+    packed = LinearInputs(q, k, v, g=g, initial_state=states, cu_seqlens=torch.tensor(cuts))
+    o, final = linear_reference(packed, 0.5)
+    for n, (begin, end) in enumerate(pairwise(cuts)):
+        tokens = (x[:, begin:end] for x in (q, k, v))
+        alone = LinearInputs(*tokens, g=g[:, begin:end], initial_state=states[n : n + 1])
+        torch.testing.assert_close(
+            (o[:, begin:end], final[n : n + 1]), linear_reference(alone, 0.5)
+        )
