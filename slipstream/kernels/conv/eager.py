@@ -157,7 +157,7 @@ def _spread(
 ) -> Tensor:
     """Tokens x [T, D] and past [N, W - 1, D], or zeros, to their padded rows [R, D]."""
     if x.shape[0] == 0:
-        padded = x.new_zeros(source.shape[0], x.shape[1])
+        padded = F.pad(x, (0, 0, 0, source.shape[0]))
     else:
         padded = x.index_select(0, source).index_fill(0, before.flatten(), 0)
     return padded if past is None else padded.index_copy(0, before.flatten(), past.flatten(0, 1))
