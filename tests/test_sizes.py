@@ -53,6 +53,8 @@ def test_import_share_has_a_limit(
     sizes: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, share: float
 ) -> None:
     monkeypatch.chdir(TOOLS.parent)
+    some = [x for x in sizes.tracked() if x.is_relative_to("slipstream/runtime")]
+    monkeypatch.setattr(sizes, "tracked", lambda: some)
     monkeypatch.setattr(sizes, "IMPORT_SHARE", share)
     assert sizes.main() == (share == 0.0)
     assert ("of its lines, at most 0.0%" in capsys.readouterr().out) == (share == 0.0)
