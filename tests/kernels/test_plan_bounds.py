@@ -37,7 +37,7 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def heads_at_once(rows: int) -> int:
-    """Of 4 heads of keys on one rank, of a context of so many rows."""
+    """Returns how many of 4 heads of keys one step takes, of `rows` tokens on one rank."""
     inputs = SimpleNamespace(q=meta(1, rows, 4, 8), k=meta(1, rows, 4, 8))
     share = SimpleNamespace(lengths=(rows,), segment_tokens=None, rank=0)
     first = context._groups(inputs, share)[0]
