@@ -5,9 +5,9 @@ python tools/plant_faults.py apply N       plants the fault of row N
 python tools/plant_faults.py revert        removes it
 
 A draw shuffles the sites of all kinds and takes the first of each kind, at most one a file, of
-files that no row of another seed names. A row names its site by file, function and line of text,
-which the function has once. A row whose result is "equivalent" changes nothing that a caller could
-see, as its note explains; the draw passes over.
+functions that no row of another seed names. A row names its site by file, function and line of
+text, which the function has once. A row whose result is "equivalent" changes nothing that a caller
+could see, as its note explains; the draw passes over.
 """
 
 import ast
@@ -170,8 +170,8 @@ def draw(seed: int) -> list[Fault]:
     every = list(dict.fromkeys(every))
     random.Random(seed).shuffle(every)
     used = {x[:5] for x in listed() if x.result == "equivalent"}
-    others = {x.file for x in listed() if x.seed != str(seed) and x.result != "equivalent"}
-    every = [x for x in every if x.file not in others]
+    others = {x[:2] for x in listed() if x.seed != str(seed) and x.result != "equivalent"}
+    every = [x for x in every if x[:2] not in others]
     taken: list[Fault] = []
     for kind in KINDS:
         some = (x for x in every if x.kind == kind and x[:5] not in used)

@@ -233,7 +233,14 @@ def test_doctor_compiles_ahead_what_it_examines(
     arch = lambda device: SimpleNamespace(name="sm_90")  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor_checks.compiler_state, "arch_of_device", arch)
-    monkeypatch.setattr(doctor_checks.subprocess, "run", lambda args, **_: exec(args[-1]))
+
+    def run(args: list[str], env: dict[str, str], capture_output: bool) -> None:
+        assert (
+            env["CUDA_VISIBLE_DEVICES"] == "" and capture_output
+        )  # the report is all that is shown
+        exec(args[-1])
+
+    monkeypatch.setattr(doctor_checks.subprocess, "run", run)
     monkeypatch.setattr(doctor_checks.support_matrix, "run", lambda tasks, processes: None)
     monkeypatch.setattr(doctor_checks, "find_kernels", find_kernels)
     monkeypatch.setattr(doctor_checks, "examine_one", examine_one)

@@ -1,6 +1,7 @@
 """The emulator for the linear family's Gluon kernels, beyond what attention's need."""
 
 import inspect
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,6 +105,12 @@ def _allocate(dtype: Any, shape: list[int], layout: Any, values: Any = None) -> 
     return made
 
 
+def halves(b: Any) -> tuple[Any, Any]:
+    """Two terms of b. A product may leave out that of both low ones, here 2^-40 of all."""
+    low = b * 2.0**-20
+    return b - low, low
+
+
 @contextmanager
 def emulated() -> Any:
     """Functions of gl that these kernels need beside those of attention."""
@@ -117,6 +124,7 @@ def emulated() -> Any:
         permute=lambda x, order: threads.tensor(np.transpose(x, order)),
         min=lambda x, axis=None: threads.tensor(np.fmin.reduce(x, axis)),
         associative_scan=_scan,
+        erf=lambda x: threads.tensor(np.vectorize(math.erf)(x)),
         gather=lambda x, i, axis: threads.tensor(np.take_along_axis(x, i, axis)),
         split=lambda x: tuple(threads.tensor(x[..., i]) for i in range(2)),
         allocate_shared_memory=_allocate,

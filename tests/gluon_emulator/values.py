@@ -33,6 +33,9 @@ class Tensor(np.ndarray):
             )
         return self
 
+    def permute(self, order: tuple[int, ...]) -> "Tensor":
+        return tensor(np.transpose(self, order))
+
     def __floordiv__(self, other: Any) -> Any:
         return tensor(np.trunc(np.asarray(self) / np.asarray(other)).astype(np.int64))
 

@@ -106,13 +106,14 @@ def test_flash_attn_varlen_func_reads_pages() -> None:
 
 
 @pytest.mark.parametrize("kind", ["rows", "pages", "leftpad"])
-@pytest.mark.parametrize("window", [(-1, -1), (4, 0)], ids=["all", "window"])
-def test_cache_grows_and_is_read(kind: str, window: tuple[int, int]) -> None:
+@pytest.mark.parametrize("window", [(-1, -1), (4, 0), (0, -1)], ids=["all", "window", "ahead"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_cache_grows_and_is_read(kind: str, window: tuple[int, int], causal: bool) -> None:
     q, k, v = qkv(2, 2)
     new_k, new_v = torch.randn(2, 2, 2, 8), torch.randn(2, 2, 2, 8)
     lengths = torch.tensor([7, 3], dtype=torch.int32)
     cos, sin = rotary_tables(torch.arange(20), 6)
-    given: dict[str, Any] = {"cache_seqlens": lengths, "window_size": window, "causal": True}
+    given: dict[str, Any] = {"cache_seqlens": lengths, "window_size": window, "causal": causal}
     pad = torch.tensor([2, 0])
     if kind == "rows":
         rows = torch.tensor([1, 0])
@@ -128,18 +129,21 @@ def test_cache_grows_and_is_read(kind: str, window: tuple[int, int]) -> None:
         q, k=new_k, v=new_v, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=False,
         return_softmax_lse=True, **given,
     )  # fmt: skip
+    # without a limit all queries are turned as the first one
+    step = torch.arange(2) * (causal or window != (-1, -1))
     again = flash_attn_with_kvcache(
-        rotary_embedding(q, cos, sin, positions=lengths[:, None] + torch.arange(2)),
+        rotary_embedding(q, cos, sin, positions=lengths[:, None] + step),
         **{**given, "cache_seqlens": lengths + 2},
     )
     close(again, o)  # the new keys are in the cache
     for n, length in enumerate(lengths.tolist()):
         at = length + torch.arange(2)
         begin = int(pad[n]) if kind == "leftpad" else 0
-        qn, kn = (rotary_embedding(x[n : n + 1], cos, sin, positions=at) for x in (q, new_k))
+        qn = rotary_embedding(q[n : n + 1], cos, sin, positions=length + step)
+        kn = rotary_embedding(new_k[n : n + 1], cos, sin, positions=at)
         keys = torch.cat([k[n : n + 1, begin:length], kn], 1)
         values = torch.cat([v[n : n + 1, begin:length], new_v[n : n + 1]], 1)
-        want = attention(qn, keys, values, window_size=window, return_lse=True)
+        want = attention(qn, keys, values, causal=causal, window_size=window, return_lse=True)
         close((o[n : n + 1], lse[n : n + 1]), want)
 
 

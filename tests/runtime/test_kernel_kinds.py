@@ -39,6 +39,7 @@ from slipstream.kernels.elementwise import glu_mlp as gated_mlp
 from slipstream.kernels.gated_scan import op as gated_scan
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton import plan as linear
+from slipstream.kernels.loss import distill, shard
 from slipstream.kernels.loss import launch as loss
 from slipstream.kernels.matmul import op as matmul
 from slipstream.kernels.matmul.inputs import MatmulInputs
@@ -199,6 +200,16 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
     ),
     "log_probs": (
         log_probs.kind,
+        {"dtype": torch.float32, "classes": 9},
+        {"dtype": torch.bfloat16, "classes": 10},
+    ),
+    "linear_kl_div": (
+        distill._kind,
+        {"x": t(4, 8), "weight": t(9, 8)},
+        {"x": narrow(4, 8), "weight": t(10, 8)},
+    ),
+    "cross_entropy of a shard": (
+        shard._kind,
         {"dtype": torch.float32, "classes": 9},
         {"dtype": torch.bfloat16, "classes": 10},
     ),
@@ -371,6 +382,7 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
 
 # tensors whose dtype is that of another, or any
 OTHER_DTYPES = {
+    "linear_kl_div": "weight",
     "attention": "k v",
     "linear": "k v g beta",
     "linear of gates": "k v g beta",
@@ -405,6 +417,8 @@ def test_kinds_differ_by_each_field(case: str) -> None:
     kind, first, others = CASES[case]
     keys = [kind(**first), *(kind(**{**first, name: x}) for name, x in others.items())]
     assert len({*keys}) == 1 + len(others), keys
+    # no other kernel's verdict
+    assert all(type(x[0]) is str for x in keys)
 
 
 def test_every_kind_is_here() -> None:

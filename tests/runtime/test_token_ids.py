@@ -55,3 +55,12 @@ def test_earlier_wrong_id_is_raised_while_recording() -> None:
     with taking, use_recorder(taking), pytest.raises(token_ids.WrongId, match="got 9"):
         watch.read()
     assert watch.word.value == 0 and not watch.slots.any()
+
+
+def test_a_device_is_waited_for_before_its_slots_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    watch = object.__new__(token_ids._Watch)
+    for watch.index in (-1, 0, 1):
+        watch.wait()
+    assert waits == [0, 1]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.common.checks import cast
 from slipstream.common.linear_rows import LinearRows, empty_gradients, row_chunks, scaled
+from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair, numeric_probe
 
 Linear = tuple[Tensor, Tensor, Tensor | None]
@@ -136,10 +137,13 @@ def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not dispatch.is_triton(impl):
         return kl_rows(student, teacher, *options)
     kernel = "slipstream.kernels.loss.triton.kl_div:linear_rows"
-    kind = ("linear_kl_div.triton", x.dtype, w.shape[0])
     mismatch = partial(_mismatch, x, w.shape[0], kernel)
     call = student, teacher, *options
-    return kernel_pair.guarded(impl, x.device, kernel, _plain, call, lambda: kind, mismatch)
+    return kernel_pair.guarded(impl, x.device, kernel, _plain, call, lambda: _kind(x, w), mismatch)
+
+
+def _kind(x: Tensor, weight: Tensor) -> KernelKey:
+    return ("linear_kl_div.triton", x.dtype, weight.shape[0])
 
 
 def _plain(student: Linear, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

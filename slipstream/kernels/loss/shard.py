@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.common.linear_rows import ClassifierInputs
+from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.loss.reference import LossInputs, reduced
 from slipstream.runtime import autograd, numeric_probe, token_ids
 from slipstream.runtime.kernel_pair import guarded
@@ -163,9 +164,20 @@ def eager_dlogits(t: RankRows, lse: Tensor, dloss: Tensor, out: Tensor) -> Tenso
 def _guarded(name: str, plain: Callable, impl: str, t: RankRows, *args: Any) -> Any:
     """A rank whose compilers fail goes on alone in plain torch: the collectives are the same."""
     dtype, classes, device = t.logits.dtype, t.logits.shape[1], t.logits.device
-    kind = ("cross_entropy.shard", dtype, classes)
     mismatch = partial(_mismatch, dtype, classes, device)
-    return guarded(impl, device, f"{__name__}:{name}", plain, (t, *args), lambda: kind, mismatch)
+    return guarded(
+        impl,
+        device,
+        f"{__name__}:{name}",
+        plain,
+        (t, *args),
+        lambda: _kind(dtype, classes),
+        mismatch,
+    )
+
+
+def _kind(dtype: torch.dtype, classes: int) -> KernelKey:
+    return ("cross_entropy.shard", dtype, classes)
 
 
 def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | None:

@@ -12,6 +12,7 @@ from slipstream.kernels.attention import dispatch as call
 from slipstream.kernels.attention import run
 from slipstream.kernels.attention.inputs import Asked, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.sm90 import plan
+from slipstream.kernels.attention.triton import plan as triton_plan
 from slipstream.kernels.attention.triton.plan import kind
 from slipstream.runtime import backends, guarded_launch
 from slipstream.runtime.dispatch import ValidationCache
@@ -177,3 +178,21 @@ def test_pairs_of_a_forward_fit() -> None:
     assert [found(8192, 8, n, True) for n in (8, 2)] == [2, 8]
     # one at least, and two where they differ in work
     assert [found(1 << 16, 8, 8, x) for x in (False, True)] == [1, 2]
+
+
+@pytest.mark.parametrize("widths", [(256, 256), (64, 256), (256, 64)])
+def test_triton_takes_heads_up_to_its_limit(widths: tuple[int, int]) -> None:
+    q, v = (torch.zeros(1, 4, 2, x) for x in widths)
+    assert triton_plan.MAX_HEAD_DIM == 256 and triton_plan._too_wide(q, v) is None
+    assert "at most 256" in (triton_plan._too_wide(q, torch.zeros(1, 4, 2, 257)) or "")
+
+
+def test_tma_reads_heads_where_they_lie() -> None:
+    """Whole tensors, parts of a projection, and heads one after another: no copy."""
+    from slipstream.kernels.attention.sm90.launch import _is_tma_readable
+
+    x = torch.empty(2, 8, 6, 64, dtype=torch.bfloat16)
+    for part in (x, x[:, :, :2], x[:, :, 2:], x[:1, :1], x.transpose(1, 2)):
+        assert _is_tma_readable(part), part.stride()
+    for part in (x[..., 1:], x[..., ::2], x[:, :, ::5].transpose(2, 3), x[:, :1, ::2]):
+        assert not _is_tma_readable(part), part.stride()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gluon_emulator import linear, threads
+from slipstream.kernels.matmul.inputs import ACTIVATIONS, activated
+from tests.gluon_emulator import linear, threads, values
 
 MODULE = "slipstream.kernels.matmul.sm90.matmul"
 BK, COLUMNS = 16, 64
@@ -25,22 +26,26 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def run(a: Tensor, weight: Tensor, BN: int, activation: str = "", **more: Tensor) -> Tensor:
-    """more: bias and residual."""
+def run(
+    a: Tensor, weight: Tensor, BN: int, activation: str = "", turned: str = "", **more: Tensor
+) -> Tensor:
+    """more: bias, residual and scales, of out. turned: whether memory has a or b by columns, and
+    whether out is that of the transposes."""
     (M, K), N = a.shape, weight.shape[0]
-    out = torch.full((M, N), float("nan"), dtype=torch.float64)
-    descriptors = [
-        linear.Descriptor(x, x.shape[1], *block)
-        for x, block in ((a, (64, BK)), (weight, (BN, BK)), (out, (64, COLUMNS)))
-    ]
-    added = [linear.Pointer(more[x]) if x in more else None for x in ("bias", "residual")]
-    stride = N if "residual" in more else 0
+    out = torch.full((N, M) if "o" in turned else (M, N), float("nan"), dtype=torch.float64)
+    descriptors = []
+    for name, x, block in (("a", a, (64, BK)), ("b", weight, (BN, BK)), ("o", out, (64, COLUMNS))):
+        if name in turned:
+            x, block = x if name == "o" else x.t().contiguous(), block[::-1]
+        descriptors.append(linear.Descriptor(x, x.shape[1], *block))
+    names = "bias", "residual", "scale_a", "scale_b"
+    added = [linear.Pointer(more[x]) if x in more else None for x in names]
     threads.launch(
         kernel(),
         2,
-        (*descriptors, *added, None, None, M, N, K, stride, 0, 0),
-        BN=BN, BK=BK, GROUP=2, STAGES=3, A_T=False, B_T=True, OUT_T=False, ACTIVATION=activation,
-        LEVELS=(BN // COLUMNS).bit_length() - 1,
+        (*descriptors, *added, M, N, K, out.shape[1], 1, 1),
+        BN=BN, BK=BK, GROUP=2, STAGES=3, A_T="a" in turned, B_T="b" not in turned,
+        OUT_T="o" in turned, ACTIVATION=activation, LEVELS=(BN // COLUMNS).bit_length() - 1,
     )  # fmt: skip
     return out
 
@@ -51,8 +56,23 @@ def test_products_are_right(M: int, N: int, K: int, BN: int) -> None:
     torch.testing.assert_close(run(a, weight, BN), a @ weight.t())
 
 
-def test_epilogue_is_right() -> None:
-    a, weight, bias, residual = drawn(200, 40), drawn(288, 40), drawn(288), drawn(200, 288)
-    got = run(a, weight, 256, "silu", bias=bias, residual=residual)
-    want = torch.nn.functional.silu(a @ weight.t() + bias) + residual
-    torch.testing.assert_close(got, want)
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("turned", ["a", "b", "ab"])
+def test_factors_lie_either_way(turned: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 32 bits a goes through registers."""
+    monkeypatch.setattr(type(values.DTYPE), "primitive_bitwidth", bits)
+    a, weight = drawn(200, 40), drawn(144, 40)
+    torch.testing.assert_close(run(a, weight, 128, turned=turned), a @ weight.t())
+
+
+@pytest.mark.parametrize("turned", ["", "o"])
+@pytest.mark.parametrize("activation", ["", *ACTIVATIONS])
+def test_epilogue_is_right(activation: str, turned: str) -> None:
+    a, weight = drawn(200, 40), drawn(144, 40)
+    product = a @ weight.t()
+    product = product.t() if turned else product
+    R, C = product.shape
+    more = {"scale_a": drawn(R), "scale_b": drawn(C), "bias": drawn(C), "residual": drawn(R, C)}
+    z = product * more["scale_a"][:, None] * more["scale_b"] + more["bias"]
+    want = activated(z, activation) + more["residual"]
+    torch.testing.assert_close(run(a, weight, 128, activation, turned, **more), want)
