@@ -34,7 +34,7 @@ class Sequences(NamedTuple):
 
     def unpack(self, x: Tensor, batch: int, tokens: int, fill: int = 0) -> Tensor:
         """[1, total, ...] -> [B, T, ...], `fill` at the padding"""
-        flat = x[0]
+        flat = x.flatten(0, 1)  # of x[0] the gradient would be a copy among zeros
         if self.index is not None:
             whole = x.new_full((batch * tokens, *x.shape[2:]), fill)
             # of a model on several devices, the last layer's may be another
