@@ -15,6 +15,7 @@ operation gives a number to the host, or there are more operations of torch than
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -43,6 +44,9 @@ MAX_SIZES = 256
 _PLAIN = (Tensor, Parameter)
 # What a record returns for sizes that its guards refuse.
 MISS = object()
+# Two sizes that are equal; what is one of its operands.
+_EQUAL = re.compile(r"([stxn]\d+(?:_\d+)?) == ([stxn]\d+(?:_\d+)?|\d+)")
+_ITSELF = re.compile(r"(\w+) (?:[+-] 0|// 1|\* 1)")
 
 
 def is_enabled(x: Tensor) -> bool:
@@ -103,7 +107,7 @@ class RecordedCall:
         self.operations = taken.operations
         self.source = _Writer(taken, result).text()
         scope: dict[str, Any] = {**taken.constants, "MISS": MISS, "KNOWN": {}}
-        scope["remember"] = _remember
+        scope["remember"], scope["MAX_SIZES"] = remember, MAX_SIZES
         for name in {x for line in taken.lines for x in line.reads if x[0] == "q"}:
             scope[name] = taken.constants[f"c{name[1:]}"].data_ptr()
         scope["W"] = torch.empty(0, dtype=torch.uint8, device=taken.device).new_empty_strided
@@ -134,7 +138,7 @@ class _Writer:
 
     def __init__(self, taken: CallRecorder, result: str) -> None:
         self._result, self._args = result, taken.given
-        self._lines = _needed(taken.lines, result)
+        self._lines = _needed(_simplified(taken.lines), result)
         used = {x for line in self._lines for x in line.reads} | {*recording.names_in(result)}
         self._used = used
         self._ranks = taken.ranks
@@ -177,7 +181,7 @@ class _Writer:
             given += [
                 f"k = {', '.join(what for what, _ in raw)},",
                 "s = KNOWN.get(k)",
-                "if s is None: s = remember(KNOWN, k, sizes(*k))",
+                "if s is None: s = remember(KNOWN, k, sizes(*k), MAX_SIZES)",
                 "if s is MISS: return MISS",
                 *([f"{', '.join(wanted)}, = s"] if wanted else []),
             ]
@@ -264,11 +268,51 @@ def _written(
     return found
 
 
-def _remember(known: dict, key: tuple, sizes: Any) -> Any:
-    if len(known) >= MAX_SIZES:
+def remember(known: dict, key: tuple, found: Any, most: int) -> Any:
+    """Returns found, after it is in `known`, which starts empty again past so many entries."""
+    if len(known) >= most:
         known.clear()
-    known[key] = sizes
-    return sizes
+    known[key] = found
+    return found
+
+
+def _simplified(lines: Sequence[recording.Line]) -> list[recording.Line]:
+    """Lines of fewer sizes: one that a guard holds equal to another or to a number is that one from
+    there on, what follows from numbers is a number, and nothing is computed twice."""
+    same: dict[str, str] = {}
+    made: dict[str, str] = {}
+    found: list[recording.Line] = []
+
+    def equate(name: str, other: str) -> None:
+        other = same.get(other, other)
+        same.update({x: other for x, y in same.items() if y == name} | {name: other})
+
+    def is_of_arguments(line: recording.Line) -> bool:
+        """Whether a guard compares arguments' own sizes, which hold for all lines."""
+        equal = _EQUAL.fullmatch(line.text) if line.kind == "guard" and not line.late else None
+        return equal is not None and "s" not in line.text
+
+    for line in sorted(lines, key=is_of_arguments, reverse=True):
+        text, size = (recording.renamed(x, same) for x in (line.text, line.size))
+        is_number = not recording.names_in(text)
+        if line.kind == "let":
+            itself = _ITSELF.fullmatch(text)
+            other = itself[1] if itself else made.setdefault(text, line.left)
+            equate(line.left, repr(eval(text)) if is_number else other)
+            if same[line.left] != line.left:
+                continue
+        elif line.kind == "guard":
+            if is_number and eval(text.replace(" is not ", " != ")):
+                continue
+            equal = None if line.late else _EQUAL.fullmatch(text)
+            if equal is not None:
+                # an argument's size in the place of one that is computed
+                names = sorted(equal.groups(), key=lambda x: (not x.isdigit(), x[0] == "s"))
+                equate(names[1], names[0])
+                if names[0] == names[1]:
+                    continue
+        found.append(line._replace(text=text, size=size))
+    return found
 
 
 def _needed(lines: Sequence[recording.Line], result: str) -> list[recording.Line]:

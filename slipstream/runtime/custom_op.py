@@ -180,10 +180,8 @@ class DirectCall:
             return record.play(args, addresses)
 
     def _known_of(self, key: tuple) -> call_replay.Records:
-        if len(self._known) >= call_replay.MAX_KEYS:
-            self._known.clear()
-        known = self._known[key] = call_replay.Records(closed=not self._replay)
-        return known
+        made = call_replay.Records(closed=not self._replay)
+        return call_replay.remember(self._known, key, made, call_replay.MAX_KEYS)
 
     def _expect(self, known: call_replay.Records, args: tuple) -> None:
         """The first call of a key, or of sizes at which it decides otherwise: compiles its kernels

@@ -213,19 +213,53 @@ def is_triton(impl: str) -> bool:
 
 
 def signature(tensors: Iterable[Tensor | None], *rest: Hashable) -> tuple | None:
-    """Shape, dtype and device of each, the rest and their types, as 64 is not 64.0; None where
-    shapes may be symbols."""
+    """The shape of each, and their kind: rank, dtype and device, the rest and their types, as 64 is
+    not 64.0; None where shapes may be symbols."""
     if is_compiling():
         return None
-    parts: list[Any] = [*rest, *map(type, rest)]
+    shapes: list[Size] = []
+    kind: list[Any] = [*rest, *map(type, rest)]
     for x in tensors:
         if x is None:
-            parts.append(None)
+            kind.append(None)
         elif type(x) is Tensor or type(x) is Parameter:
-            parts += (x.shape, x.dtype, x.device)
+            shapes.append(x.shape)
+            kind += (x.dim(), x.dtype, x.device)
         else:
             return None
-    return tuple(parts)
+    return tuple(shapes), tuple(kind)
+
+
+class _Results:
+    """Results of calls of a kind by their shapes, and what makes them for other shapes: None for
+    each attempt that is no record, by how many tensors there are, fewer where one is given twice.
+    """
+
+    def __init__(self) -> None:
+        self.by_shapes: dict[tuple, Any] = {}
+        self._records: dict[int, list[call_replay.RecordedCall | None]] = {}
+
+    def make(self, shapes: tuple, make: Callable[[], Any], tensors: Sequence[Tensor | None]) -> Any:
+        """make() for new shapes."""
+        before = _fallbacks
+        # to torch.jit.trace sizes are tensors
+        first = next((x for x in tensors if x is not None), None)
+        decides = first is not None and call_replay.is_enabled(first) and not is_tracing()
+        found = self._decided(make, (*tensors,)) if decides else make()
+        if before == _fallbacks:
+            call_replay.remember(self.by_shapes, shapes, found, _MAX_ENTRIES)
+        return found
+
+    def _decided(self, make: Callable[[], Any], tensors: tuple) -> Any:
+        records = self._records.setdefault(len({*map(id, tensors)}), [])
+        for record in records:
+            if record and (found := record.play(tensors, ())) is not call_replay.MISS:
+                return found
+        if len(records) >= call_replay.MAX_RECORDS:
+            return make()
+        found, record = call_replay.record_decision(make, tensors)
+        records.append(record)
+        return found
 
 
 class ValidationCache:
@@ -233,12 +267,9 @@ class ValidationCache:
     (call_replay.record_decision)."""
 
     def __init__(self) -> None:
-        self._by_key: dict[tuple, Any] = {}
-        # None for each attempt that is no record
-        self._by_kind: dict[tuple, list[call_replay.RecordedCall | None]] = {}
+        self._by_kind: dict[tuple, _Results] = {}
 
     def clear(self) -> None:
-        self._by_key.clear()
         self._by_kind.clear()
 
     def get(
@@ -248,31 +279,9 @@ class ValidationCache:
         calls on a GPU run in plain torch. tensors: those of the key, all that make looks at."""
         if key is None or launch_cache.of_thread.recorder is not None:
             return make()
-        found = self._by_key.get(key)
-        if found is None:
-            if len(self._by_key) >= _MAX_ENTRIES:
-                self._by_key.clear()
-            before = _fallbacks
-            # to torch.jit.trace sizes are tensors
-            first = next((x for x in tensors if x is not None), None)
-            decides = first is not None and call_replay.is_enabled(first) and not is_tracing()
-            found = self._decided(key, make, tensors) if decides else make()
-            if before == _fallbacks:
-                self._by_key[key] = found
-        return found
-
-    def _decided(
-        self, key: tuple, make: Callable[[], Any], tensors: Sequence[Tensor | None]
-    ) -> Any:
-        alike = len({*map(id, tensors)})  # fewer where one is given twice
-        kind = (alike, *[len(x) if type(x) is Size else x for x in key])
-        records = self._by_kind.setdefault(kind, [])
-        given = (*tensors,)
-        for record in records:
-            if record and (found := record.play(given, ())) is not call_replay.MISS:
-                return found
-        if len(records) >= call_replay.MAX_RECORDS or len(self._by_kind) > call_replay.MAX_KEYS:
-            return make()
-        found, record = call_replay.record_decision(make, given)
-        records.append(record)
-        return found
+        shapes, kind = key[0], key[1:]
+        results = self._by_kind.get(kind)
+        if results is None:
+            results = call_replay.remember(self._by_kind, kind, _Results(), call_replay.MAX_KEYS)
+        found = results.by_shapes.get(shapes)
+        return results.make(shapes, make, tensors) if found is None else found

@@ -3,7 +3,7 @@ C, and the descriptors for TMA that it takes."""
 
 from collections.abc import Callable, Sequence
 from inspect import getclosurevars
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any, NamedTuple
 
 # Descriptors that are kept of tiles of one kind.
@@ -15,8 +15,11 @@ _SCRATCH, _METADATA, _KERNEL = 7, 9, 13
 _DESCRIBED = "padding", "round_f32_to_tf32"
 
 
-class _Tile(SimpleNamespace):
+class _Tile:
     """What a descriptor describes, and the tensor that it lies in."""
+
+    def __init__(self, pointer: int, shape: tuple, strides: tuple) -> None:
+        self.pointer, self.shape, self.strides = pointer, [*shape], [*strides]
 
     @property
     def base(self) -> "_Tile":
@@ -37,7 +40,8 @@ class TensorMapCache:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         self.known: dict[tuple, Any] = {}
-        self._like = {name: getattr(like, name) for name in _DESCRIBED if hasattr(like, name)}
+        kinds = {name: getattr(like, name) for name in _DESCRIBED if hasattr(like, name)}
+        self._tile = type("_Tile", (_Tile,), kinds)
         # from 3.8 on it takes a third argument, which it does not read
         unread = make_tensordesc_arg.__code__.co_argcount - 2
         self._make, self._rest = make_tensordesc_arg, (meta, *[()] * unread)
@@ -46,8 +50,8 @@ class TensorMapCache:
         """Makes one that is not known."""
         if len(self.known) >= MAX_MAPS:
             self.known.clear()
-        like = _Tile(pointer=pointer, shape=[*shape], strides=[*strides], **self._like)
-        made = self.known[pointer, shape, strides] = self._make(like, *self._rest)[0]
+        tile = self._tile(pointer, shape, strides)
+        made = self.known[pointer, shape, strides] = self._make(tile, *self._rest)[0]
         return made
 
 

@@ -4,7 +4,7 @@ runtime/call_replay.py writes the function."""
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -67,6 +67,17 @@ def pointer_of(name: str) -> str:
 
 def names_in(text: str) -> list[str]:
     return _NAME.findall(text)
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """The text with other names, or numbers, for some."""
+
+    def other(name: re.Match[str]) -> str:
+        found = names.get(name[0], name[0])
+        apart = found[0] == "-" or (found.isdigit() and text.startswith(".", name.end()))
+        return f"({found})" if apart else found  # as in (8).bit_length() and 3 * (-8)
+
+    return _NAME.sub(other, text)
 
 
 @contextmanager

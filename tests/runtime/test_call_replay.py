@@ -1,6 +1,7 @@
 """A call that is played from its record does what the call would have done."""
 
 import math
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -334,6 +335,36 @@ def test_policy_is_one_line_of_a_record() -> None:
         right = 2 * x if found is None else 2 * x * found.count + found.each
         torch.testing.assert_close(toy.run(x), right)
     assert toy.calls <= 4
+
+
+def test_sizes_that_guards_equate_are_one() -> None:
+    """A record computes nothing of numbers alone, nor twice, and still refuses other sizes."""
+
+    @by_sizes
+    def padded(n: int) -> int:
+        return n + 3
+
+    def body(x: Tensor, z: Tensor) -> Tensor:
+        n, d = z.shape[0], x.shape[1]
+        if n != x.shape[0] or d != 8 or padded(d) != 11:
+            return x
+        y = x.new_empty(n * (d.bit_length() - 4 - padded(x.shape[1]) + 12), -(-d // 8) * d)
+        launch(x.contiguous(), y)
+        return y.view(n * d)
+
+    x, z = torch.randn(5, 8), torch.randn(5)
+    taken = call_replay.record(body, (x, z))[1]
+    assert taken is not None
+    sizes = taken.source.partition("def play")[0]
+    computed = re.findall(r" [su]\d+ = (.*)", sizes)
+    assert computed and all(re.search("[a-z]", x) for x in computed), sizes
+    assert len({*computed}) == len(computed) and sum("f" in x for x in computed) == 1
+    assert min(map(sizes.count, ("x0_0", "x1_0"))) == 2, sizes  # where it is read and compared
+    for n in range(1, 9):
+        x, z = torch.randn(n, 8), torch.randn(n)
+        torch.testing.assert_close(taken.play((x, z)), 2 * x.flatten())
+        for wrong in ((x, torch.randn(n + 1)), (torch.randn(n, 7), z)):
+            assert taken.play(wrong) is call_replay.MISS
 
 
 def test_late_refusal_leaves_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

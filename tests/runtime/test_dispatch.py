@@ -124,7 +124,6 @@ def test_every_operator_reports_its_fallbacks(
     modules = [vars(x) for name, x in sys.modules.items() if name.startswith("slipstream.")]
     for plans in (x["_PLANS"] for x in modules if "_PLANS" in x):
         # of tensors that said that they are on a CPU, and this test's are not for others
-        monkeypatch.setattr(plans, "_by_key", {})
         monkeypatch.setattr(plans, "_by_kind", {})
     sample = {x.op: x for x in SAMPLES}
     shape = Shape(T=4, K=16, V=16, dtype=torch.float64)

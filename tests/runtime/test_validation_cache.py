@@ -138,13 +138,21 @@ def _plans(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[dict, Callable[[
     monkeypatch.setattr(dispatch, "_MAX_ENTRIES", most)
     monkeypatch.setattr(call_replay, "is_enabled", lambda x: False)
     cache = ValidationCache()
-    return cache._by_key, lambda i: cache.get((i,), lambda: i + 1, (torch.ones(1),))
+    cache.get((-1,), lambda: 0)
+    known = cache._by_kind[()].by_shapes
+    known.clear()
+    return known, lambda i: cache.get((i,), lambda: i + 1, (torch.ones(1),))
+
+
+def _kinds(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[dict, Callable[[int], Any]]:
+    monkeypatch.setattr(call_replay, "MAX_KEYS", most)
+    cache = ValidationCache()
+    return cache._by_kind, lambda i: cache.get(((), i), lambda: i + 1)
 
 
 def _sizes(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[dict, Callable[[int], Any]]:
-    monkeypatch.setattr(call_replay, "MAX_SIZES", most)
     known: dict = {}
-    return known, lambda i: call_replay._remember(known, (i,), i + 1)
+    return known, lambda i: call_replay.remember(known, (i,), i + 1, most)
 
 
 def _records(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[dict, Callable[[int], Any]]:
@@ -156,12 +164,12 @@ def _records(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[dict, Callable
 def _maps(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[dict, Callable[[int], Any]]:
     monkeypatch.setattr(launch_replay, "MAX_MAPS", most)
     maps: Any = launch_replay.TensorMapCache.__new__(launch_replay.TensorMapCache)
-    maps.known, maps._like, maps._rest = {}, {}, ()
-    maps._make = lambda like: [like.base.data_ptr() + 1]
+    maps.known, maps._tile, maps._rest = {}, launch_replay._Tile, ()
+    maps._make = lambda tile: [tile.base.data_ptr() + 1]
     return maps.known, lambda i: maps(i, (1,), (1,))
 
 
-@pytest.mark.parametrize("of", [_plans, _sizes, _records, _maps])
+@pytest.mark.parametrize("of", [_plans, _kinds, _sizes, _records, _maps])
 def test_entries_are_as_many_as_their_bound(of: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """A memory is full at its bound: all of it goes, and the next entry comes."""
     known, remember = of(monkeypatch, 4)

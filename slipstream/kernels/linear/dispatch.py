@@ -6,7 +6,6 @@ an option does to inputs and results is in modes/, a file each.
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -117,7 +116,10 @@ def run(
     key = signature(terms, options.chunk_size, options.impl, recurrent, asked)
     if key is not None and terms.q is not None:
         key = (*key, checks.autocast_dtype(terms.q))
-    make = partial(make_plan, terms, names or NO_NAMES, options, recurrent, Asked(*asked))
+
+    def make() -> Plan:
+        return make_plan(terms, names or NO_NAMES, options, recurrent, Asked(*asked))
+
     plan = _PLANS.get(key, make, terms)
     if terms.cu_seqlens is not None and terms.cu_seqlens.is_cuda:  # plain torch looks on the CPU
         token_ids.expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])

@@ -85,7 +85,7 @@ def test_modes_nest_by_their_order() -> None:
 
     options: dict[str, Any] = {"state_v_first": True, "reverse": True}
     options["output_final_state"] = True
-    dispatch._PLANS._by_key.clear()
+    dispatch._PLANS.clear()
     with ExitStack() as stack:
         for mode in (VFirst, Autocast, Reverse, WideHeads):
             for way in ("into", "out"):
@@ -94,7 +94,7 @@ def test_modes_nest_by_their_order() -> None:
         stack.enter_context(mock.patch.object(dispatch, "PLAIN", ()))
         stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
         ops.chunk_kda(**given, **options)
-    dispatch._PLANS._by_key.clear()
+    dispatch._PLANS.clear()
     wanted = [x.__name__ for x in MODES if x in (VFirst, Autocast, Reverse, WideHeads)]
     assert seen == [*((x, "into") for x in wanted), *((x, "out") for x in wanted[::-1])]
 
