@@ -35,9 +35,11 @@ class Race(AssertionError):
 
 
 class Program:
-    """agents: by number what each is called."""
+    """agents: by number what each is called. copies: of each barrier of copies that nothing has
+    waited for the last one's phase."""
 
     def __init__(self) -> None:
+        self.copies: dict[object, int] = {}
         self.lock = threading.RLock()
         self.agents: list[str] = []
         self.tiles: dict[int, Tile] = {}

@@ -94,6 +94,9 @@ class Barrier:
             assert not self.ended, "a barrier is used that was invalidated"
             _LOCAL.partitions.wait(lambda: self.phase & 1 != int(parity))
             _LOCAL.part.met(self.order)
+            copies = _LOCAL.part.program.copies
+            if copies.get(self, self.phase) < self.phase:
+                del copies[self]
 
 
 class Product:
@@ -136,6 +139,7 @@ def _copy_in(desc: Descriptor, at: list, barrier: Barrier, buffer: Buffer) -> No
     assert buffer.shape == desc.block
     _LOCAL.part.copies_in(barrier.order, buffer.data)
     buffer.data[...] = 0.0
+    _LOCAL.part.program.copies[barrier] = barrier.phase
     part = desc.part(at)
     buffer.data[tuple(slice(0, n) for n in part.shape)] = part
     barrier.arrive(0, -desc.block_type.nbytes)
@@ -486,3 +490,4 @@ def _run(i: int, programs: int, kernel: Any, args: tuple, constants: dict) -> No
     with np.errstate(all="ignore"):  # as of parts
         kernel(*(tensor(x) if isinstance(x, int | float) else x for x in args), **constants)
     assert not _LOCAL.stores, "a program ends before its stores have read"
+    assert not _LOCAL.part.program.copies, "a program ends before its copies have come"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slipstream.tools.catalog import Sample, flat
+from slipstream.tools.samples import Making
 from tests.support.operators import TESTED, Size
 
 
@@ -45,3 +46,14 @@ def test_option_changes_results(row: Sample, option: str) -> None:
 
 def test_options_of_all_kinds_are_left_out() -> None:
     assert len(CASES) > 30
+
+
+def test_gates_are_as_strong_as_their_name_says() -> None:
+    drawn = {}
+    for kind in ("zero", "weak", "mixed", "strong"):
+        making = Making(Size(gate=kind), {}, {}, torch.device("cpu"))
+        drawn[kind] = -making.gate([4000])
+    upper = [float(x.quantile(0.75)) for x in drawn.values()]
+    assert [float(x.max()) <= y for x, y in zip(drawn.values(), (0, 0.1, 50, 50))] == [True] * 4
+    assert upper[:1] == [0] and 0.05 < upper[1] < 0.1 and 0.05 < upper[2] < 0.1 and upper[3] > 30
+    assert drawn["mixed"].max() > 30

@@ -48,6 +48,7 @@ CHANNEL_GATES = {
     "huge": lambda x: torch.where(x < 0.1, -1e4, -0.1 * x),
     "reset": lambda x: torch.where(x < 0.1, -torch.inf, -0.1 * x),
     "per token": lambda x: (-x[..., :1]).expand(x.shape),
+    "blocks": lambda x: -0.7 - 0.04 * x,  # safe in blocks of eight tokens
     "middling": lambda x: -6 * x,
     "even": lambda x: -7.2 - 0.2 * x,
     "bfloat16": lambda x: (-x).bfloat16(),

@@ -33,7 +33,7 @@ CASES = {
         *(("g", size, "mixed", "float32", True) for size in ("one token", "short", "odd", "wide")),
         *((form, "odd", "mixed", "float32", True) for form in ("u", "gv")),
         ("u", "packed", "mixed", "float32", True),
-        *(("g", "long", gate, "float32", False) for gate in ("reset", "bfloat16")),
+        *(("g", "long", gate, "float32", False) for gate in ("reset", "bfloat16", "blocks")),
         ("gv", "grouped", "weak", "float16", True),
         ("u, no g", "short", "zero", "float32", True),
         ("u, g a token", "grouped", "weak", "float32", True),
