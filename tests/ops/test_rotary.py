@@ -5,6 +5,7 @@ import torch
 
 from slipstream.nn import decoding
 from slipstream.ops.rotary import packed_positions, rotary_embedding, rotary_tables
+from slipstream.runtime.backends import HAVE_TRITON
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -114,3 +115,17 @@ def test_tables_of_a_step_are_each_calls_own() -> None:
     for (positions, dim, base, dtype), got in zip(calls, made, strict=True):
         want = rotary_tables(positions, dim, base=base, dtype=dtype)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("wider", [(0, 0, 0, 0), (0, 0, 0, 2), (0, 0, 1, 0), (0, 1, 0, 0)])
+def test_copies_go_to_any_strides(wider: tuple[int, ...]) -> None:
+    from slipstream.kernels.elementwise.triton.rotary import _copy
+
+    y = torch.randn(2, 3, 4, 8).bfloat16()
+    x = torch.zeros([n + more for n, more in zip(y.shape, wider)]).bfloat16()
+    x = x[:, : y.shape[1], : y.shape[2], : y.shape[3]]
+    _copy(x, y)
+    assert torch.equal(x, y)
+    _copy(x.mT, 2 * y.mT)  # columns of it
+    assert torch.equal(x, 2 * y)
