@@ -1,6 +1,7 @@
 """The emulator for the linear family's Gluon kernels, beyond what attention's need."""
 
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from tests.gluon_emulator import threads
+from tests.support.products import product
 
 ORDERS = re.compile(r"\s+(mbarrier\.wait\(.*\)|fence_async_shared\(\)|store_wait\(\d\))$")
 INPUTS_HAVE_NAN = False  # else what is not finite has been read where nothing was written
@@ -29,7 +31,7 @@ class Pointer(threads.Pointer):
     dtype = SimpleNamespace(element_ty="16-bit")
 
     def __init__(self, x: Tensor) -> None:
-        behind = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+        behind = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
         count = x.numel() if x.is_contiguous() else behind
         super().__init__(x.as_strided((count,), (1,)).numpy())
 
@@ -68,6 +70,7 @@ class Buffer(threads.Buffer):
         size = int(np.prod(shape))
         flat = self.data.reshape(-1)[:size]
         if flat.size < size:
+            assert self.data.base is not None
             whole = self.data.base.reshape(-1)
             first = self.data.ctypes.data - whole.ctypes.data
             flat = whole[first // whole.itemsize :][:size]
@@ -92,10 +95,24 @@ class OfWarps(Buffer):
         return Buffer(_in_order(self.data, [len(self.data), *shape[1:]], layout))
 
 
-def _scan(x: Any, axis: int, add: Any, reverse: bool = False) -> Any:
-    turned = np.flip(x, axis) if reverse else x
-    found = np.cumsum(turned, axis)
-    return threads.tensor(np.flip(found, axis) if reverse else found)
+def _scan(x: Any, axis: int, combine: Any, reverse: bool = False) -> Any:
+    """Sums of one tensor; of several what `combine` makes of the parts before and the next."""
+    rows = [np.moveaxis(np.asarray(y), axis, 0) for y in (x if isinstance(x, tuple) else (x,))]
+    rows = [y[::-1] if reverse else y for y in rows]
+    found = [np.cumsum(rows[0], 0)]
+    if isinstance(x, tuple):
+        steps = itertools.accumulate(zip(*rows), lambda a, b: combine(*a, *b))
+        found = [np.stack(y) for y in zip(*steps)]
+    found = [threads.tensor(np.moveaxis(y[::-1] if reverse else y, 0, axis)) for y in found]
+    return tuple(found) if isinstance(x, tuple) else found[0]
+
+
+def _dot(a: Any, b: Any, acc: Any = 0.0, **options: Any) -> Any:
+    return threads.tensor(product(np.asarray(a), np.asarray(b)) + np.asarray(acc))
+
+
+def _scan_sum(x: Any, axis: int, reverse: bool = False) -> Any:
+    return _scan(x, axis, None, reverse)
 
 
 def _allocate(dtype: Any, shape: list[int], layout: Any, values: Any = None) -> Buffer:
@@ -131,6 +148,15 @@ def emulated() -> Any:
         NVMMASharedLayout=made,
         SwizzledSharedLayout=lambda *swizzle, order=None: order,
         DistributedLinearLayout=threads._nothing,
+        sqrt=np.sqrt,
+        cast=lambda x, dtype: threads.tensor(x),
+        cumsum=_scan_sum,
+        dot=_dot,
+        range=lambda *ends, **options: map(threads.tensor, range(*map(int, ends))),
+        trans=lambda x: threads.tensor(np.asarray(x).T),
+        broadcast_to=lambda x, shape: threads.tensor(np.broadcast_to(x, shape)),
+        float64="float64",
+        uint32="uint32",
         sigmoid=lambda x: threads.tensor(1.0 / (1.0 + np.exp(-x))),
         log=lambda x: threads.tensor(np.log(x)),
         clamp=lambda x, least, most, propagate_nan: threads.tensor(np.clip(x, least, most)),

@@ -25,13 +25,16 @@ class Tensor(np.ndarray):
         return self * other
 
     def to(self, dtype: Any, bitcast: bool = False) -> "Tensor":
+        if dtype == "uint32":
+            return tensor(np.mod(np.asarray(self), 2**32))
         if bitcast:  # all numbers have 64 bits here
             return (
                 tensor(np.asarray(self, np.float64).view(np.int64))
                 if dtype == "int32"
                 else (tensor(np.asarray(self).view(np.float64)))
             )
-        return self
+        is_float = np.asarray(self).dtype.kind == "f"
+        return tensor(np.asarray(self).astype(int)) if is_float and "int" in str(dtype) else self
 
     def permute(self, order: tuple[int, ...]) -> "Tensor":
         return tensor(np.transpose(self, order))
@@ -57,6 +60,9 @@ class Pointer:
 
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.data, self.at + np.asarray(offset))
+
+    def __getitem__(self, places: Any) -> "Pointer":
+        return Pointer(self.data, np.asarray(self.at)[places])
 
 
 class _Dtype(str):

@@ -13,11 +13,16 @@ from slipstream.kernels.linear.reference import linear_reference
 from tests.gpu.delta_runs import BARS
 from tests.gpu.sm90_runs import MARKS, SCALE, expect, gradients_of_results, offsets, reference
 from tests.gpu.sm90_runs import run as both
+from tests.support import sm90_linear
 from tests.support.causality import with_other_future
-from tests.support.sm90_kda_fused import GATES
 
 pytestmark = MARKS
 LENGTHS = (150, 64, 5, 0, 130)
+GATES = {
+    n: sm90_linear.GATES[n]
+    for n in ("to 0.1", "to 50", "a token of -200", "-200 and 0", "three of -inf")
+    + ("-1", "-5", "-7", "-20", "-inf")
+}
 # B, T, H, HV, lengths of packed sequences
 ROWS, PACKED, MANY = (2, 150, 1, 2, None), (1, 349, 1, 2, LENGTHS), (2, 130, 35, 70, None)
 
@@ -77,7 +82,7 @@ def test_fused_kda_past_keeps_its_bits(gates: str) -> None:
 
 
 def test_fused_kda_sequences_do_not_meet() -> None:
-    terms = terms_of(PACKED, "to -50")
+    terms = terms_of(PACKED, "to 50")
     want, places = run(terms), [0, *itertools.accumulate(LENGTHS)]
     for bad, begin in enumerate(places[:-1]):
         other = terms.of_tokens(Tensor.clone)
@@ -89,7 +94,7 @@ def test_fused_kda_sequences_do_not_meet() -> None:
                 assert torch.equal(got["final"][n], want["final"][n])
 
 
-@pytest.mark.parametrize("gates", ["to -0.1", "-5", "to -50"])
+@pytest.mark.parametrize("gates", ["to 0.1", "-5", "to 50"])
 def test_nan_gate_reaches_later_outputs_of_its_head(gates: str) -> None:
     terms = terms_of(ROWS, gates)
     assert terms.g is not None
@@ -100,7 +105,7 @@ def test_nan_gate_reaches_later_outputs_of_its_head(gates: str) -> None:
     assert not o[:, :, 1].isnan().any() and not o[1].isnan().any()
 
 
-@pytest.mark.parametrize(("size", "gates"), [(ROWS, "to -50"), (PACKED, "-1")])
+@pytest.mark.parametrize(("size", "gates"), [(ROWS, "to 50"), (PACKED, "-1")])
 def test_fused_kda_gradients_match_reference(size: tuple, gates: str) -> None:
     from slipstream.kernels.linear.sm90.dplr import backend
 

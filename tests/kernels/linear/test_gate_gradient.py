@@ -6,11 +6,7 @@ the rounding of bfloat16, where they were off by 0.03 to 11 of the sum. Gates of
 rounding of float32 too: there dg has to be 0, and was not in the delta rule.
 """
 
-import functools
 import importlib
-import sys
-from types import ModuleType, SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from tests.gluon_emulator import linear as emulator
-from tests.gluon_emulator.rounding import language, rounded
-from tests.support import sm90_delta
-from tests.support import sm90_scalar_decay as scalar_decay
+from tests.gluon_emulator import launches
+from tests.gluon_emulator.rounding import rounded
 from tests.support.interpreted import interpreted
 from tests.support.linear_interpreted import reference
 from tests.support.operators import offsets
@@ -87,69 +81,30 @@ def test_triton_gate_gradient_of_strong_gates(family: str) -> None:
     check_triton(family, "few of -1e4", True, torch.float32)
 
 
-@functools.cache
-def sm90_modules(family: str) -> dict[str, ModuleType]:
-    files = {
-        "delta": ["solve_tril", "chunk_fwd", "chunk_dstate", "dqkg", "bwd_fused"],
-        "scalar_decay": ["chunk_fwd", "chunk_bwd"],
-    }
-    with emulator.emulated():
-        vars(sys.modules["slipstream.kernels.primitives.gluon_compat"].gl).update(
-            language() | {"associative_scan": emulator._scan}
-        )
-        found = {x: importlib.import_module(f"{SM90}{family}.{x}") for x in files[family]}
-        inverse = importlib.import_module(f"{SM90}common.tril_inverse")
-        vars(inverse)["halves"] = emulator.halves
-    return found
-
-
-def delta_gate_gradients(terms: LinearInputs, do: Tensor) -> dict[str, Tensor]:
-    """Gradients by the backward in two kernels, and in one."""
-    m = sm90_modules("delta")
-    kernels = SimpleNamespace(
-        solve=m["solve_tril"].delta_solve_tril_sm90_kernel,
-        scan=m["chunk_fwd"].delta_chunk_fwd_sm90_kernel,
-        back=m["chunk_dstate"].delta_chunk_dstate_sm90_kernel,
-        grads=m["dqkg"].delta_dqkg_sm90_kernel,
-        fused=m["bwd_fused"].delta_chunk_bwd_sm90_kernel,
-        wide=None,
-    )
-    with mock.patch.object(sm90_delta, "kernels", return_value=kernels), rounded(torch.bfloat16):
-        run = sm90_delta.Run(terms)
-        w, states = run.scan(None, None, keep=True)
-        dv, dstates = run.back(do, None, None)
-        states, dstates = states.nan_to_num(), dstates.nan_to_num()
-        two = run.grads(do, w.clone(), dv, states, dstates, 1)
-        _, marks = run.scan(None, None, False, 2)
-        one = sm90_delta.fused(run, do, marks, (None, None), 1, 2, 1)
-    return {"two kernels": two["g"], "one kernel": one["g"]}
-
-
-def scalar_decay_gate_gradients(terms: LinearInputs, do: Tensor) -> dict[str, Tensor]:
-    modules = sm90_modules("scalar_decay")
-    end = torch.zeros(terms.state_shape, dtype=torch.float64)
-    with (
-        mock.patch.object(scalar_decay, "module", modules.__getitem__),
-        mock.patch.object(scalar_decay, "MIN_CHUNK_GATE", -7.0),
-        rounded(torch.bfloat16),
-    ):
-        return {"": scalar_decay.Run(terms).gradients(do, end, end.clone())["g"]}
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("family", ["delta", "scalar_decay"])
 @pytest.mark.sample(which=lambda family, gates, packed: not packed or gates == "all strengths")
-def test_sm90_gate_gradient_of_strong_gates(family: str, gates: str, packed: bool) -> None:
+def test_sm90_gate_gradient_of_strong_gates(
+    family: str, gates: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the delta rule by the backward in two kernels, and in one."""
     delta = family == "delta"
+    backend = importlib.import_module(f"slipstream.kernels.linear.sm90.{family}.backend")
     terms = inputs(gates, 64 if delta else 128, packed, delta, torch.bfloat16)
-    do = torch.randn(terms.v.shape).bfloat16().double()
+    do, end = (
+        torch.randn(terms.v.shape).bfloat16().double(),
+        torch.zeros(terms.state_shape).double(),
+    )
     want = reference(terms, 0.3, do, None)["g"]
     assert terms.g is not None
-    for name, dg in (delta_gate_gradients if delta else scalar_decay_gate_gradients)(
-        terms, do
-    ).items():
+    launches.as_numpy(monkeypatch, rounds=True)
+    for interval in (None, 2)[: 1 + delta]:
+        if delta:
+            cut = interval and backend.bwd_schedule.make_schedule(terms, interval, 0)
+            monkeypatch.setattr(backend.bwd_schedule, "choose_schedule", lambda _, cut=cut: cut)
+        with rounded(torch.bfloat16):
+            dg = backend.backward(terms, do, end, 0.3)["g"].double()
         e = error(dg, want, terms.g)
-        assert e <= LIMIT, f"{name}: {e:.4f}"
-        if delta:  # scalar_decay's is of Triton's kernel, in whose place is plain torch here
-            assert not dg[terms.g < -1e3].any(), name
+        assert e <= LIMIT, f"{interval}: {e:.4f}"
+        assert not dg[terms.g < -1e3].any(), interval
