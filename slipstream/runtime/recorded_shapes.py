@@ -345,7 +345,10 @@ def _broadcast(given: Sequence[Value]) -> tuple | None:
     for d in range(1, max(len(x or ()) for x in shapes) + 1):
         sizes = [x[-d] for x in shapes if x is not None and len(x) >= d]
         wide = [n for n in sizes if not (type(n) is int and n == 1)] or [1]
-        if not _alike(wide, wide[:1] * len(wide)):
+        # torch has found them equal, unless one of them may be another than 1 next time
+        if not _alike(wide, wide[:1] * len(wide)) and (
+            any(value_of(n) == 1 for n in wide) or any(n != wide[0] for n in wide[1:])
+        ):
             return None
         found.insert(0, wide[0])
     return tuple(found)

@@ -33,6 +33,7 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
     "cat of columns": (lambda x: torch.cat([x, x * 2], dim=1), 1),
     "outer product": (lambda x: x[:, None] * x[:, :, None], 1),
     "a row": (lambda x: x * torch.arange(x.shape[1], device=x.device), 1),
+    "a row of as many": (lambda x: x + torch.arange(4, device=x.device), 1),
     "a column": (lambda x: x[:, :1] + x, 1),
     "sum of rows": (lambda x: x.sum(0), 1),
     "largest of columns": (lambda x: x.amax(dim=(-1,)), 1),
