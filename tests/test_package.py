@@ -13,14 +13,8 @@ import pytest
 import slipstream
 from slipstream.common import extras
 from tests.support.forked import run_code
+from tests.support.package import PROJECT, ROOT
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    from pip._vendor import tomli as tomllib
-
-ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # the name of a module -> the package that brings it, where they differ
 PACKAGES = {"yaml": "pyyaml", "huggingface_hub": "transformers"}
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys({absent!r}))\n{code}"
@@ -65,6 +59,25 @@ def test_package_urls_are_those_of_the_host_that_builds(monkeypatch: pytest.Monk
         assert set(found) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
         assert all(x.startswith(home) for x in found.values())
     assert urls({}) == {} and urls({"GITHUB_SERVER_URL": "https://host.test"}) == {}
+
+
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "sglang.srt.plugins"])
+def test_plugins_do_nothing_unless_asked(
+    group: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor do they bring down an engine that is not there, or not of a release that is known."""
+    module, _, name = PROJECT["entry-points"][group]["slipstream"].partition(":")
+    code = f"import sys, {module}\n{module}.{name}()\n"
+    code += "assert not {'torch', 'slipstream', 'slipstream.integrations'} & {*sys.modules}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    engine = group.partition(".")[0]
+    monkeypatch.setitem(sys.modules, engine, None)
+    monkeypatch.setenv(f"SLIPSTREAM_{engine.upper()}", "1")
+    getattr(importlib.import_module(module), name)()
+    said = [x.getMessage() for x in caplog.records]
+    assert said and all(f"slipstream.integrations.{engine}" in x for x in said)
+    assert all("is not used: ModuleNotFoundError: " in x for x in said)
 
 
 def test_package_is_typed() -> None:

@@ -58,7 +58,8 @@ def members(module: str) -> Iterator[str]:
 
 def variables() -> Iterator[str]:
     """Environment variables that the package reads."""
-    text = "\n".join(x.read_text() for x in (ROOT / "slipstream").rglob("*.py"))
+    files = [ROOT / "slipstream_plugins.py", *(ROOT / "slipstream").rglob("*.py")]
+    text = "\n".join(x.read_text() for x in files)
     yield from sorted(set(re.findall(r"\bSLIPSTREAM_[A-Z_]+\b", text)))
 
 

@@ -21,6 +21,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
             "vllm/model_executor/layers/mamba/",
             "vllm/model_executor/models/plamo2.py",
             "vllm/model_executor/warmup/",
+            "vllm/plugins/",
             "vllm/third_party/flash_linear_attention/",
         ),
     ),

@@ -86,6 +86,18 @@ VARIABLES = {
         "Whether repeated calls with the same shapes replay a recorded launch sequence. Read at "
         "import.",
     ),
+    "SLIPSTREAM_SGLANG": (
+        "`0`, `1`",
+        "`0`",
+        "Whether SGLang gets slipstream's kernels where it calls its plugins: "
+        ":doc:`/guides/serving`.",
+    ),
+    "SLIPSTREAM_VLLM": (
+        "`0`, `1`",
+        "`0`",
+        "Whether vLLM gets slipstream's kernels where it calls its plugins: "
+        ":doc:`/guides/serving`.",
+    ),
 }
 SECTIONS = {
     "output_dir": "the run's directory",

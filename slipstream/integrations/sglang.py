@@ -15,8 +15,10 @@ name. Trees of drafts stay with SGLang's kernel.
 """
 
 import functools
+import logging
 from collections.abc import Sequence
 from importlib import import_module
+from threading import Lock
 from typing import Any
 
 import torch
@@ -27,6 +29,10 @@ from slipstream.ops import chunk_gated_delta_rule, chunk_kda
 
 __all__ = ["GDNKernel", "KDAKernel", "register", "register_builtin"]
 KINDS = {"gdn": "GDNAttnBackend", "kda": "KDAAttnBackend"}
+# what a dispatcher of SGLang has its kernels in
+_PLACES = ("decode_kernel", "extend_kernel", "verify_kernel")
+_registering = Lock()
+logger = logging.getLogger(__name__)
 _REGISTRY = "sglang.srt.configs.linear_attn_model_registry"
 _HOOKS = "sglang.srt.plugins.hook_registry"
 _BACKENDS = "sglang.srt.layers.attention.linear"
@@ -357,20 +363,21 @@ def register(config_class: type, arch_names: Sequence[str], kind: str, **options
 def register_builtin(*kinds: str) -> None:
     """Puts slipstream's kernels into the models that SGLang has itself, by its registry of hooks.
 
-    For a plugin of the group sglang.srt.plugins. Again, it does nothing.
+    slipstream_plugins calls it if it is asked. Again, and in other threads, it does nothing.
 
     Args:
         kinds: "gdn" and "kda"; both if none is given.
 
     Raises:
-        KeyError: another kind. ImportError: there is no SGLang.
+        KeyError: another kind. ImportError, AttributeError: there is no SGLang, or not this class.
     """
     hooks = import_module(_HOOKS)
     registry, replace = hooks.HookRegistry, hooks.HookType.REPLACE
-    for kind in kinds or KINDS:
-        target, cls = f"{_BACKENDS}.{kind}_backend.{KINDS[kind]}", _backend(kind)
-        if all(hook is not cls for _, hook, _ in registry._hooks.get(target, ())):
-            registry.register(target, cls, replace)
+    with _registering:
+        for kind in kinds or KINDS:
+            target, cls = f"{_BACKENDS}.{kind}_backend.{KINDS[kind]}", _backend(kind)
+            if all(hook is not cls for _, hook, _ in registry._hooks.get(target, ())):
+                registry.register(target, cls, replace)
 
 
 def __getattr__(name: str) -> Any:
@@ -391,12 +398,16 @@ def _backend(kind: str) -> type:
     class Backend(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            dispatcher: Any = self.kernel_dispatcher
+            dispatcher: Any = getattr(self, "kernel_dispatcher", None)
+            if missing := [x for x in _PLACES if not hasattr(dispatcher, x)]:
+                why = f"its dispatcher has no {', '.join(missing)}"
+                logger.warning("slipstream: SGLang's own %s runs: %s", name, why)
+                return
             kernel = GDNKernel()
             if kind == "kda":
                 kernel = _KDAKernelWithTrees(dispatcher.verify_kernel)
-            dispatcher.decode_kernel = dispatcher.extend_kernel = kernel
-            dispatcher.verify_kernel = kernel
+            for place in _PLACES:
+                setattr(dispatcher, place, kernel)
             # what SGLang has read of the kernels that were there before
             dispatcher.supports_packed_decode = True
             dispatcher.supports_packed_decode_safe_gate = True

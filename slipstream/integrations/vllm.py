@@ -2,7 +2,7 @@
 
     from slipstream.integrations import vllm
 
-    vllm.register()  # in every worker: from a plugin of the group vllm.general_plugins
+    vllm.register()  # in every worker, which slipstream_plugins does if it is asked
 
 Written for vLLM 0.26 to 0.33, which is imported where it is needed. register() replaces what vLLM
 has a registry of operators for: the layer ChunkGatedDeltaRule, which prefills Gated DeltaNet of
@@ -220,6 +220,8 @@ def register() -> None:
     In a process that has done so it does nothing, from any thread and after a fork.
 
     Raises:
-        ImportError: there is no vLLM. AssertionError: another plugin has registered the layer.
+        ImportError, AttributeError: there is no vLLM, or something of it is not there.
+        NotImplementedError: its calls have other arguments. AssertionError: another plugin has
+            registered the layer. Nothing is registered then.
     """
     import_module("slipstream.integrations.vllm_classes")

@@ -1,8 +1,11 @@
 """slipstream's classes in vLLM's registries, where importing this module puts them.
 
-vLLM calls a plugin again, in threads and in forked processes, and a module is imported once.
+vLLM calls a plugin again, in threads and in forked processes, and a module is imported once. What a
+release of vLLM lacks, or calls with other arguments, is found before anything is registered.
 """
 
+import inspect
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -14,9 +17,19 @@ qwen_gdn_linear_attn: Any = import_module(f"{_LAYERS}.gdn.qwen_gdn_linear_attn")
 ssu_dispatch: Any = import_module(f"{_LAYERS}.ops.ssu_dispatch")
 
 
+def _check(ours: Callable, theirs: Callable) -> None:
+    """
+    Raises:
+        NotImplementedError: theirs does not begin with the arguments of ours, or has others.
+    """
+    want = [x for x in inspect.signature(theirs).parameters if x != "self"]
+    if want != list(inspect.signature(ours).parameters)[: len(want)]:
+        name = theirs.__qualname__
+        raise NotImplementedError(f"{name}: slipstream knows it with other arguments than {want}")
+
+
 # Derived from vLLM's, since building theirs makes an object of this class: Python runs __init__
 # only of an object of the class that was called.
-@custom_op.CustomOp.register_oot(name="ChunkGatedDeltaRule")
 class ChunkGatedDeltaRule(qwen_gdn_linear_attn.ChunkGatedDeltaRule):
     """vLLM's layer that prefills Gated DeltaNet."""
 
@@ -45,4 +58,8 @@ class SSUBackend(ssu_dispatch.MambaSSUBackend):
         vllm.selective_state_update(*args, **kwargs)
 
 
-ssu_dispatch._BACKEND_REGISTRY[ssu_dispatch.MambaBackendEnum.TRITON] = SSUBackend
+_check(vllm.chunk_gated_delta_rule, qwen_gdn_linear_attn.ChunkGatedDeltaRule.forward_native)
+_check(vllm.selective_state_update, ssu_dispatch.MambaSSUBackend.__call__)
+table, triton = ssu_dispatch._BACKEND_REGISTRY, ssu_dispatch.MambaBackendEnum.TRITON
+custom_op.CustomOp.register_oot(name="ChunkGatedDeltaRule")(ChunkGatedDeltaRule)
+table[triton] = SSUBackend

@@ -5,7 +5,9 @@ Given here are the base of its backends, which holds the pools, and the convolut
 its input. Absent is what asks about devices and settings, and whatever else these files import.
 """
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.integrations import sglang
+from tests.support.engine_plugins import everywhere, install, loader, warned
 from tests.support.engines import Absent, loaded
 from tests.support.serving_calls import HV, SLOTS, Call, H, K, N, T, V
 
@@ -82,8 +85,10 @@ def engine(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
     }
     files = [f"{FOLDER}.{x}" for x in ("gdn_backend", "kda_backend", "utils", "kernels")]
     files += ["sglang.srt.plugins.hook_registry", "sglang.srt.configs.linear_attn_model_registry"]
+    files += ["sglang.srt.plugins"]
     sglang._backend.cache_clear()
-    with loaded(request.param, *files, **given) as (gdn, kda, utils, _, hooks, registry):
+    with loaded(request.param, *files, **given) as found:
+        gdn, kda, utils, _, hooks, registry, plugins = found
         triton = utils.LinearAttnKernelBackend.TRITON
         for name in ("decode", "prefill"):  # 0.5.16 asks for the command line's
             for module in (gdn, kda):
@@ -92,6 +97,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
             release=request.param,
             modules={"gdn": gdn, "kda": kda},
             hooks=hooks,
+            plugins=plugins,
             registry=registry,
             backends=SimpleNamespace(decode=triton, prefill=triton, verify=triton),
         )
@@ -305,3 +311,65 @@ def test_registry_of_external_models(engine: SimpleNamespace) -> None:
     assert spec.backend_class_name == "slipstream.integrations.sglang.KDAAttnBackend"
     module, _, name = spec.backend_class_name.rpartition(".")
     assert module == sglang.__name__ and getattr(sglang, name) is sglang.KDAAttnBackend
+
+
+@pytest.mark.parametrize("asked", [None, "1"])
+def test_plugin_is_called(
+    engine: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: str | None,
+    tmp_path: Path,
+) -> None:
+    install(monkeypatch, tmp_path)
+    if asked is not None:
+        monkeypatch.setenv("SLIPSTREAM_SGLANG", asked)
+    modules, registry = engine.modules, engine.hooks.HookRegistry
+    theirs = {kind: getattr(modules[kind], name) for kind, name in NAMES.items()}
+    call = loader(engine.plugins, monkeypatch)
+    found = everywhere(call, lambda: {k: getattr(modules[k], name) for k, name in NAMES.items()})
+    if asked is None:
+        assert found == theirs
+    else:
+        assert found == {k: getattr(sglang, name) for k, name in NAMES.items()}
+        assert all(issubclass(found[k], theirs[k]) and found[k] is not theirs[k] for k in NAMES)
+        assert [len(hooks) for hooks in registry._hooks.values()] == [1, 1]
+    assert warned(caplog) == []
+
+
+def test_release_without_a_class_keeps_its_own(
+    engine: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    """The other kind is ours."""
+    install(monkeypatch, tmp_path)
+    monkeypatch.setenv("SLIPSTREAM_SGLANG", "1")
+    monkeypatch.delattr(engine.modules["kda"], NAMES["kda"])
+    loader(engine.plugins, monkeypatch)()
+    (said,) = warned(caplog)
+    assert re.search("sglang kda is not used: .*KDAAttnBackend", said)
+    assert engine.modules["gdn"].GDNAttnBackend is sglang.GDNAttnBackend
+
+
+def test_another_dispatcher_keeps_its_kernels(
+    engine: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for kind, name in NAMES.items():
+        theirs = getattr(engine.modules[kind], f"{kind.upper()}KernelDispatcher")
+        made = theirs.__init__
+
+        def renamed(self: Any, *args: Any, made: Any = made) -> None:
+            made(self, *args)
+            self.draft_kernel = self.__dict__.pop("verify_kernel")
+
+        monkeypatch.setattr(theirs, "__init__", renamed)
+        caplog.clear()
+        backend = built(engine, Call.decode(kind == "kda"), getattr(sglang, name))
+        kernel = backend.kernel_dispatcher.decode_kernel
+        assert type(kernel).__name__ == f"Triton{kind.upper()}Kernel"
+        (said,) = warned(caplog)
+        assert said == f"slipstream: SGLang's own {name} runs: its dispatcher has no verify_kernel"

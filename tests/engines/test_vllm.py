@@ -7,9 +7,11 @@ what a layer does to find out which kernels it may take.
 
 import copy
 import os
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.integrations import vllm
+from tests.support.engine_plugins import everywhere, install, loader, warned
 from tests.support.engines import loaded
 from tests.support.serving_calls import HV, Call, K, V
 
@@ -40,7 +43,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
         custom_ops=["none"], enabled_custom_ops=set(), disabled_custom_ops=set()
     )
     files = ["vllm.model_executor.custom_op", f"{LAYERS}.gdn.qwen_gdn_linear_attn"]
-    files += [f"{LAYERS}.ops.ssu_dispatch", "vllm.config.mamba", f"{LAYERS}.gdn.base"]
+    files += [f"{LAYERS}.ops.ssu_dispatch", "vllm.config.mamba", "vllm.plugins"]
+    files += [f"{LAYERS}.gdn.base"]
     given: dict[str, Any] = {
         "vllm__config": {"get_cached_compilation_config": lambda: settings},
         "vllm__triton_utils": {"triton": triton, "tl": tl},
@@ -48,10 +52,11 @@ def engine(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
         "vllm__v1__attention__backends__utils": {"NULL_BLOCK_ID": 0},
     }
     sys.modules.pop(CLASSES, None)
-    with loaded(request.param, *files, **given) as (custom, gdn, dispatch, config, _):
+    with loaded(request.param, *files, **given) as (custom, gdn, dispatch, config, plugins, _):
         yield SimpleNamespace(
-            custom=custom, gdn=gdn, dispatch=dispatch, config=config, settings=settings
-        )
+            custom=custom, gdn=gdn, dispatch=dispatch, config=config, settings=settings,
+            plugins=plugins,
+        )  # fmt: skip
     sys.modules.pop(CLASSES, None)
 
 
@@ -270,3 +275,65 @@ def test_stochastic_rounding_is_refused(engine: SimpleNamespace) -> None:
     cls = engine.dispatch._BACKEND_REGISTRY[engine.config.MambaBackendEnum.TRITON]
     with pytest.raises(NotImplementedError, match="enable_stochastic_rounding"):
         cls(SimpleNamespace(enable_stochastic_rounding=True))
+
+
+@pytest.mark.parametrize("asked", [None, "0", "1", "yes"])
+def test_plugin_is_called(
+    engine: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: str | None,
+    tmp_path: Path,
+) -> None:
+    install(monkeypatch, tmp_path)
+    if asked is not None:
+        monkeypatch.setenv("SLIPSTREAM_VLLM", asked)
+    call, gdn = loader(engine.plugins, monkeypatch), engine.gdn
+    found = everywhere(call, lambda: dict(engine.custom.op_registry_oot))
+    assert [x.__module__ for x in found.values()] == ([CLASSES] if asked == "1" else [])
+    if asked == "1":
+        assert type(gdn.ChunkGatedDeltaRule()) is found["ChunkGatedDeltaRule"]
+    said = set(warned(caplog))
+    assert len(said) == (asked == "yes") and all("SLIPSTREAM_VLLM" in x for x in said)
+
+
+MISSING = {
+    "gdn": ("gdn", "ChunkGatedDeltaRule"),
+    "backend": ("dispatch", "MambaSSUBackend"),
+    "table": ("dispatch", "_BACKEND_REGISTRY"),
+}
+
+
+@pytest.mark.parametrize("what", [*MISSING, "arguments", "another plugin"])
+def test_another_release_keeps_its_own(
+    engine: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    what: str,
+    tmp_path: Path,
+) -> None:
+    install(monkeypatch, tmp_path)
+    monkeypatch.setenv("SLIPSTREAM_VLLM", "1")
+    registered = engine.custom.op_registry_oot
+    names = "Duplicate op name"
+    if what in MISSING:
+        module, names = MISSING[what]
+        monkeypatch.delattr(getattr(engine, module), names)
+    elif what == "arguments":
+        names = "forward_native: .*'decay'"
+
+        def forward_native(self: Any, q: Any, k: Any, v: Any, decay: Any) -> None: ...
+
+        rule: Any = engine.gdn.ChunkGatedDeltaRule
+        monkeypatch.setattr(rule, "forward_native", forward_native)
+    else:
+        monkeypatch.setitem(registered, "ChunkGatedDeltaRule", engine.gdn.ChunkGatedDeltaRule)
+    table = getattr(engine.dispatch, "_BACKEND_REGISTRY", {})
+    before = dict(registered), dict(table)
+    call = loader(engine.plugins, monkeypatch)
+    for _ in range(2):
+        caplog.clear()
+        call()
+        assert (registered, table) == before
+        (said,) = warned(caplog)
+        assert re.search(f"slipstream.integrations.vllm is not used: .*{names}", said)
