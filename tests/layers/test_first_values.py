@@ -2,6 +2,7 @@
 does."""
 
 import json
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,14 @@ def test_module_begins_with_its_first_values(name: str) -> None:
     assert found.keys() == want.keys()
     for key, x in want.items():
         assert found[key] == pytest.approx(x, rel=1e-3, abs=1e-6), key
+
+
+def write() -> None:
+    """python -c "from tests.layers.test_first_values import write; write()" """
+    names = (*WITH_PARAMETERS, *LAYERS)
+    of_kind = groupby(names, lambda name: name.split("-")[0])  # a line each
+    lines = (
+        ", ".join(f'"{name}": {json.dumps(first_values(name))}' for name in group)
+        for _, group in of_kind
+    )
+    SNAPSHOT.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -7,9 +7,14 @@ import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.kernels.conv.reference import conv_reference
+from slipstream.kernels.elementwise.rotary import rotary_reference
 from slipstream.kernels.elementwise.token_shift import shift_reference
+from slipstream.kernels.loss.reference import LossInputs, rows_reference
+from slipstream.kernels.norm.reference import layer_reference, rms_reference
 from slipstream.kernels.selective_scan.inputs import ScanInputs
 from slipstream.kernels.selective_scan.reference import selective_scan_reference
 from slipstream.tools.catalog import Sample, flat
@@ -51,6 +56,102 @@ def wanted(row: Sample, args: dict[str, Any]) -> list[Tensor]:
     return flat(getattr(sys.modules[__name__], row.op)(**args, **row.options))
 
 
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    zero_centered: bool = False,
+    prenorm: bool = False,
+) -> Any:
+    h = x if residual is None else x + residual
+    if weight is not None and zero_centered:
+        weight = weight + 1
+    y = rms_reference(h, weight, EPS)
+    y = y if bias is None else y + bias
+    return (y, h) if prenorm else y
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+) -> Any:
+    log_p = (F.linear(hidden, weight, bias) / temperature).log_softmax(-1)
+    live = target != -100
+    chosen = log_p.gather(-1, torch.where(live, target, 0)[..., None])[..., 0]
+    chosen = torch.where(live, chosen, 0)
+    if not return_entropy:
+        return chosen
+    return chosen, torch.where(live, -(log_p.exp() * log_p).sum(-1), 0)
+
+
+def attnres(
+    query: Tensor,
+    residuals: Tensor,
+    rms_weight: Tensor,
+    output_rms_weight: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    keys = rms_reference(residuals, rms_weight, 1e-6)
+    p = (scale * (keys * query).sum(-1)).softmax(0)
+    o = (p[..., None] * residuals).sum(0)
+    return o if output_rms_weight is None else rms_reference(o, output_rms_weight, 1e-6)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return layer_reference(x, weight, bias, EPS)
+
+
+def l2_norm(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def group_norm(
+    x: Tensor, weight: Tensor, num_groups: int, bias: Tensor | None = None, rms: bool = False
+) -> Tensor:
+    groups = x.unflatten(-1, (num_groups, -1))
+    y = rms_reference(groups, None, EPS) if rms else layer_reference(groups, None, None, EPS)
+    y = y.flatten(-2) * weight
+    return y if bias is None else y + bias
+
+
+def rms_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+) -> Tensor:
+    f = torch.sigmoid if activation == "sigmoid" else F.silu
+    if not norm_before_gate:
+        x = x * f(gate)
+    size = group_size or x.shape[-1]
+    y = rms_reference(x.unflatten(-1, (-1, size)), None, EPS).flatten(-2) * weight
+    return y * f(gate) if norm_before_gate else y
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: str | None = None,
+    output_final_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    y, state = conv_reference(x, weight, initial_state, cu_seqlens)
+    y = y if bias is None else y + bias
+    y = y if activation is None else F.silu(y)
+    y = y if residual is None else y + residual
+    return y, state if output_final_state else None
+
+
 def selective_scan(
     u: Tensor,
     delta: Tensor,
@@ -69,10 +170,73 @@ def selective_scan(
     return selective_scan_reference(inputs, delta_softplus)
 
 
+def short_convolution_update(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor, activation: str
+) -> Tensor:
+    assert activation == "silu"
+    y, _ = conv_reference(x[:, None], weight, state, None)
+    return F.silu(y + bias)[:, 0]
+
+
+def rotary_embedding(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False
+) -> Tensor:
+    cos, sin = (table[positions][:, :, None] for table in (cos, sin))
+    return rotary_reference(x, cos, sin, interleaved)
+
+
 def token_shift(
     x: Tensor, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> Any:
     return shift_reference(x, initial_state, cu_seqlens)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return gate * torch.sigmoid(gate) * up
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def sigmoid_glu(gate: Tensor, up: Tensor) -> Tensor:
+    return up / (1 + torch.exp(-gate))
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return x * x * (x > 0)
+
+
+def glu_linear(
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "swiglu",
+) -> Tensor:
+    if up is None:
+        return F.linear(squared_relu(gate), weight, bias)
+    f = geglu if activation == "geglu" else swiglu
+    return F.linear(f(gate, up), weight, bias)
+
+
+def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
+    return weight[input_ids]
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, reduction: str = "mean", **options: Any
+) -> Tensor:
+    rows = rows_reference(logits, target, LossInputs(**options))
+    if reduction == "none":
+        return rows
+    return rows.sum() / (target != -100).sum().clamp(min=1) if reduction == "mean" else rows.sum()
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    return cross_entropy(F.linear(hidden, weight, bias), target, **options)
 
 
 def attention(

@@ -66,6 +66,28 @@ def linear_attn(q: Tensor, k: Tensor, v: Tensor, S: Tensor) -> Trace:
     return additive(q, k, v, *no_decay(), S)
 
 
+def by_head(q: Tensor, k: Tensor, v: Tensor, S: Tensor, gamma: list[float]) -> Trace:
+    rows, columns = no_decay()
+    return additive(q, k, v, torch.tensor(gamma).double()[:, None] * rows, columns, S)
+
+
+def retention(q: Tensor, k: Tensor, v: Tensor, S: Tensor) -> Trace:
+    return by_head(q, k, v, S, [1 - 2.0 ** (-5 - h) for h in range(HV)])
+
+
+def lightning_attn(q: Tensor, k: Tensor, v: Tensor, S: Tensor) -> Trace:
+    """Layer 3 of 12, so three quarters of the slopes 8 h / HV."""
+    slopes = [0.75 * 8 * h / HV for h in range(HV)]
+    rows, columns = no_decay()
+    gamma = torch.tensor([-x for x in slopes], dtype=torch.float64).exp()
+    return additive(q, k, v, gamma[:, None] * rows, columns, S)
+
+
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> Trace:
+    rows, columns = no_decay()
+    return additive(q, k, v, g.exp()[..., None] * rows, columns, S)
+
+
 def gla(
     q: Tensor,
     k: Tensor,
@@ -80,6 +102,15 @@ def gla(
     return additive(q, k, v, rows.exp(), (0 * v if gv is None else gv).exp(), S)
 
 
+def rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, S: Tensor) -> Trace:
+    r, k = grouped(r, k)
+    for t in range(T):
+        kv = outer(k[:, t], v[:, t])
+        o = read(S + u[:, :, None] * kv, r[:, t])
+        S = w[:, t].exp()[..., None] * S + kv
+        yield o, S
+
+
 def transitions(q: Tensor, k: Tensor, v: Tensor, A: Callable, beta: Tensor, S: Tensor) -> Trace:
     """S <- A(t) S + beta k v^T with A [B, HV, K, K]; q and k already by value head."""
     for t in range(q.shape[1]):
@@ -90,6 +121,23 @@ def transitions(q: Tensor, k: Tensor, v: Tensor, A: Callable, beta: Tensor, S: T
 def erase(k: Tensor, p: Tensor, beta: Tensor, t: int) -> Tensor:
     """I - beta k p^T."""
     return eye() - beta[:, t, :, None, None] * outer(k[:, t], p[:, t])
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    q, k = grouped(q, k)
+    return transitions(q, k, v, lambda t: erase(k, k, beta, t), beta, S)
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    q, k = grouped(q, k)
+    alpha = g.exp()[..., None, None]
+    return transitions(q, k, v, lambda t: alpha[:, t] * erase(k, k, beta, t), beta, S)
+
+
+def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    q, k = grouped(q, k)
+    decay = torch.diag_embed(g.exp())
+    return transitions(q, k, v, lambda t: erase(k, k, beta, t) @ decay[:, t], beta, S)
 
 
 def comba(q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Trace:
@@ -116,8 +164,30 @@ def dplr_delta_rule(
         yield (S @ q[:, t, :, :, None])[..., 0], S.mT
 
 
+def iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, S: Tensor) -> Trace:
+    return dplr_delta_rule(q, k, v, a, b, torch.zeros(B, T, HV, K, dtype=torch.float64), S)
+
+
 def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, S: Tensor) -> Trace:
     return dplr_delta_rule(r, k, v, a, b, w, S)
+
+
+def gdn2(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, S: Tensor) -> Trace:
+    q, k = grouped(q, k)
+    decay = torch.diag_embed(g.exp())
+    for t in range(q.shape[1]):
+        S = (eye() - outer(k[:, t], b[:, t] * k[:, t])) @ decay[:, t] @ S
+        S = S + outer(k[:, t], w[:, t] * v[:, t])
+        yield read(S, q[:, t]), S
+
+
+def gated_oja_rule(q: Tensor, k: Tensor, v: Tensor, gv: Tensor, beta: Tensor, S: Tensor) -> Trace:
+    q, k = grouped(q, k)
+    for t in range(q.shape[1]):
+        S = S @ torch.diag_embed(gv[:, t].exp())
+        new = beta[:, t, :, None] * (k[:, t] - (S @ v[:, t, :, :, None])[..., 0])
+        S = S + outer(new, v[:, t])
+        yield read(S, q[:, t]), S
 
 
 def gated_delta_product(
