@@ -155,8 +155,9 @@ def test_errors_are_those_of_bfloat16(call: tuple, monkeypatch: pytest.MonkeyPat
             o, final = backend(kind).forward(terms, SCALE)
         assert o[:, end:].isnan().all()
         wanted = linear_reference(terms.of_tokens(lambda x: x[:, :end]), SCALE)  # noqa: B023
-        for got, want in zip((o[:, :end], final), wanted):
-            limit = 5e-3 if kind == "gla" else 1e-2
+        # with the diagonals of M and P in bf16 kda's o would be 4.0e-3 off and more
+        limits = (5e-3, 5e-3) if kind == "gla" else (3.95e-3, 9e-3)
+        for got, want, limit in zip((o[:, :end], final), wanted, limits):
             assert (got - want).norm() <= limit * want.norm().clamp(min=1e-30)
 
 

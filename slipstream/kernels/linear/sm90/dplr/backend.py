@@ -63,6 +63,7 @@ class Sm90Dplr(TritonDplr):
             **{f"{name}_desc": tma.token_tiles(getattr(terms, name), 64) for name in "qkvg"},
             "o_desc": tma.token_tiles(o, 64),
             "o_ptr": o,
+            "g_ptr": terms.g,
             "beta_ptr": terms.beta,
             "strong_ptr": o.new_empty(programs, 2, dtype=torch.int32),
             "s_in_ptr": terms.initial_state,

@@ -1,28 +1,34 @@
 """KDA forward on sm_90 in one kernel: chunks of 16 tokens, q, k, v, g and beta read once.
 
 A program scans one head of a sequence, in blocks of 64 tokens. With G_i the sum of a channel's
-gates in base 2 from the chunk's start to token i,
+gates in base 2 from the chunk's start to token i, and W = 2^-30 S,
 
-    a = k exp2(G + 57)    r = q exp2(G + 57)    b = k exp2(-G - 57)    e = k exp2(G_C - G)
-    T = (I + beta tril(a b^T, -1))^-1 beta      P = tril(r b^T)
-    u = T (v - 2^-57 a S)      o = scale (2^-57 r S + P u)      S <- exp2(G_C) S + e^T u
+    a = k exp2(G + 57)    r = q exp2(G + 57)    b = k exp2(-G - 57)
+    M = (I + beta tril(a b^T, -1))^-1     P = tril(r b^T)     w = beta (2^27 v - a W)
+    u = M w     o = 2^-27 scale (r W + P u)     W <- exp2(G_C) (W + b^T u)
 
-Sums of 16 gates of -5 each, -115 in base 2, leave a, r and b normal numbers of bf16. A head with
-a sum below LIMIT is done again by a second launch, with STRONG, where the others have nothing to
-do. There rows of A and P whose own sums are below it come from halves of 8 tokens
-(strong_scores), and e of such a chunk and channel from exp2(G_C - G) at once: no choice depends on
-a later token than its result. Other bits are those of the first launch, as no products and sums are
-fused but by gl.fma.
+The diagonals of M and P, I and d, multiply w and u in float32; only the rest is rounded to bf16 and
+goes through tensor cores.
 
-    load, a thread of          prepare_partition, 4 warps        scan_partition, 4 warps
-    prepare_partition            of even, of odd blocks            for each 64 columns of V
-      q, k, v -- full ------->     q, k become r, a; e, T, P,
-      g ------ g_full ------->     exp2(G_C) -- made --------->    u, o, S of four chunks
-      <-- g_empty <-- empty ---------------------------------
+Sums of 16 gates of -5 each, -115 in base 2, leave a, r and b normal numbers of bf16, and exp2(G_C)
+one of float32. A head with a sum below LIMIT is done again by a second launch, with STRONG, where
+the others have nothing to do. There rows of A and P whose own sums are below it come from halves of
+8 tokens (strong_scores); in such a chunk and channel W is set to 0 first and b is made from
+exp2(G_C - G) for its sum with W: no choice depends on a later token than its result. Other bits are
+those of the first launch, as no products and sums are fused but by gl.fma.
 
-    buffers                      stages   arrivals a phase: full / empty
-    q, k, v, e, b, total, tp     2        1 (TMA) / 2, a scan_partition each
-    g, by halves of channels     1        1 (TMA), a barrier for each prepare_partition / 1
+    prepare_partition, 4 warps, of even, of odd blocks      scan_partition, 4 warps, of 64 columns
+    loads q, k, g, beta                                     of V: loads v, one block ahead
+      q, k become r, a; makes b, M, P, d, exp2(G_C)
+                                             -- made ---->  u, o, W of four chunks
+                                             <-- empty ---
+
+    buffers                            stages             arrivals a phase: full / empty
+    q, k, b, total                     3, 2 with STRONG   1 (TMA) / 2, a scan_partition each
+    mp, lines                          2                  made / as these
+    v, of each scan_partition          2                  1 (TMA) / its threads' barrier
+    g, the second 64 channels          1                  1 (TMA) / 1
+The first 64 channels of g come to where b goes. With STRONG, threads load gates by themselves.
 """
 
 from collections import namedtuple
@@ -53,37 +59,42 @@ from slipstream.kernels.primitives.gluon_compat import (
     warpgroup_mma_wait,
 )
 
-Constants = namedtuple("Constants", "K V C STRONG HAS_S_IN HAS_S_OUT")
+Constants = namedtuple("Constants", "K V C ST STRONG HAS_S_IN HAS_S_OUT")
 LOG2E = gl.constexpr(1.4426950408889634)
 APART = gl.constexpr(57.0)
-# natural, as gates are: exp2(-G - 57) is below 2^123 down to here
-LIMIT = gl.constexpr(-124.0)
+# W is so much smaller than S: b^T u, up to 2^96 u, does not leave float32
+LOWERED = gl.constexpr(30.0)
+LIFT = gl.constexpr(2.0 ** (57 - 30))
+# natural, as gates are: exp2 is a normal number of float32 down to here
+LIMIT = gl.constexpr(-87.0)
 LOWEST = gl.constexpr(-100.0)  # exp of it counts as 0, and sums of 16 keep their digits
 LOWEST_WITHIN = gl.constexpr(-16.0)  # 2^-23 a step: what eight of them are apart, float32 holds
 SUB = gl.constexpr(8)
 
 
 class Tiles(NamedTuple):
-    """ST = 2 stages of 64 tokens, one of each prepare_partition; q, k, e, b, g by halves of the
-    channels, v and o by tiles of V."""
+    """q, k, b by halves of the channels, v and o by tiles of V."""
 
     q: Any  # [ST * 2, 64, 64], then r
     k: Any  # then a
-    e: Any
-    v: Any
-    b: Any
-    g: Any  # [2, 64, 64], float32, of one block
+    b: Any  # [ST, 2 * 64, 64], before [64, 64] of g
+    g: Any  # [64, 64], float32
+    v: Any  # [2 * 2, 64, 64]
     o: Any  # [2, 64, 64]
     total: Any  # [ST * 2, NB, 64], float32
-    tp: Any  # [ST, 2 * C, 16]: blocks of T, then of P; before, what `substitute` reads
+    mp: Any  # [2, 2 * C, 16]: blocks of M - I, then of P - d; before, what `substitute` reads
+    lines: Any  # [2, 2 * NB, 16], float32: 2^27 beta, then d
+    far: Any  # STRONG: [2 * 2, 64, 64], of each prepare_partition, b of channels whose W becomes 0
+    keep: Any  # STRONG: as total, 0 for those
 
 
 class Barriers(NamedTuple):
     full: Any  # [ST], as made and empty
     made: Any
     empty: Any
-    g_full: Any  # [ST * 2], a half each
-    g_empty: Any  # [2]
+    v_full: Any  # [2 * 2]
+    g_full: Any  # [2]
+    g_empty: Any
 
 
 class Sequence(NamedTuple):
@@ -104,25 +115,47 @@ def add(x, y):
 
 
 @gluon.jit
-def load_gates(g_desc, tiles, barriers, seq, i, s: gl.constexpr):
-    """Of block i, once those of the block before have been read."""
-    for h in gl.static_range(2):
-        g_full = barriers.g_full.index(2 * s + h)
-        mbarrier.wait(barriers.g_empty.index(h), (i & 1) ^ 1)
-        mbarrier.expect(g_full, g_desc.block_type.nbytes)
-        copy_in(g_desc, [seq.row + i * 64, seq.g_col + 64 * h], g_full, tiles.g.index(h))
+def first_gates(g_desc, tiles, s):
+    """Where those of the first 64 channels are before b is."""
+    return tiles.b.index(s)._reinterpret(gl.float32, [64, 64], g_desc.layout)
 
 
 @gluon.jit
-def load_rows(descs, tiles, barriers, seq, i, s: gl.constexpr):
-    q_desc, k_desc, v_desc = descs
+def half_of(b, s, h, layout: gl.constexpr):
+    return b.index(s)._reinterpret(b.dtype, [2, 64, 64], layout).index(h)
+
+
+@gluon.jit
+def load_rows(descs, tiles, barriers, seq, i, c):
+    q_desc, k_desc, g_desc = descs
+    s = i % c.ST
     full = barriers.full.index(s)
     t = seq.row + i * 64
-    mbarrier.expect(full, 6 * q_desc.block_type.nbytes)
+    if c.STRONG:
+        mbarrier.expect(full, 4 * q_desc.block_type.nbytes)
+    else:
+        mbarrier.expect(full, 4 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
+        copy_in(g_desc, [t, seq.g_col], full, first_gates(g_desc, tiles, s))
     for h in gl.static_range(2):
         copy_in(q_desc, [t, seq.k_col + 64 * h], full, tiles.q.index(2 * s + h))
         copy_in(k_desc, [t, seq.k_col + 64 * h], full, tiles.k.index(2 * s + h))
-        copy_in(v_desc, [t, seq.v_col + 64 * h], full, tiles.v.index(2 * s + h))
+
+
+@gluon.jit
+def load_values(v_desc, tiles, barriers, seq, i, tile: gl.constexpr):
+    at = 2 * tile + i % 2
+    v_full = barriers.v_full.index(at)
+    mbarrier.expect(v_full, v_desc.block_type.nbytes)
+    copy_in(v_desc, [seq.row + i * 64, seq.v_col + 64 * tile], v_full, tiles.v.index(at))
+
+
+@gluon.jit
+def load_gates(p_g, stride, rows, flat: gl.constexpr, c):
+    """Chunks [NB, BASE, 64] of half of the channels; 0 in `rows` and on."""
+    o_t = gl.arange(0, c.C, gl.SliceLayout(1, flat))
+    o_k = gl.arange(0, 64, gl.SliceLayout(0, flat))
+    p_g += (o_t * stride)[:, None] + o_k[None, :]
+    return gl.reshape(gl.load(p_g, mask=(o_t < rows)[:, None], other=0.0), [NB, BASE, 64])
 
 
 @gluon.jit
@@ -140,6 +173,31 @@ def load_chunks(tile, flat: gl.constexpr):
 
 
 @gluon.jit
+def take_gates(g_desc, tiles, barriers, seq, i, h, half: gl.constexpr, flat: gl.constexpr, c):
+    """As load_gates; the first half's turn asks for the second's."""
+    rows = seq.length - i * c.C
+    if h == 0:
+        g_full = barriers.g_full.index(half)
+        mbarrier.wait(barriers.g_empty, (i & 1) ^ 1)
+        gl.thread_barrier()
+        mbarrier.expect(g_full, g_desc.block_type.nbytes)
+        copy_in(g_desc, [seq.row + i * c.C, seq.g_col + 64], g_full, tiles.g)
+        tile = first_gates(g_desc, tiles, i % c.ST)
+        if rows < c.C:
+            clear_after(tile, rows, c)
+            gl.thread_barrier()
+        b_g = load_chunks(tile, flat)
+    else:
+        mbarrier.wait(barriers.g_full.index(half), (i // 2) & 1)
+        if rows < c.C:
+            clear_after(tiles.g, rows, c)
+            gl.thread_barrier()
+        b_g = load_chunks(tiles.g, flat)
+        mbarrier.arrive(barriers.g_empty, count=1)
+    return b_g
+
+
+@gluon.jit
 def put(tile, b, rows: gl.constexpr, columns: gl.constexpr):
     """Chunks [NB, BASE, columns] as rows of a tile."""
     tile.store(gl.reshape(b, [rows, columns]).to(tile.dtype))
@@ -154,9 +212,13 @@ def own_scores(b, wl: gl.constexpr):
 
 
 @gluon.jit
-def scale_half(tiles, at, b_g, b_all, flat: gl.constexpr, c):
-    """Operands of half of the channels, of which b_g [NB, BASE, 64] are the gates."""
-    tiles.total.index(at).store(fast_exp2(b_all * LOG2E))
+def scale_half(tiles, at, y, b_g, b_all, flat: gl.constexpr, c):
+    """Operands of half of the channels, of which b_g [NB, BASE, 64] are the gates; b into y."""
+    b_total = fast_exp2(b_all * LOG2E)
+    if c.STRONG:
+        tiles.keep.index(at).store(gl.where(b_all < LIMIT, 0.0, 1.0))
+        b_total = gl.where(b_all < LIMIT, 1.0, b_total)
+    tiles.total.index(at).store(b_total)
     b_sum = gl.associative_scan(b_g, 1, add)
     b_read = fast_exp2(gl.fma(b_sum, LOG2E, APART))
     b = load_chunks(tiles.k.index(at), flat).to(gl.float32)
@@ -164,17 +226,15 @@ def scale_half(tiles, at, b_g, b_all, flat: gl.constexpr, c):
     b_q = load_chunks(tiles.q.index(at), flat).to(gl.float32)
     put(tiles.q.index(at), b_q * b_read, c.C, 64)
     b *= fast_exp2(gl.fma(b_sum, -LOG2E, -APART))
-    put(tiles.b.index(at), b, c.C, 64)
-    # exp2(G_C - G) in two factors, of which none leaves float32
-    put(tiles.e.index(at), b * fast_exp2(gl.fma(b_all, LOG2E, APART))[:, None, :], c.C, 64)
+    put(y, b, c.C, 64)
 
 
 @gluon.jit
-def strong_scores(tiles, at, b_k, b_q, b_g, wl: gl.constexpr, c):
-    """a b^T and r b^T of half of the channels by gates of any size, and e.
+def strong_scores(x, y, b_k, b_q, b_g, wl: gl.constexpr, c):
+    """a b^T and r b^T of half of the channels by gates of any size, and b for W that is 0.
 
     Between halves of 8 tokens by gates from the border of the two, which make nothing larger;
-    within by gates of at least LOWEST_WITHIN. Operands lie where e and b come to.
+    within by gates of at least LOWEST_WITHIN. x, y: room for operands.
     """
     layout: gl.constexpr = b_g.type.layout
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -182,7 +242,6 @@ def strong_scores(tiles, at, b_k, b_q, b_g, wl: gl.constexpr, c):
     n_i = gl.arange(0, BASE, gl.SliceLayout(0, gl.SliceLayout(2, wl)))[None, :, None] // SUB
     n_j = gl.arange(0, BASE, gl.SliceLayout(0, gl.SliceLayout(1, wl)))[None, None, :] // SUB
     zero = gl.zeros([c.C, c.C], gl.float32, al)
-    x, y = tiles.e.index(at), tiles.b.index(at)
     b_a = gl.zeros([NB, BASE, BASE], gl.float32, wl)
     b_p = b_a
     for within in gl.static_range(2):
@@ -216,22 +275,32 @@ def strong_scores(tiles, at, b_k, b_q, b_g, wl: gl.constexpr, c):
             gl.thread_barrier()
     b_all = gl.sum(b_g, 1)
     b_rest = b_all[:, None, :] - gl.associative_scan(b_g, 1, add)
-    return b_a, b_p, (b_k * fast_exp2(b_rest * LOG2E)).to(tiles.e.dtype)
+    return b_a, b_p, b_k * fast_exp2(gl.fma(b_rest, LOG2E, -APART))
 
 
 @gluon.jit
-def scores(x, b, s: gl.constexpr, zero, wl: gl.constexpr):
+def scores(x, y_0, y_1, s, zero, wl: gl.constexpr):
     """x b^T of the stage's chunks."""
-    b_s = warpgroup_mma(
-        x.index(2 * s), b.index(2 * s).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
-    b_s = warpgroup_mma(x.index(2 * s + 1), b.index(2 * s + 1).permute((1, 0)), b_s, is_async=True)
+    b_s = warpgroup_mma(x.index(2 * s), y_0.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_s = warpgroup_mma(x.index(2 * s + 1), y_1.permute((1, 0)), b_s, is_async=True)
     return own_scores(warpgroup_mma_wait(0, deps=(b_s,)), wl)
 
 
 @gluon.jit
+def put_far(tiles, s, half, strong, b_like, flat: gl.constexpr, layout: gl.constexpr, c):
+    """b of channels whose W becomes 0. Only the scan reads it: the scores are made."""
+    if strong > 0:
+        for h in range(2):
+            b_keep = tiles.keep.index(2 * s + h).load(b_like.type.layout)
+            y = half_of(tiles.b, s, h, layout)
+            b_b = load_chunks(y, flat)
+            b_far = load_chunks(tiles.far.index(2 * half + h), flat)
+            put(y, gl.where(b_keep[:, None, :] > 0, b_b, b_far), c.C, 64)
+
+
+@gluon.jit
 def prepare_partition(
-    descs, g_desc, tiles, barriers, p_beta, p_strong, HV, seq, s: gl.constexpr, c
+    descs, p_g, p_beta, p_strong, tiles, barriers, HV, seq, half: gl.constexpr, c
 ):  # fmt: skip
     flat: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -239,32 +308,34 @@ def prepare_partition(
     xl: gl.constexpr = gl.BlockedLayout([1, BASE // 2, 1], [1, 2, BASE], [4, 1, 1], [2, 1, 0])
     o_i = gl.arange(0, BASE, gl.SliceLayout(0, gl.SliceLayout(2, wl)))[None, :, None]
     o_j = gl.arange(0, BASE, gl.SliceLayout(0, gl.SliceLayout(1, wl)))[None, None, :]
-    # beta of a chunk's tokens, as rows and as columns of blocks
+    o_xi = gl.arange(0, BASE, gl.SliceLayout(0, gl.SliceLayout(2, xl)))[None, :, None]
+    o_xj = gl.arange(0, BASE, gl.SliceLayout(0, gl.SliceLayout(1, xl)))[None, None, :]
     o_r = gl.arange(0, NB, gl.SliceLayout(1, gl.SliceLayout(2, wl)))[:, None] * BASE
     o_r = o_r + gl.arange(0, BASE, gl.SliceLayout(0, gl.SliceLayout(2, wl)))[None, :]
-    o_c = gl.arange(0, NB, gl.SliceLayout(1, gl.SliceLayout(1, xl)))[:, None] * BASE
-    o_c = o_c + gl.arange(0, BASE, gl.SliceLayout(0, gl.SliceLayout(1, xl)))[None, :]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
-    block = tiles.tp.index(s)._reinterpret(gl.float32, [BASE, NB, BASE], plain)
-    small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.C, BASE], tiles.tp.dtype)
-    tp = tiles.tp.index(s)._reinterpret(tiles.tp.dtype, [2, c.C, BASE], small)
+    small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.C, BASE], tiles.mp.dtype)
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     zero = gl.zeros([c.C, c.C], gl.float32, al)
     b_zero = gl.reshape(gl.zeros([c.C, 64], gl.float32, flat), [NB, BASE, 64])
     b_low = gl.sum(b_zero, 1)
-    if s < seq.n:
-        load_rows(descs, tiles, barriers, seq, s, s)
-        load_gates(g_desc, tiles, barriers, seq, s, s)
-    for i in range(s, seq.n, 2):
+    stride = HV * c.K
+    k_layout: gl.constexpr = descs[1].layout
+    g_desc = descs[2]
+    if half < seq.n:
+        load_rows(descs, tiles, barriers, seq, half, c)
+    for i in range(half, seq.n, 2):
+        s = i % c.ST
+        phase = (i // c.ST) & 1
         rows = seq.length - i * c.C
+        block = tiles.mp.index(half)._reinterpret(gl.float32, [BASE, NB, BASE], plain)
+        mp = tiles.mp.index(half)._reinterpret(tiles.mp.dtype, [2, c.C, BASE], small)
+        lines = tiles.lines.index(half)._reinterpret(gl.float32, [2, NB, BASE], line)
         b_rows = gl.load(p_beta + (i * c.C + o_r) * HV, mask=o_r < rows, other=0.0).to(gl.float32)
-        b_columns = gl.load(p_beta + (i * c.C + o_c) * HV, mask=o_c < rows, other=0.0)
-        b_columns = b_columns.to(gl.float32)
-        mbarrier.wait(barriers.full.index(s), (i // 2) & 1)
+        mbarrier.wait(barriers.full.index(s), phase)
         if rows < c.C:
             for h in gl.static_range(2):
                 clear_after(tiles.q.index(2 * s + h), rows, c)
                 clear_after(tiles.k.index(2 * s + h), rows, c)
-                clear_after(tiles.v.index(2 * s + h), rows, c)
             gl.thread_barrier()
         b_a = gl.zeros([NB, BASE, BASE], gl.float32, wl)
         b_p = b_a
@@ -272,105 +343,113 @@ def prepare_partition(
         strong = 0
         if c.STRONG:
             for h in gl.static_range(2):
-                mbarrier.wait(barriers.g_full.index(2 * s + h), (i // 2) & 1)
-                if rows < c.C:
-                    clear_after(tiles.g.index(h), rows, c)
-                    gl.thread_barrier()
-                b_all = gl.sum(load_chunks(tiles.g.index(h), flat), 1)
+                b_all = gl.sum(load_gates(p_g + 64 * h, stride, rows, flat, c), 1)
                 strong += (gl.min(gl.min(b_all, 1), 0) < LIMIT).to(gl.int32)
         for h in range(2):
             at = 2 * s + h
-            mbarrier.wait(barriers.g_full.index(at), (i // 2) & 1)
-            if rows < c.C:
-                clear_after(tiles.g.index(h), rows, c)
-                gl.thread_barrier()
-            b_g = load_chunks(tiles.g.index(h), flat)
-            mbarrier.arrive(barriers.g_empty.index(h), count=1)
+            y = half_of(tiles.b, s, h, k_layout)
+            if c.STRONG:
+                b_g = load_gates(p_g + 64 * h, stride, rows, flat, c)
+            else:
+                b_g = take_gates(g_desc, tiles, barriers, seq, i, h, half, flat, c)
             b_all = gl.sum(b_g, 1)
             if c.STRONG:
-                b_far = b_zero.to(tiles.e.dtype)
                 if strong > 0:
                     b_k = load_chunks(tiles.k.index(at), flat).to(gl.float32)
                     b_q = load_chunks(tiles.q.index(at), flat).to(gl.float32)
-                    b_x, b_y, b_far = strong_scores(
-                        tiles, at, b_k, b_q, at_least(b_g, LOWEST), wl, c
-                    )
+                    far = tiles.far.index(2 * half + h)
+                    b_x, b_y, b_far = strong_scores(far, y, b_k, b_q, at_least(b_g, LOWEST), wl, c)
+                    put(far, b_far, c.C, 64)
                     b_a += b_x
                     b_p += b_y
                     b_sum = gl.associative_scan(b_g, 1, add)  # gates are at most 0: it falls
                     b_least = gl.minimum(b_least, gl.min(b_sum, 2))
-                scale_half(tiles, at, b_g, b_all, flat, c)
-                # of a chunk and channel beyond LIMIT: only later chunks read it
-                if strong > 0:
-                    b_e = load_chunks(tiles.e.index(at), flat)
-                    put(tiles.e.index(at), gl.where(b_all[:, None, :] < LIMIT, b_far, b_e), c.C, 64)
             else:
                 b_low = gl.minimum(b_low, b_all)
-                scale_half(tiles, at, b_g, b_all, flat, c)
+            scale_half(tiles, at, y, b_g, b_all, flat, c)
+        p_g += 2 * c.C * stride.to(gl.int64)
         if c.STRONG:
             weak = gl.convert_layout(b_least, gl.SliceLayout(2, wl))[:, :, None] >= LIMIT
         fence_async_shared()
         gl.thread_barrier()
-        b_d = scores(tiles.k, tiles.b, s, zero, wl)
+        y_0 = half_of(tiles.b, s, 0, k_layout)
+        y_1 = half_of(tiles.b, s, 1, k_layout)
+        b_d = scores(tiles.k, y_0, y_1, s, zero, wl)
         if c.STRONG:
             b_d = gl.where(weak, b_d, b_a)
+        if c.ST > 2 and i >= 2:  # the block before has left `mp` and `lines`
+            mbarrier.wait(barriers.empty.index((i - 2) % c.ST), ((i - 2) // c.ST) & 1)
+        lines.index(0).store(b_rows * LIFT)
         b_x = substitute(gl.where(o_i > o_j, b_d * b_rows[:, :, None], 0.0), block)
-        b_d = scores(tiles.q, tiles.b, s, zero, wl)
+        b_d = scores(tiles.q, y_0, y_1, s, zero, wl)
         if c.STRONG:
             b_d = gl.where(weak, b_d, b_p)
-        b_x *= b_columns[:, None, :]
+        lines.index(1).store(gl.sum(gl.where(o_i == o_j, b_d, 0.0), 2))
         gl.thread_barrier()  # all have read `block`
-        put(tp.index(0), b_x, c.C, BASE)
-        # P u is summed with r S, which is 2^57 times too large
-        put(tp.index(1), gl.where(o_i >= o_j, b_d * 2.0**APART, 0.0), c.C, BASE)
+        put(mp.index(0), gl.where(o_xi > o_xj, b_x, 0.0), c.C, BASE)
+        put(mp.index(1), gl.where(o_i > o_j, b_d, 0.0), c.C, BASE)
+        if c.STRONG:
+            put_far(tiles, s, half, strong, b_low, flat, k_layout, c)
         fence_async_shared()
         mbarrier.arrive(barriers.made.index(s), count=1)
-        # gates first: they wait for the other prepare_partition alone, rows for the scan
         if i + 2 < seq.n:
-            load_gates(g_desc, tiles, barriers, seq, i + 2, s)
-            mbarrier.wait(barriers.empty.index(s), (i // 2) & 1)
-            load_rows(descs, tiles, barriers, seq, i + 2, s)
+            n = i + 2 - c.ST  # the last block to have this place
+            if n >= 0:
+                mbarrier.wait(barriers.empty.index(n % c.ST), (n // c.ST) & 1)
+            load_rows(descs, tiles, barriers, seq, i + 2, c)
     if not c.STRONG:
-        gl.store(p_strong + s, (gl.min(gl.min(b_low, 1), 0) < LIMIT).to(gl.int32))
+        gl.store(p_strong + half, (gl.min(gl.min(b_low, 1), 0) < LIMIT).to(gl.int32))
 
 
 @gluon.jit
 def scan_partition(
-    o_desc, o_ptr, tiles, barriers, state_refs, o_row, seq, scale, tile: gl.constexpr, c
+    v_desc, o_desc, o_ptr, tiles, barriers, state_refs, o_row, seq, scale, tile: gl.constexpr, c
 ):  # fmt: skip
     sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BASE, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     along: gl.constexpr = gl.SliceLayout(0, sl)
+    tokens: gl.constexpr = gl.SliceLayout(0, xl)
     o_v = gl.arange(0, 64, gl.SliceLayout(1, sl)) + tile * 64
     o_k = gl.arange(0, 64, along)
     b_s0 = gl.zeros([64, 64], gl.float32, sl)
     b_s1 = gl.zeros([64, 64], gl.float32, sl)
-    b_s0 = load_state(state_refs, b_s0, o_k, o_v, c.V, c.HAS_S_IN)
-    b_s1 = load_state(state_refs, b_s1, 64 + o_k, o_v, c.V, c.HAS_S_IN)
+    b_s0 = load_state(state_refs, b_s0, o_k, o_v, c.V, c.HAS_S_IN) * 2.0**-LOWERED
+    b_s1 = load_state(state_refs, b_s1, 64 + o_k, o_v, c.V, c.HAS_S_IN) * 2.0**-LOWERED
     zero = gl.zeros([64, BASE], gl.float32, xl)
     dtype: gl.constexpr = tiles.k.dtype
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BASE, 64], dtype)
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BASE, BASE], dtype)
+    if seq.n > 0:
+        load_values(v_desc, tiles, barriers, seq, 0, tile)
     for i in range(seq.n):
-        s = i % 2
-        mbarrier.wait(barriers.full.index(s), (i // 2) & 1)
-        mbarrier.wait(barriers.made.index(s), (i // 2) & 1)
+        s = i % c.ST
+        rows = seq.length - i * c.C
+        if i + 1 < seq.n:
+            load_values(v_desc, tiles, barriers, seq, i + 1, tile)
+        at = 2 * tile + i % 2
+        mbarrier.wait(barriers.v_full.index(at), (i // 2) & 1)
+        if rows < c.C:
+            clear_after(tiles.v.index(at), rows, c)
+            gl.thread_barrier()
+        mbarrier.wait(barriers.made.index(s), (i // c.ST) & 1)
         a_0 = tiles.k.index(2 * s)._reinterpret(dtype, [NB, BASE, 64], wide)
         a_1 = tiles.k.index(2 * s + 1)._reinterpret(dtype, [NB, BASE, 64], wide)
         r_0 = tiles.q.index(2 * s)._reinterpret(dtype, [NB, BASE, 64], wide)
         r_1 = tiles.q.index(2 * s + 1)._reinterpret(dtype, [NB, BASE, 64], wide)
-        e_0 = tiles.e.index(2 * s)._reinterpret(dtype, [NB, BASE, 64], wide)
-        e_1 = tiles.e.index(2 * s + 1)._reinterpret(dtype, [NB, BASE, 64], wide)
-        v = tiles.v.index(2 * s + tile)._reinterpret(dtype, [NB, BASE, 64], wide)
+        b = tiles.b.index(s)._reinterpret(dtype, [2 * NB, BASE, 64], wide)
+        v = tiles.v.index(at)._reinterpret(dtype, [NB, BASE, 64], wide)
         out = tiles.o.index(tile)._reinterpret(dtype, [NB, BASE, 64], wide)
-        tp = tiles.tp.index(s)._reinterpret(dtype, [2 * NB, BASE, BASE], small)
+        mp = tiles.mp.index(i % 2)._reinterpret(dtype, [2 * NB, BASE, BASE], small)
+        lines = tiles.lines.index(i % 2)._reinterpret(gl.float32, [2 * NB, BASE], line)
         totals = tiles.total.index(2 * s)._reinterpret(gl.float32, [2 * NB, 64], line)
+        if c.STRONG:
+            keep = tiles.keep.index(2 * s)._reinterpret(gl.float32, [2 * NB, 64], line)
         store_wait(0)
         for j in range(NB):
-            # all transposed: rows along V, so that S and u go on as left operands
+            # all transposed: rows along V, so that W and u go on as left operands
             b_0 = gl.convert_layout(b_s0.to(dtype), sa)
             b_1 = gl.convert_layout(b_s1.to(dtype), sa)
             b_u = warpgroup_mma(
@@ -382,32 +461,39 @@ def scan_partition(
             )
             b_o = warpgroup_mma(b_1, r_1.index(j).permute((1, 0)), b_o, is_async=True)
             b_v = v.index(j).permute((1, 0)).load(xl).to(gl.float32)
-            # while the tensor cores are at it
-            b_s0 *= totals.index(j).load(along)[None, :]
-            b_s1 *= totals.index(NB + j).load(along)[None, :]
+            b_beta = lines.index(j).load(tokens)[None, :]
+            if c.STRONG:
+                b_s0 *= keep.index(j).load(along)[None, :]
+                b_s1 *= keep.index(NB + j).load(along)[None, :]
             b_u = warpgroup_mma_wait(1, deps=(b_u,))
-            b_w = gl.convert_layout(gl.fma(b_u, -(2.0**-APART), b_v).to(dtype), sa)
-            b_u = warpgroup_mma(
-                b_w, tp.index(j).permute((1, 0)), zero, use_acc=False, is_async=True
-            )
+            b_w = gl.fma(b_u, -1 / LIFT, b_v) * b_beta
+            b_x = gl.convert_layout(b_w.to(dtype), sa)
+            b_u = warpgroup_mma(b_x, mp.index(j).permute((1, 0)), b_w, is_async=True)
+            b_t0 = totals.index(j).load(along)[None, :]
+            b_t1 = totals.index(NB + j).load(along)[None, :]
             b_u, b_o = warpgroup_mma_wait(0, deps=(b_u, b_o))
+            b_o = gl.fma(b_u, lines.index(NB + j).load(tokens)[None, :], b_o)
             b_u = b_u.to(dtype)
             b_x = gl.convert_layout(b_u, xa)
-            b_s0 = warpgroup_mma(b_x, e_0.index(j), b_s0, is_async=True)
-            b_s1 = warpgroup_mma(b_x, e_1.index(j), b_s1, is_async=True)
+            b_s0 = warpgroup_mma(b_x, b.index(j), b_s0, is_async=True)
+            b_s1 = warpgroup_mma(b_x, b.index(NB + j), b_s1, is_async=True)
             b_x = gl.convert_layout(b_u, sa)
-            b_o = warpgroup_mma(b_x, tp.index(NB + j).permute((1, 0)), b_o, is_async=True)
-            b_s0, b_s1, b_o = warpgroup_mma_wait(0, deps=(b_s0, b_s1, b_o))
-            out.index(j).permute((1, 0)).store((b_o * (scale * 2.0**-APART)).to(dtype))
+            b_o = warpgroup_mma(b_x, mp.index(NB + j).permute((1, 0)), b_o, is_async=True)
+            b_s0 = warpgroup_mma_wait(2, deps=(b_s0,)) * b_t0
+            b_s1 = warpgroup_mma_wait(1, deps=(b_s1,)) * b_t1
+            b_o = warpgroup_mma_wait(0, deps=(b_o,))
+            out.index(j).permute((1, 0)).store((b_o * (scale / LIFT)).to(dtype))
         mbarrier.arrive(barriers.empty.index(s), count=1)
         fence_async_shared()
         gl.thread_barrier()
         store_tile(
             o_desc, o_ptr, tiles.o.index(tile), seq.row + i * c.C, seq.v_col + 64 * tile, o_row,
-            seq.length - i * c.C, c.C, 64,
+            rows, c.C, 64,
         )  # fmt: skip
     store_wait(0)
     if seq.wanted:
+        b_s0 *= 2.0**LOWERED
+        b_s1 *= 2.0**LOWERED
         store_state(state_refs, b_s0, seq.length >> 30, o_k, o_v, c.V, c.HAS_S_OUT)
         store_state(state_refs, b_s1, seq.length >> 30, 64 + o_k, o_v, c.V, c.HAS_S_OUT)
 
@@ -420,6 +506,7 @@ def kda_fused_fwd_sm90_kernel(
     g_desc,  # [tokens, HV * K] by [64, 64], float32
     o_desc,  # [tokens, HV * V] by [64, 64]
     o_ptr,
+    g_ptr,
     beta_ptr,  # [tokens, HV]
     strong_ptr,  # [N * HV, 2] int32, by the launch without STRONG
     s_in_ptr,  # [N, HV, K, V]
@@ -430,24 +517,33 @@ def kda_fused_fwd_sm90_kernel(
     HAS_S_OUT: gl.constexpr, PACKED: gl.constexpr, STRONG: gl.constexpr,
 ):  # fmt: skip
     """grid (HV * N,), 4 warps. With STRONG, those programs that met strong gates without it."""
-    c: gl.constexpr = Constants(K, V, C, STRONG, HAS_S_IN, HAS_S_OUT)
+    ST: gl.constexpr = 2 if STRONG else 3
+    c: gl.constexpr = Constants(K, V, C, ST, STRONG, HAS_S_IN, HAS_S_OUT)
     dtype: gl.constexpr = k_desc.dtype
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BASE], dtype)
-    lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    tiles = Tiles(
-        gl.allocate_shared_memory(dtype, [4, 64, 64], q_desc.layout),
-        gl.allocate_shared_memory(dtype, [4, 64, 64], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [4, 64, 64], k_desc.layout),
-        gl.allocate_shared_memory(dtype, [4, 64, 64], v_desc.layout),
-        gl.allocate_shared_memory(dtype, [4, 64, 64], k_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [2, 64, 64], g_desc.layout),
-        gl.allocate_shared_memory(dtype, [2, 64, 64], o_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [4, NB, 64], lines),
-        gl.allocate_shared_memory(dtype, [2, 2 * C, BASE], small),
-    )
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    q = gl.allocate_shared_memory(dtype, [2 * ST, 64, 64], q_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [2 * ST, 64, 64], k_desc.layout)
+    b = gl.allocate_shared_memory(dtype, [ST, 128, 64], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [4, 64, 64], v_desc.layout)
+    o = gl.allocate_shared_memory(dtype, [2, 64, 64], o_desc.layout)
+    total = gl.allocate_shared_memory(gl.float32, [2 * ST, NB, 64], line)
+    mp = gl.allocate_shared_memory(dtype, [2, 2 * C, BASE], small)
+    lines = gl.allocate_shared_memory(gl.float32, [2, 2 * NB, BASE], line)
+    v_full = alloc_mbarriers(1, 4)
+    # each launch has what it uses alone: Triton gives the memory of an unused barrier away
+    g, far, keep = q, b, total
+    g_full, g_empty = v_full, v_full.index(0)
+    if STRONG:
+        far = gl.allocate_shared_memory(dtype, [4, 64, 64], k_desc.layout)
+        keep = gl.allocate_shared_memory(gl.float32, [2 * ST, NB, 64], line)
+    else:
+        g = gl.allocate_shared_memory(gl.float32, [64, 64], g_desc.layout)
+        g_full, g_empty = alloc_mbarriers(1, 2), alloc_mbarriers(1, 1).index(0)
+    tiles = Tiles(q, k, b, g, v, o, total, mp, lines, far, keep)
     barriers = Barriers(
-        alloc_mbarriers(1, 2), alloc_mbarriers(1, 2), alloc_mbarriers(2, 2),
-        alloc_mbarriers(1, 4), alloc_mbarriers(1, 2),
+        alloc_mbarriers(1, ST), alloc_mbarriers(1, ST), alloc_mbarriers(2, ST),
+        v_full, g_full, g_empty,
     )  # fmt: skip
     pid = gl.program_id(0)
     i_h = pid % HV
@@ -463,16 +559,18 @@ def kda_fused_fwd_sm90_kernel(
     o_state = state_offset(i_n, i_h, HV, K, V)
     state_refs = StateRefs(s_in_ptr, s_out_ptr, o_state, o_state)
     p_beta = beta_ptr + row.to(gl.int64) * HV + i_h
-    descs = q_desc, k_desc, v_desc
+    p_even = g_ptr + row.to(gl.int64) * HV * K + i_h * K
+    p_odd = p_even + C * HV * K
+    descs = q_desc, k_desc, g_desc
     o_row = HV * V
     gl.warp_specialize(
         [
             (scan_partition, (
-                o_desc, o_ptr, tiles, barriers, state_refs, o_row, seq, scale, 0, c)),
+                v_desc, o_desc, o_ptr, tiles, barriers, state_refs, o_row, seq, scale, 0, c)),
             (scan_partition, (
-                o_desc, o_ptr, tiles, barriers, state_refs, o_row, seq, scale, 1, c)),
-            (prepare_partition, (descs, g_desc, tiles, barriers, p_beta, p_strong, HV, seq, 0, c)),
-            (prepare_partition, (descs, g_desc, tiles, barriers, p_beta, p_strong, HV, seq, 1, c)),
+                v_desc, o_desc, o_ptr, tiles, barriers, state_refs, o_row, seq, scale, 1, c)),
+            (prepare_partition, (descs, p_even, p_beta, p_strong, tiles, barriers, HV, seq, 0, c)),
+            (prepare_partition, (descs, p_odd, p_beta, p_strong, tiles, barriers, HV, seq, 1, c)),
         ],
         [4, 4, 4],
         [144, 112, 112],
