@@ -135,6 +135,7 @@ def load_rows(descs, tiles, barriers, seq, i, c):
         mbarrier.expect(full, 4 * q_desc.block_type.nbytes)
     else:
         mbarrier.expect(full, 4 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
+        # the scan has left this place, so that b of the block before is not read any more
         copy_in(g_desc, [t, seq.g_col], full, first_gates(g_desc, tiles, s))
     for h in gl.static_range(2):
         copy_in(q_desc, [t, seq.k_col + 64 * h], full, tiles.q.index(2 * s + h))
@@ -177,6 +178,7 @@ def take_gates(g_desc, tiles, barriers, seq, i, h, half: gl.constexpr, flat: gl.
     """As load_gates; the first half's turn asks for the second's."""
     rows = seq.length - i * c.C
     if h == 0:
+        # first, so that they come while this half's operands are made
         g_full = barriers.g_full.index(half)
         mbarrier.wait(barriers.g_empty, (i & 1) ^ 1)
         gl.thread_barrier()
@@ -397,6 +399,7 @@ def prepare_partition(
             if n >= 0:
                 mbarrier.wait(barriers.empty.index(n % c.ST), (n // c.ST) & 1)
             load_rows(descs, tiles, barriers, seq, i + 2, c)
+    # both write, whether they had blocks or not: the memory was not cleared
     if not c.STRONG:
         gl.store(p_strong + half, (gl.min(gl.min(b_low, 1), 0) < LIMIT).to(gl.int32))
 
@@ -427,6 +430,7 @@ def scan_partition(
     for i in range(seq.n):
         s = i % c.ST
         rows = seq.length - i * c.C
+        # into the place of the block before, which all threads have read when they last met
         if i + 1 < seq.n:
             load_values(v_desc, tiles, barriers, seq, i + 1, tile)
         at = 2 * tile + i % 2
@@ -466,9 +470,11 @@ def scan_partition(
                 b_s0 *= keep.index(j).load(along)[None, :]
                 b_s1 *= keep.index(NB + j).load(along)[None, :]
             b_u = warpgroup_mma_wait(1, deps=(b_u,))
+            # beta is 2^27 times as large: one multiplication less
             b_w = gl.fma(b_u, -1 / LIFT, b_v) * b_beta
             b_x = gl.convert_layout(b_w.to(dtype), sa)
             b_u = warpgroup_mma(b_x, mp.index(j).permute((1, 0)), b_w, is_async=True)
+            # before the wait, which hides them; sooner they would want too many registers
             b_t0 = totals.index(j).load(along)[None, :]
             b_t1 = totals.index(NB + j).load(along)[None, :]
             b_u, b_o = warpgroup_mma_wait(0, deps=(b_u, b_o))
@@ -479,6 +485,7 @@ def scan_partition(
             b_s1 = warpgroup_mma(b_x, b.index(NB + j), b_s1, is_async=True)
             b_x = gl.convert_layout(b_u, sa)
             b_o = warpgroup_mma(b_x, mp.index(NB + j).permute((1, 0)), b_o, is_async=True)
+            # each as soon as it is there: the others are still at work
             b_s0 = warpgroup_mma_wait(2, deps=(b_s0,)) * b_t0
             b_s1 = warpgroup_mma_wait(1, deps=(b_s1,)) * b_t1
             b_o = warpgroup_mma_wait(0, deps=(b_o,))
