@@ -10,18 +10,12 @@ from slipstream.kernels.linear import backend, dplr
 from slipstream.kernels.linear.dplr import ChunkGrads, IntraChunk, dplr_args
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
 from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
-from slipstream.kernels.linear.segments import (
-    NUM_SMS,
-    Segments,
-    num_sequences,
-    scan_args,
-    sequence_args,
-)
+from slipstream.kernels.linear.segments import Segments, num_sequences, scan_args, sequence_args
 from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta.plan import can_pass_states, segments_for_programs
 from slipstream.kernels.linear.triton.delta.tiles import KernelTile
-from slipstream.kernels.linear.triton.dplr import intra_safe, intra_safe_bwd, wy, wy_quarters
+from slipstream.kernels.linear.triton.dplr import intra_safe_bwd, wy
 from slipstream.kernels.linear.triton.dplr.chunk import (
     dplr_chunk_dstate_kernel,
     dplr_chunk_fwd_kernel,
@@ -40,11 +34,6 @@ from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cache, cached
-
-# Chunks of a program of wy_quarters.py, which most chunks do not need, and programs that fill any
-# GPU.
-MAX_CHUNKS = 16
-TARGET_PROGRAMS = 4 * NUM_SMS
 
 
 @cache
@@ -117,23 +106,16 @@ class TritonDplr(dplr.DplrBackend):
         options: dict[str, Any] = {"WIDE": WIDE, "STEPS": tile.steps, **_gate_options(terms)}
         options |= {"INNER": "ieee" if INTERPRETED else inner}
         options |= {"BK": tile.intra.B, "BV": tile.intra.B}
-        # what both kernels compute of a chunk has the same bits only if neither rounds a product
+        # what both compilations make of a chunk has the same bits only if neither rounds a product
         # and a sum at once where the other does not: in float32 outputs would depend on later gates
         options |= {"enable_fp_fusion": False, **_launch_options(terms, tile.intra)}
-        grid, gated = (intra.u.shape[0] * terms.v.shape[2],), terms.g is not None
-        run: Any = cached(wy.dplr_wy_kernel)[grid]
-        options |= {"LIMIT": ANCHORED_TILES[dtype], "APART": APART[dtype] if gated else 0.0}
-        run(**args, HAS_GATE=gated, **options)
-        options["PIECES"] = 2 if options["BK"] > 32 else 1
-        if options["APART"] > 0:
-            total = grid[0]
-            shared = {"total": total, "MAX_CHUNKS": MAX_CHUNKS}
-            programs = max(-(-total // MAX_CHUNKS), min(total, TARGET_PROGRAMS))
-            run = cached(wy_quarters.dplr_wy_quarters_kernel)[programs,]
-            run(**args, **options | shared)
+        gated = terms.g is not None
+        options |= {"LIMIT": ANCHORED_TILES[dtype], "SHIFT": SHIFT[dtype], "HAS_GATE": gated}
+        options |= {"APART": APART[dtype] if gated else 0.0}
+        run: Any = cached(wy.dplr_wy_kernel)[(intra.u.shape[0] * terms.v.shape[2],)]
+        run(**args, ones_ptr=None, STRONG=False, **options)
         if gated:
-            run = cached(intra_safe.dplr_intra_safe_kernel)[grid]
-            run(**args, ones_ptr=_ones(terms), SHIFT=SHIFT[dtype], **options)
+            run(**args, ones_ptr=_ones(terms), STRONG=True, **options)
 
     def chunk_fwd(
         self,
@@ -266,12 +248,9 @@ class TritonDplr(dplr.DplrBackend):
         options |= {**_gate_options(terms), **_launch_options(terms, kernel_tile)}
         grid, gated = (-(-K // kernel_tile.B) * HV * states.x.shape[0],), terms.g is not None
         run: Any = cached(dplr_dqkg_kernel)[grid]
-        apart = APART[do.dtype] if gated else 0.0
-        run(**args, HAS_GATE=gated, APART=apart, QUARTERS=False, **options)
-        if apart > 0:
-            run(**args, HAS_GATE=True, APART=apart, QUARTERS=True, **options)
+        run(**args, HAS_GATE=gated, APART=APART[do.dtype] if gated else 0.0, **options)
         if gated:
-            options |= {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype], "QUARTERS": apart > 0}
+            options |= {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype]}
             run = cached(intra_safe_bwd.dplr_intra_safe_bwd_kernel)[grid]
             run(**args, ones_ptr=_ones(terms), **options)
 

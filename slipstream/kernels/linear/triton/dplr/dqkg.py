@@ -16,11 +16,6 @@ a minus of what scores gave b and k from t on, less what is not in the decay fro
 Pairs (i, i) have no decay; they come last. Where halves of a chunk are APART (intra_anchored.py)
 what comes of one half of the tokens is taken, rows of the other half are rescaled, then comes what
 is left. Strong chunks are left to intra_safe_bwd.py.
-
-With QUARTERS the kernel takes chunks of which a half decays further, but no quarter does: E is
-relative to half of what a token's quarter decays by. Channels are columns of these products, so
-that sums over one quarter's tokens come after another's, and rows beyond are multiplied by the
-decay between the middles of two quarters.
 """
 
 from collections import namedtuple
@@ -29,12 +24,11 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
-from slipstream.kernels.linear.triton.dplr.gate_sums import load_gates_of, product_of_gates
 from slipstream.kernels.linear.triton.dplr.intra_anchored import add_anchored_bwd, load_anchored
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
 # constants of a launch, for device functions
-Constants = namedtuple("Constants", "K QUARTERS DELTA APART PRECISION")
+Constants = namedtuple("Constants", "DELTA APART PRECISION")
 # gradients of the scores [chunks, HV, C, C]
 Scores = namedtuple("Scores", "dqb dab dqk dak")
 
@@ -122,17 +116,13 @@ def _scores_grad(
 
 @triton.jit
 def _scores_grads(
-    b_d, p_1, b_1, p_2, b_2, o_c, o_k, gates, apart, c, TWO: tl.constexpr, TRANSPOSED: tl.constexpr
+    b_d, p_1, b_1, p_2, b_2, o_c, apart, c, TWO: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
     """b_d + d_1 m_1 + d_2 m_2 [C, BK], or with d^T; without the second unless TWO.
 
     apart: APART, or 0 in a chunk whose operands are not.
     """
-    if c.QUARTERS:
-        b_d = _grads_by_quarters(
-            b_d, p_1, b_1, p_2, b_2, o_c, o_k, gates, c.K, TWO, TRANSPOSED, c.PRECISION
-        )
-    elif c.APART > 0 and apart > 0:
+    if c.APART > 0 and apart > 0:
         of = (o_c >= o_c.shape[0] // 2) == TRANSPOSED
         for half in tl.static_range(2):
             b_d = _scores_grad(b_d, p_1, o_c, b_1, of, True, TRANSPOSED, c.PRECISION)
@@ -149,69 +139,6 @@ def _scores_grads(
 
 
 @triton.jit
-def _between(gates, quarter, o_k, C: tl.constexpr, K: tl.constexpr):
-    """Root of the decay from the middle of a quarter to that of the next, [BK]."""
-    p_g, stride, count, CHANNEL = gates
-    o_t = quarter * (C // 4) + tl.arange(0, C // 2)
-    m_g = (o_t < count)[:, None] & (o_k < K)[None, :]
-    b_g = load_gates_of(p_g + o_t[:, None] * stride + o_k[None, :] * CHANNEL, m_g)
-    return tl.exp2(0.25 * tl.sum(b_g, 0))
-
-
-@triton.jit
-def _grads_by_quarters(
-    b_d, p_1, b_1, p_2, b_2, o_c, o_k, gates,
-    K: tl.constexpr, TWO: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """As _scores_grads, of operands that are relative to the middles of quarters: what comes of one
-    quarter's tokens, then rows of the others go to the next quarter's middle."""
-    Q: tl.constexpr = o_c.shape[0] // 4
-    for n in range(4):
-        quarter = 3 - n if TRANSPOSED else n
-        of = o_c // Q == quarter
-        b_d = _scores_grad(b_d, p_1, o_c, b_1, of, True, TRANSPOSED, PRECISION)
-        if TWO:
-            b_d = _scores_grad(b_d, p_2, o_c, b_2, of, True, TRANSPOSED, PRECISION)
-        if n < 3:
-            # in two steps: a factor may be below 2^-126
-            if TRANSPOSED:
-                b_f = _between(gates, quarter - 1, o_k, 4 * Q, K)[None, :]
-                m_f = (o_c < quarter * Q)[:, None]
-            else:
-                b_f = _between(gates, quarter, o_k, 4 * Q, K)[None, :]
-                m_f = (o_c >= (quarter + 1) * Q)[:, None]
-            b_f = tl.where(m_f, b_f, 1.0)
-            b_d = b_d * b_f * b_f
-    return b_d
-
-
-@triton.jit
-def _back(
-    gates, o_c, m_k, o_k, apart,
-    QUARTERS: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The decay to the chunk's end that a write needs beside its operand's and the last ones'."""
-    if QUARTERS:
-        b_back = _until_last(gates, o_c, m_k, o_k, FP32, PRECISION)
-    else:
-        b_back = tl.exp2(tl.where(o_c >= o_c.shape[0] // 2, 0.0, -2 * apart))[:, None]
-    return b_back
-
-
-@triton.jit
-def _until_last(gates, o_c, m_k, o_k, FP32: tl.constexpr, PRECISION: tl.constexpr):
-    """Decay from the middle of each token's quarter to that of the last one, [C, BK]."""
-    p_g, stride, _, CHANNEL = gates
-    Q: tl.constexpr = o_c.shape[0] // 4
-    b_g = load_gates_of(p_g + o_c[:, None] * stride + o_k[None, :] * CHANNEL, m_k)
-    i = (o_c // Q)[:, None]
-    t = (o_c // Q)[None, :]
-    b_seen = tl.where((t > i) & (t < 3), 1.0, tl.where((t == i) != (t == 3), 0.5, 0.0))
-    b_seen = tl.where(t < i, 0.0, b_seen)
-    return tl.exp2(product_of_gates(b_seen, b_g, FP32, PRECISION))
-
-
-@triton.jit
 def _load_writes(p, m_k, b_e, HAS_GATE: tl.constexpr):
     b = tl.load(p, mask=m_k, other=0.0)
     if HAS_GATE:
@@ -220,23 +147,19 @@ def _load_writes(p, m_k, b_e, HAS_GATE: tl.constexpr):
 
 
 @triton.jit
-def _of_writes(b_dq, b_da, b_w, b_u, scores, i_a, o_c, o_k, gates, apart, c):
+def _of_writes(b_dq, b_da, b_w, b_u, scores, i_a, o_c, apart, c):
     """dq and da with what comes of what tokens wrote, w and except for DELTA u."""
     p_qk = scores.dqb if c.DELTA else scores.dqk + i_a
     p_ak = scores.dqb if c.DELTA else scores.dak + i_a
-    b_dq = _scores_grads(
-        b_dq, scores.dqb + i_a, b_w, p_qk, b_u, o_c, o_k, gates, apart, c, not c.DELTA, False
-    )
-    b_da = _scores_grads(
-        b_da, scores.dab + i_a, b_w, p_ak, b_u, o_c, o_k, gates, apart, c, not c.DELTA, False
-    )
+    b_dq = _scores_grads(b_dq, scores.dqb + i_a, b_w, p_qk, b_u, o_c, apart, c, not c.DELTA, False)
+    b_da = _scores_grads(b_da, scores.dab + i_a, b_w, p_ak, b_u, o_c, apart, c, not c.DELTA, False)
     return b_dq, b_da
 
 
 @triton.jit
-def _of_reads(b_d, b_r, b_s, p_q, p_a, o_c, o_k, gates, apart, c):
+def _of_reads(b_d, b_r, b_s, p_q, p_a, o_c, apart, c):
     """db or dk with what comes of what tokens read, r and s."""
-    return _scores_grads(b_d, p_q, b_r, p_a, b_s, o_c, o_k, gates, apart, c, True, True)
+    return _scores_grads(b_d, p_q, b_r, p_a, b_s, o_c, apart, c, True, True)
 
 
 @triton.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "tokens"])
@@ -260,12 +183,11 @@ def dplr_dqkg_kernel(
     scale, T, N, HV, H, tokens,
     K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, DELTA: tl.constexpr, HAS_GATE: tl.constexpr, CHANNEL: tl.constexpr,
-    PACKED: tl.constexpr, FP32: tl.constexpr, APART: tl.constexpr, QUARTERS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, FP32: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
     scores = Scores(dqb_ptr, dab_ptr, dqk_ptr, dak_ptr)
-    c: tl.constexpr = Constants(K, QUARTERS, DELTA, APART, PRECISION)
+    c: tl.constexpr = Constants(DELTA, APART, PRECISION)
     NK: tl.constexpr = (K + BK - 1) // BK
     GK: tl.constexpr = K**CHANNEL
     act = q_ptr.dtype.element_ty
@@ -274,7 +196,7 @@ def dplr_dqkg_kernel(
     apart = 0.0
     if HAS_GATE:  # there is no strong_ptr without
         strength = tl.load(strong_ptr + i_chunk_head)
-        if ((strength == 2) != QUARTERS) | (strength > 2):
+        if strength > 1:
             return
         apart = strength * APART
     i_k = pid % NK
@@ -308,20 +230,18 @@ def dplr_dqkg_kernel(
     b_dq *= scale
 
     # by way of what the tokens wrote
-    b_e, gates = 0.0, None
+    b_e = 0.0
     if HAS_GATE:
-        i_g = (row * HV + i_h) * GK
-        gates = (g_ptr + i_g, HV * GK, length - i_c * C, CHANNEL)
-        b_e, b_before, b_early, b_late, b_total = load_anchored(
-            g_ptr, i_g, HV * GK, o_c, m_k, o_k, apart, QUARTERS,
-            CHANNEL, not DELTA, FP32, PRECISION,
+        b_e, b_before, b_early, b_late = load_anchored(
+            g_ptr, (row * HV + i_h) * GK, HV * GK, o_c, m_k, o_k, apart, CHANNEL, not DELTA, FP32,
+            PRECISION,
         )  # fmt: skip
-        b_z *= tl.exp2(b_total)
-        b_early = tl.exp2(b_early if QUARTERS else b_early + apart)[None, :]
+        b_z *= tl.exp2(b_early + b_late)
+        b_early = tl.exp2(b_early + apart)[None, :]
         b_dq, b_da = b_dq * b_early, b_da * b_early
     b_w = _load_writes(p_b, m_k, b_e, HAS_GATE)
     b_u = b_w if DELTA else _load_writes(k_ptr + o_q, m_k, b_e, HAS_GATE)
-    b_dq, b_da = _of_writes(b_dq, b_da, b_w, b_u, scores, i_a, o_c, o_k, gates, apart, c)
+    b_dq, b_da = _of_writes(b_dq, b_da, b_w, b_u, scores, i_a, o_c, apart, c)
 
     b_a = tl.load(p_a, mask=m_k, other=0.0)
     b_f = tl.exp2(b_before) if HAS_GATE else 1.0
@@ -361,11 +281,12 @@ def dplr_dqkg_kernel(
     )  # fmt: skip
     b_w = _load_writes(p_b, m_k, b_e, HAS_GATE)
     if HAS_GATE:
-        b_late = tl.exp2(b_late if QUARTERS else b_late + apart)[None, :]
+        b_late = tl.exp2(b_late + apart)[None, :]
         b_db *= b_late
-        b_back = _back(gates, o_c, m_k, o_k, apart, QUARTERS, FP32, PRECISION)
+        # the decay to the chunk's end that a write needs beside its operand's and the last ones'
+        b_back = tl.exp2(tl.where(o_c >= C // 2, 0.0, -2 * apart))[:, None]
         b_z += tl.sum(b_w * (b_db * b_back), 0)
-    b_db = _of_reads(b_db, b_rq, b_ra, dqb_ptr + i_a, dab_ptr + i_a, o_c, o_k, gates, apart, c)
+    b_db = _of_reads(b_db, b_rq, b_ra, dqb_ptr + i_a, dab_ptr + i_a, o_c, apart, c)
     if HAS_GATE:
         b_t -= _load_writes(p_b, m_k, b_e, HAS_GATE) * b_db  # read again: kept, it would spill
         b_db *= tl.exp2(-b_e)
@@ -377,9 +298,8 @@ def dplr_dqkg_kernel(
         b_u = _load_writes(k_ptr + o_q, m_k, b_e, HAS_GATE)
         if HAS_GATE:
             b_dk *= b_late
-            b_back = _back(gates, o_c, m_k, o_k, apart, QUARTERS, FP32, PRECISION)  # not kept
             b_z += tl.sum(b_u * (b_dk * b_back), 0)
-        b_dk = _of_reads(b_dk, b_rq, b_ra, dqk_ptr + i_a, dak_ptr + i_a, o_c, o_k, gates, apart, c)
+        b_dk = _of_reads(b_dk, b_rq, b_ra, dqk_ptr + i_a, dak_ptr + i_a, o_c, apart, c)
         if HAS_GATE:
             b_t -= _load_writes(k_ptr + o_q, m_k, b_e, HAS_GATE) * b_dk
             b_dk *= tl.exp2(-b_e)

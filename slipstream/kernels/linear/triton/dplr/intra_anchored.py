@@ -21,7 +21,7 @@ are relative to, so forward takes G, the sum of g from the start to i, and a who
     exp(G_i - n) exp(n - G_j)      n = early, cut, + APART in the first half, - APART in the second
 
 where G is rounded to multiples of 2^-14, so that n moves exponents alone (exp2_by_parts); without
-APART n is 0. Where a half decays further, quarters take the place of halves (by_quarters.py).
+APART n is 0.
 Inputs that are 0 or at least 2^-46 keep all digits that n could cost: early is cut at
 -(LIMIT + APART), so that where later gates move n, no factor of the first half is below 2^-80, and
 tokens of the second half have n from their past. A read beyond the cut has one n always.
@@ -42,26 +42,15 @@ WHOLE = tl.constexpr(1.5 * 2.0**23)  # float32 beside it are whole numbers, whic
 @triton.jit
 def load_anchored(
     g_ptr, at, stride, o_c, m_g, o_k, apart,
-    QUARTERS: tl.constexpr, CHANNEL: tl.constexpr, BEFORE: tl.constexpr, FP32: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CHANNEL: tl.constexpr, BEFORE: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """E [C, BK], E without a token's own gate (if BEFORE, else E), early, late, their sum [BK].
+    """E [C, BK], E without a token's own gate (if BEFORE, else E), early, late [BK].
 
-    apart: what E has less in the first half, and more in the second. By QUARTERS E is relative to
-    half of what a token's quarter decays by, and early and late are such halves, of the first
-    quarter and the last.
+    apart: what E has less in the first half, and more in the second.
     """
     C: tl.constexpr = o_c.shape[0]
     p_g = g_ptr + at + o_c[:, None] * stride + o_k[None, :] * CHANNEL
     b_g = load_gates_of(p_g, m_g)
-    if QUARTERS:
-        b_early = 0.5 * tl.sum(tl.where((o_c < C // 4)[:, None], b_g, 0.0), 0)
-        b_late = 0.5 * tl.sum(tl.where((o_c >= C - C // 4)[:, None], b_g, 0.0), 0)
-        b_e = product_of_gates(_in_quarter(o_c, False), b_g, FP32, PRECISION)
-        b_before = b_e
-        if BEFORE:
-            b_before = product_of_gates(_in_quarter(o_c, True), b_g, FP32, PRECISION)
-        return b_e, b_before, b_early, b_late, tl.sum(b_g, 0)
     later = (o_c >= C // 2)[:, None]
     # of one sign each, so that neither sum cancels
     b_early = tl.sum(tl.where(later, 0.0, b_g), 0)
@@ -79,17 +68,7 @@ def load_anchored(
         b_seen = past.to(tl.float32) - ahead.to(tl.float32)
         b_before = product_of_gates(b_seen, b_g, FP32, PRECISION)
     b_apart = tl.where(later, apart, -apart)
-    return b_e + b_apart, b_before + b_apart, b_early, b_late, b_early + b_late
-
-
-@triton.jit
-def _in_quarter(o_c, BEFORE: tl.constexpr):
-    """[C, C]: what E is of gates by quarters."""
-    i = o_c[:, None]
-    t = o_c[None, :]
-    Q: tl.constexpr = o_c.shape[0] // 4
-    past = t < i if BEFORE else t <= i
-    return tl.where(i // Q == t // Q, tl.where(past, 0.5, -0.5), 0.0)
+    return b_e + b_apart, b_before + b_apart, b_early, b_late
 
 
 @triton.jit
@@ -214,7 +193,7 @@ def lowest_read(b_e, b_middle, b_early, o_c, LIMIT: tl.constexpr, APART: tl.cons
 
 @triton.jit
 def is_read_anchored(b_lowest, LIMIT: tl.constexpr):
-    """Whether tokens read as in chunks that are not strong: by lowest_read, lowest_of_quarters."""
+    """Whether tokens read as in chunks that are not strong, by lowest_read."""
     return b_lowest >= -(2 * LIMIT + ROUNDING)
 
 

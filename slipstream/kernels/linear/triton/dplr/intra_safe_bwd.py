@@ -158,14 +158,13 @@ def dplr_intra_safe_bwd_kernel(
     da_ptr,  # dplr
     db_ptr, dg_ptr,
     dbeta_ptr,  # [1 + NK, tokens, HV], delta, except for the first
-    strong_ptr,  # [chunks, HV]: of intra_safe.py; 2 is strong unless by QUARTERS
+    strong_ptr,  # [chunks, HV]: of wy.py; 2 is strong
     ones_ptr,  # gate_ones.py's
     cu_ptr,  # [N + 1]
     scale, T, N, HV, H, tokens,
     K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, STEPS: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
-    PACKED: tl.constexpr, FP32: tl.constexpr, LIMIT: tl.constexpr, QUARTERS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, FP32: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """grid (ceil(K / BK) * HV * chunks,): BK channels of one chunk and value head a program."""
     c: tl.constexpr = Constants(STEPS, C, FP32, PRECISION)
@@ -175,7 +174,7 @@ def dplr_intra_safe_bwd_kernel(
     pid = tl.program_id(0)
     i_chunk_head = (pid // NK).to(tl.int64)
     # most programs end here: dqkg.py's gradients of a weak chunk stand
-    if tl.load(strong_ptr + i_chunk_head) < (3 if QUARTERS else 2):
+    if tl.load(strong_ptr + i_chunk_head) < 2:
         return
     i_k = pid % NK
     i_h = (pid // NK) % HV

@@ -81,10 +81,9 @@ _SAME = {
 ANCHORED_TILES = {torch.bfloat16: 80.0, torch.float32: 16.0, torch.float16: 3.0}
 SHIFT = {torch.bfloat16: 80.0, torch.float32: 0.0, torch.float16: 0.0}
 # In bf16 both halves of a chunk may decay by 2^(-2 WHOLE): reads of the first half are 2^-APART,
-# and of the second 2^APART of what they are relative to the middle (intra_anchored.py). So may
-# quarters, relative to the middle of their half (by_quarters.py).
+# and of the second 2^APART of what they are relative to the middle (intra_anchored.py).
 APART = {torch.bfloat16: 55.0, torch.float32: 0.0, torch.float16: 0.0}
-LIMIT = {torch.bfloat16: 48.0, torch.float32: 48.0, torch.float16: 6.0}
+LIMIT = {torch.bfloat16: 80.0, torch.float32: 48.0, torch.float16: 6.0}
 
 
 def choose(

@@ -15,9 +15,11 @@ so that x = U + W S with
 and the scan's step has neither gates nor scores to compute. One program does one chunk of a value
 head and writes W, U, scale (q exp(G)), b exp(G_C - G), k exp(G_C - G), exp(G_C), scale qb and
 scale qk in the order in which the scan reads them: chunk by chunk, K filled up with zeros. Decays
-are those of intra_anchored.py. Strong chunks are marked and end early: wy_quarters.py has them, and
-intra_safe.py those that have decayed too far for that. In float32 and float16 intra_safe.py writes
-again what of them has.
+are those of intra_anchored.py.
+
+The kernel is compiled twice, weak and STRONG. The weak one marks chunks that decay too far for
+these decays, and ends. The STRONG one takes them, at any gate: rows of scores whose tokens have not
+decayed too far have the bits that they have in weak chunks, the others are those of intra_safe.py.
 
 In 16 bits R is not rounded before the products, nor U: without decay, rounding all of R, W, U and x
 puts outputs off by 6e-3, where this leaves 4.9e-3.
@@ -33,16 +35,20 @@ from slipstream.kernels.linear.triton.dplr.intra_anchored import (
     anchored_writes,
     exp2_by_parts,
     exp2_of_start,
+    is_read_anchored,
     load_from_start,
+    lowest_read,
     strongest_half,
     together,
     until_end,
 )
+from slipstream.kernels.linear.triton.dplr.intra_safe import add_decayed
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
 # constants of a launch, for device functions
 Constants = namedtuple(
-    "Constants", "K V WIDE BK BV STEPS DELTA HAS_GATE CHANNEL FP32 LIMIT APART PRECISION INNER"
+    "Constants",
+    "K V WIDE BK BV STEPS DELTA HAS_GATE CHANNEL FP32 LIMIT SHIFT APART PRECISION INNER",
 )
 Operands = namedtuple("Operands", "a b k")
 
@@ -128,60 +134,61 @@ def _add_scores_of_a(b_ab, b_ak, ops, i_k, w_ptr, i_w, g_ptr, i_g, o_c, m_c, HV,
 
 @triton.jit(do_not_specialize=["scale", "keep", "T", "N", "HV", "H"])
 def dplr_wy_kernel(
-    q_ptr,  # [tokens, H, K]
-    k_ptr,
-    a_ptr,  # none for delta
-    b_ptr,
+    q_ptr, k_ptr,  # [tokens, H, K]
+    a_ptr, b_ptr,  # none for delta
     v_ptr,  # [tokens, HV, V]
     g_ptr,  # [tokens, HV, K] or [tokens, HV]
     beta_ptr,  # [tokens, HV], delta
     q_out_ptr,  # [chunks, HV, C, WIDE]: scale q exp(G)
     w_out_ptr,  # W
-    b_out_ptr,  # b exp(G_C - G)
-    k_out_ptr,  # k exp(G_C - G), dplr
+    b_out_ptr, k_out_ptr,  # b exp(G_C - G), k exp(G_C - G), dplr
     u_out_ptr,  # [chunks, HV, V, C]: U, float32
     total_ptr,  # [chunks, HV, WIDE]: exp(G_C)
-    qb_ptr,  # [chunks, HV, C, C], scaled
-    qk_ptr,  # scaled, dplr
-    ak_ptr,  # dplr, if keep
-    r_ptr,  # if keep
+    qb_ptr, qk_ptr,  # [chunks, HV, C, C], scaled, qk for dplr
+    ak_ptr, r_ptr,  # if keep, ak for dplr
     strong_ptr,  # [chunks, HV]: 1 if a half decays by more than LIMIT, 2 if it is strong
+    ones_ptr,  # gate_ones.py's, if STRONG
     cu_ptr,  # [N + 1]
     scale, keep, T, N, HV, H,
     K: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, STEPS: tl.constexpr, DELTA: tl.constexpr, HAS_GATE: tl.constexpr,
     CHANNEL: tl.constexpr, PACKED: tl.constexpr, FP32: tl.constexpr, LIMIT: tl.constexpr,
-    APART: tl.constexpr, PRECISION: tl.constexpr, INNER: tl.constexpr,
+    SHIFT: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr, INNER: tl.constexpr,
+    STRONG: tl.constexpr,
 ):  # fmt: skip
     """grid (chunks * HV,). keep, which backward wants, is no constant: one compilation for both."""
-    ops = Operands(a_ptr, b_ptr, k_ptr)
     c: tl.constexpr = Constants(
-        K, V, WIDE, BK, BV, STEPS, DELTA, HAS_GATE, CHANNEL, FP32, LIMIT, APART, PRECISION, INNER
-    )
+        K, V, WIDE, BK, BV, STEPS, DELTA, HAS_GATE, CHANNEL, FP32, LIMIT, SHIFT, APART, PRECISION,
+        INNER,
+    )  # fmt: skip
     act = q_ptr.dtype.element_ty
     GK: tl.constexpr = K**CHANNEL
+    FARTHEST: tl.constexpr = 2 * LIMIT if APART > 0 else LIMIT
     pid = tl.program_id(0)
+    if STRONG:
+        strong = tl.load(strong_ptr + pid)
+        if strong < 2:  # most programs end here
+            return
     i_h = pid % HV
     begin, length, i_c = locate_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
-    i = o_c[:, None]
-    j = o_c[None, :]
+    i, j = o_c[:, None], o_c[None, :]
     row = begin + i_c * C
     i_k = (row * H + i_h // (HV // H)) * K
     i_g = (row * HV + i_h) * GK
     i_chunk_head = pid.to(tl.int64)
-    i_a = i_chunk_head * (C * C)
-    i_w = i_chunk_head * (C * WIDE)
+    i_a, i_w = i_chunk_head * (C * C), i_chunk_head * (C * WIDE)
     o_a = i * C + j
     write_ptr = k_ptr if DELTA else b_ptr
     b_qb = tl.zeros((C, C), tl.float32)
     b_qk = tl.zeros((C, C), tl.float32)
     b_ab = tl.zeros((C, C), tl.float32)
     b_ak = tl.zeros((C, C), tl.float32)
-    # the largest decay of any channel: whether the chunk is left to other kernels
+    # the largest decay of a half in any channel: whether the chunk is strong
     strongest = tl.full((), 0.0, tl.float32)
     weak = tl.full((), True, tl.int1)
+    b_lowest = tl.zeros((C,), tl.float32)
     for n in range(WIDE // BK):
         o_k = n * BK + tl.arange(0, BK)
         o_w = i_w + i * WIDE + o_k[None, :]
@@ -195,10 +202,13 @@ def dplr_wy_kernel(
             b_e, _, b_middle, b_early, b_late = load_from_start(
                 g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, LIMIT, APART, FP32, PRECISION
             )
-            b_half = strongest_half(b_early, b_late, LIMIT, APART)
-            strongest = tl.maximum(strongest, tl.max(b_half, 0))
-            if APART > 0:
-                weak = strongest <= 2 * LIMIT
+            if STRONG:
+                b_low = lowest_read(b_e, b_middle, b_early, o_c, LIMIT, APART)
+                b_lowest = tl.minimum(b_lowest, b_low)
+            else:
+                b_half = strongest_half(b_early, b_late, LIMIT, APART)
+                strongest = tl.maximum(strongest, tl.max(b_half, 0))
+                weak = strongest <= FARTHEST
         if weak:
             if HAS_GATE:
                 tl.store(total_ptr + i_chunk_head * WIDE + o_k, tl.exp2(b_early + b_late))
@@ -216,7 +226,8 @@ def dplr_wy_kernel(
                 b_end = until_end(b_early + b_late - b_middle, o_c, APART)
                 b_wide = b_b * b_write
                 b_b = b_wide.to(act)
-                tl.store(b_out_ptr + o_w, (b_wide * b_end).to(act))
+                if not STRONG:
+                    tl.store(b_out_ptr + o_w, (b_wide * b_end).to(act))
             else:
                 tl.store(q_out_ptr + o_w, (b_q * scale).to(act))
                 tl.store(b_out_ptr + o_w, b_b)
@@ -228,27 +239,48 @@ def dplr_wy_kernel(
                 if HAS_GATE:
                     b_wide = b_k * b_write
                     b_k = b_wide.to(act)
-                    tl.store(k_out_ptr + o_w, (b_wide * b_end).to(act))
+                    if not STRONG:
+                        tl.store(k_out_ptr + o_w, (b_wide * b_end).to(act))
                 else:
                     tl.store(k_out_ptr + o_w, b_k)
                 b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=PRECISION)
-    if HAS_GATE:
-        strong = (strongest > (2 * LIMIT if APART > 0 else LIMIT)).to(tl.int32)
+    if HAS_GATE and not STRONG:
+        strong = (strongest > FARTHEST).to(tl.int32)
         tl.store(strong_ptr + i_chunk_head, strong + (strongest > LIMIT).to(tl.int32))
-        if APART > 0 and strong == 1:
+        if strong == 1:
             return
+    if HAS_GATE:
         b_qb = together(b_qb, o_c, APART)
         b_qk = together(b_qk, o_c, APART)
         b_ab = together(b_ab, o_c, APART)
+    if STRONG:
+        # rows whose decay from the chunk's start is too far
+        rows = is_read_anchored(b_lowest, LIMIT)[:, None] == 0
+        p_g = g_ptr + i_g + i * (HV * GK)
+        p_k, p_b = k_ptr + i_k + i * (H * K), write_ptr + i_k + i * (H * K)
+        p_b_end = b_out_ptr + i_w + i * WIDE
+        p_k_end = p_b_end if DELTA else k_out_ptr + i_w + i * WIDE
+        b_qb, b_2 = add_decayed(
+            (b_qb, b_ab if DELTA else b_qk), q_ptr + i_k + i * (H * K), p_b, p_k, p_b_end, p_k_end,
+            p_g, ones_ptr, rows, o_c, m_c, False, c,
+        )  # fmt: skip
+        b_ab = b_2 if DELTA else b_ab
+        b_qk = b_qk if DELTA else b_2
     tl.store(qb_ptr + i_a + o_a, tl.where(i >= j, b_qb * scale, 0.0).to(act))
     if not DELTA:
         tl.store(qk_ptr + i_a + o_a, tl.where(i >= j, b_qk * scale, 0.0).to(act))
         b_ab, b_ak = _add_scores_of_a(
-            b_ab, b_ak, ops, i_k, w_out_ptr, i_w, g_ptr, i_g, o_c, m_c, HV, H, c
-        )
+            b_ab, b_ak, Operands(a_ptr, b_ptr, k_ptr), i_k, w_out_ptr, i_w, g_ptr, i_g, o_c, m_c,
+            HV, H, c,
+        )  # fmt: skip
         if HAS_GATE:
             b_ab = together(b_ab, o_c, APART)
             b_ak = together(b_ak, o_c, APART)
+        if STRONG:
+            b_ab, b_ak = add_decayed(
+                (b_ab, b_ak), a_ptr + i_k + i * (H * K), p_b, p_k, None, None, p_g, ones_ptr, rows,
+                o_c, m_c, True, c,
+            )  # fmt: skip
         b_ak = tl.where(i > j, b_ak, 0.0)
     solve_chunk(
         tl.where(i > j, b_ab, 0.0), b_ak, beta_ptr + row * HV + i_h if DELTA else None, HV,
