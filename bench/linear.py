@@ -65,7 +65,6 @@ Q1, Q2 = Shape(B=1, T=8192, H=16, HV=64), Shape(B=1, T=32768, H=2, HV=8)
 CHECKED = 512  # tokens
 # fla has these in a module of another name; "" where it refuses to run on sm_90
 FLA_MODULES = {
-    "iplr_delta_rule": "generalized_delta_rule",
     "dplr_delta_rule": "generalized_delta_rule",
     "simple_gla": "",
 }
@@ -111,13 +110,8 @@ CASES = [
     Case("chunk_kda-narrow", "A", A),
     Case("chunk_gated_delta_product", "P", Shape(B=1, T=4096, H=32)),
     Case("chunk_gdn2", "A", A),
-    Case("chunk_gated_oja_rule", "A", A),
-    Case("chunk_precond_gated_delta_rule", "A", A),
-    Case("chunk_precond_kda", "A", A),
-    Case("chunk_lightnet", "A", A),
     Case("chunk_mamba3", "A", A),
     Case("chunk_rwkv4", "A", A),
-    Case("chunk_iplr_delta_rule", "A", A),
     Case("chunk_rwkv7-narrow", "A", A),
     Case("chunk_dplr_delta_rule", "A", A),
 ]

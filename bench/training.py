@@ -9,8 +9,7 @@ Four layers, hidden size 2048 (Llama: as that of 8B parameters), bf16 weights, 8
 the device, providers in turns; host_ms: until the step returns; peak_gib: beyond the weights.
 packed: four sequences in a row, by position ids. checkpointed: 8 sequences of 4096 tokens, hidden
 size 1024, 8 heads, beside the same model that keeps its activations. RetNet: the same sizes with
-4 heads, whose values have 512 channels, beside 8. short: one sequence of 2048 tokens, hidden size
-1024, 24 layers, beside the same step by CapturedLoss.
+4 heads, whose values have 512 channels, beside 8.
 """
 
 import copy
@@ -35,12 +34,10 @@ from harness import (
 from torch import Tensor
 
 from slipstream.models import MIXERS
-from slipstream.training import CapturedLoss
 
 LARGE = ("attention", "gated_deltanet", "kda", "gla", "rwkv7", "mamba2")
 CHECKPOINTED = [f"{mixer} checkpointed" for mixer in MIXERS]
-SHORT = [f"{mixer} short" for mixer in LARGE]
-CASES = (*LARGE, "Llama", "Llama packed", "RetNet", *SHORT, *CHECKPOINTED)
+CASES = (*LARGE, "Llama", "Llama packed", "RetNet", *CHECKPOINTED)
 TOKENS = 8192
 
 
@@ -48,17 +45,6 @@ def step(model: Any, ids: Tensor, **inputs: Tensor) -> Call:
     def run() -> None:
         model.zero_grad()
         model(input_ids=ids, labels=ids, use_cache=False, **inputs).loss.backward()
-
-    return run
-
-
-def captured(model: Any, ids: Tensor) -> Call:
-    """A step whose loss and gradients are two CUDA graphs."""
-    loss = CapturedLoss(model)
-
-    def run() -> None:
-        model.zero_grad()
-        loss(input_ids=ids, labels=ids, use_cache=False).backward()
 
     return run
 
@@ -95,11 +81,6 @@ def steps(name: str, report: Report) -> dict[str, Call]:
             "kept": step(model, ids),
             "checkpointed": step(checkpointed(copy.deepcopy(model)), ids),
         }
-    if name in SHORT:
-        ids = ids[:, : tokens // 4].contiguous()
-        made = [ours(name.split()[0], 24, hidden_size=1024, num_heads=8) for _ in "ab"]
-        calls = {"eager": step(made[0], ids)}
-        return calls | ({"captured": captured(made[1], ids)} if DEVICE.type == "cuda" else {})
     if name == "RetNet":
         return {
             f"{n} heads": step(ours("retention", hidden_size=1024, num_heads=n), ids)
@@ -125,8 +106,7 @@ def rows(name: str, report: Report) -> Iterable[Row]:
     for who, call in calls.items():
         rows[who] = {"model": name, "who": who, "first_s": round(first(call), 2)}
         rows[who]["peak_gib"] = round(peak_bytes(call) / 2**30, 2)
-    tokens = TOKENS // 4 if name in SHORT else TOKENS
-    tokens = 4 * TOKENS if name in ("RetNet", *CHECKPOINTED) else tokens
+    tokens = 4 * TOKENS if name in ("RetNet", *CHECKPOINTED) else TOKENS
     for who, ms in report.times(calls, 7).items():
         host = host_us(calls[who], report.runs(5), 1) / 1e3
         rows[who] |= {"ms": round(ms, 2), "host_ms": round(host, 2)}

@@ -229,8 +229,13 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
         fakes[f"fla.ops.{name}"] = module = ModuleType(name)
         for op in (f"chunk_{name}", "chunk_dplr_delta_rule"):
             setattr(module, op, getattr(ops, op, None))
-    fakes["fla.ops.generalized_delta_rule"].chunk_iplr_delta_rule = lambda **given: Peer.apply(  # type: ignore[attr-defined]
-        ops.chunk_iplr_delta_rule, *(given[n] for n in "qkvab")
+    names = "q", "k", "v", "a", "b", "gk"
+
+    def dplr(*args: Any, **options: Any) -> Any:
+        return ops.chunk_dplr_delta_rule(**dict(zip(names, args)), **options)
+
+    fakes["fla.ops.generalized_delta_rule"].chunk_dplr_delta_rule = lambda **given: Peer.apply(  # type: ignore[attr-defined]
+        dplr, *(given[n] for n in names)
     )
     fakes["flash_qla"] = ModuleType("flash_qla")
     fakes["flash_qla"].chunk_gated_delta_rule = ops.chunk_gated_delta_rule  # type: ignore[attr-defined]
@@ -253,7 +258,7 @@ def test_kda_beside_peers(peers: None, capsys: pytest.CaptureFixture) -> None:
 
 
 def test_missing_backward_is_noted(peers: None, capsys: pytest.CaptureFixture) -> None:
-    linear.main(["--small", "--only", "iplr"])
+    linear.main(["--small", "--only", "dplr"])
     (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("operator"))
     assert "no backward: not on this GPU" in line and "fla fwd" in line and "fla both" not in line
 

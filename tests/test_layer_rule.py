@@ -39,7 +39,6 @@ EXCEPTIONS = {
 FAMILY_EXCEPTIONS = {
     ("running_mean/eager.py", "slipstream.kernels.gated_scan.op"),
     ("running_mean/eager.py", "slipstream.kernels.elementwise.token_shift"),
-    ("elementwise/preconditioner.py", "slipstream.kernels.gated_scan.op"),
     # the rotation before attention, and after those of its kernels that do not rotate gradients
     ("attention/rotary.py", "slipstream.kernels.elementwise.rotary"),
     ("attention/rotary.py", "slipstream.kernels.elementwise.triton.rotary"),

@@ -1,6 +1,7 @@
 """tests/planted_faults.csv: each fault that tools/plant_faults.py drew has its place, and its test.
 
-Where a line of the list has changed, its row gets the new line, or the next fault of the draw.
+Where a line of the list has changed, its row gets the new line, or the next fault of the draw. Rows
+of code that is gone are gone too.
 """
 
 import ast
@@ -36,7 +37,8 @@ def test_every_fault_has_a_test() -> None:
     assert {x.seed for x in DRAWN} == SEEDS
     for seed in SEEDS:
         found = Counter(x.kind for x in DRAWN if x.seed == seed)
-        assert found == dict.fromkeys(plant_faults.KINDS, plant_faults.OF_A_KIND)
+        assert not found.keys() - {*plant_faults.KINDS}
+        assert max(found.values()) == plant_faults.OF_A_KIND
     assert not {x.file for x in DRAWN} & plant_faults.LEFT_OUT
     assert all(x.note for x in FAULTS if x.result != "found")
 

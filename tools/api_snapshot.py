@@ -21,7 +21,6 @@ MODULES = (
     "slipstream.parallel",
     "slipstream.models",
     "slipstream.models.convert",
-    "slipstream.training",
     "slipstream.integrations.transformers",
     "slipstream.integrations.sglang",
     "slipstream.integrations.vllm",

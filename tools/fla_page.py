@@ -17,7 +17,7 @@ from tables import written as with_parts
 import slipstream.compat.fla as compat
 from slipstream.compat.fla.adaptor import HINTS, REFUSED
 from slipstream.compat.fla.operators import OPERATORS
-from slipstream.compat.fla.paths import FUNCTIONS, MISSING, PARALLEL
+from slipstream.compat.fla.paths import FUNCTIONS, MISSING
 from slipstream.models import MIXERS
 
 NAME = compat.__name__
@@ -39,8 +39,7 @@ LAYERS = {
     "gated_deltanet": "GatedDeltaNet", "gated_deltaproduct": "GatedDeltaProduct",
     "gdn2": "GatedDeltaNet2", "gla": "GatedLinearAttention", "gsa": "GatedSlotAttention",
     "hgrn": "HGRNAttention", "hgrn2": "HGRN2Attention", "kda": "KimiDeltaAttention",
-    "lightnet": "LightNetAttention", "mamba2": "Mamba2", "mamba3": "Mamba3",
-    "precond_gated_deltanet": "PrecondGatedDeltaNet", "precond_kda": "PrecondKDA",
+    "mamba2": "Mamba2", "mamba3": "Mamba3",
     "retention": "MultiScaleRetention", "rwkv6": "RWKV6Attention", "rwkv7": "RWKV7Attention",
 }  # fmt: skip
 
@@ -105,11 +104,7 @@ def missing() -> list[str]:
     return [f"- `fla.{path}`: {code(names)}" for path, names in sorted(MISSING.items())]
 
 
-def styles() -> list[str]:
-    return [code(f"fla.{path}.{name}" for path, name in PARALLEL.items() if "." in path) + "."]
-
-
-PARTS = (layers, differences, operators, functions, styles, modules, missing)
+PARTS = (layers, differences, operators, functions, modules, missing)
 
 
 def written(text: str) -> str:

@@ -13,7 +13,6 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.kernels.conv.inputs import ConvInputs
 from slipstream.kernels.conv.op import convolution
-from slipstream.kernels.elementwise import glu_mlp as gated_mlp
 from slipstream.kernels.elementwise.copy_states import copy_states
 from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.kernels.linear.context_in_order import LocalSegments
@@ -131,18 +130,6 @@ def _projections_of_many(
     weights = [w.repeat(WGMMA_COLUMNS // len(w) + 1, 1) for w in (gate, up)]
     gated = ops.projection_step(x, weights, activation="swiglu", impl=impl)
     return ops.projection_step(x, weights, impl=impl), gated
-
-
-def _gated_mlp(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, impl: str | None = None, f: str = "silu"
-) -> Tensor:
-    """By the kernel of sm_90 where that is chosen, else as by its layers."""
-    reason = gated_mlp.unsupported_reason(x, gate, up, down, f)
-    if impl == "sm90" and reason is not None:
-        raise NotImplementedError(reason)
-    chosen = TRITON_OR_EAGER if reason is not None else gated_mlp.impls_for(x, gate)
-    impls = impl or chosen
-    return gated_mlp.gated_mlp(x, gate, up, down, None, f, impls)
 
 
 class _Sends(LocalSegments):
@@ -278,8 +265,6 @@ LAYER_SAMPLES = [
         fixed="x weight residual norm_weight",
         function=_projection_norm,
     ),
-    _of_layer("gated_mlp", _gated_mlp, "x=LD gate=CD up=CD down=DC"),
-    _of_layer("gated_mlp", _gated_mlp, "x=BTD gate=CD up=CD down=DC", "a batch"),
     _of_layer("delta_rule_across_ranks", _delta_across_ranks, f"{UNIT} g=BTG:gate beta=BTG:beta"),
     _of_layer("place_tokens", _place_tokens, "q=BHK g=BG qs=BTHK gs=BTG counts=B:prefixes"),
     _of_layer("read_states", _read_states, "states=MGVK slots=B:rows"),
@@ -324,11 +309,6 @@ LAYER_SAMPLES = [
     _of_layer("convolved_heads", _convolved_heads, "x=BTZ weight=ZW"),
     _mixes(6, before=False),
     _mixes(6, before=False, packed=True),
-    *[
-        LayerSample("gated_mlp", "x=LD gate=CD up=CD down=DC", variant=f, tested=False,
-                    function=partial(_gated_mlp, f=f))
-        for f in ("sigmoid", "gelu_tanh")
-    ],
     _flagged("attention", "softcap", f"{ATTENTION} sinks=G",
              options={"softcap": 30.0, "window_size": (60, 9), "causal": False}),
     _flagged("attention", "slopes", f"{ATTENTION} alibi_slopes=G:sum", options={"softcap": 30.0}),

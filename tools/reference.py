@@ -16,9 +16,9 @@ import api_snapshot
 # group of slipstream.ops -> its modules; a public function of another module fails the build
 GROUPS = {
     "Linear attention, chunk and recurrent form": (
-        "linear_attn retention lightning_attn simple_gla gla lightnet rwkv4 rwkv6 gsa hgrn "
+        "linear_attn retention lightning_attn simple_gla gla rwkv4 rwkv6 gsa hgrn "
         "delta_rule gated_delta_rule gated_delta_product kda gdn2 comba "
-        "gated_oja_rule precond_gated_delta_rule precond_kda iplr_delta_rule dplr_delta_rule rwkv7"
+        "dplr_delta_rule rwkv7"
     ),
     "Decoding with a pool of states": (
         "recurrent_step mixer_step rwkv7_step projection_step prefix_states"
@@ -42,7 +42,6 @@ MODULES = {
         "Other packages' names for these functions: the migration guides say what each has.",
     ),
     "parallel": ("slipstream.parallel", "A batch whose tokens are divided among several GPUs."),
-    "training": ("slipstream.training", "Pieces of `slipstream train` for loops of your own."),
 }
 VARIABLES = {
     "SLIPSTREAM_AHEAD": (
@@ -105,10 +104,8 @@ SECTIONS = {
     "tokenizer": "the tokenizer",
     "data": "the text",
     "training": "`transformers.TrainingArguments`, by name",
-    "muon": "the Muon optimizer for matrices; without it all parameters use training.optim",
     "init_from": "a saved model or run to begin with, instead of new weights",
     "parallel": "how the processes of torchrun share the work",
-    "capture": "true captures the loss and the gradients of a step as CUDA graphs",
 }
 
 
@@ -207,7 +204,7 @@ def training_config() -> list[str]:
         "",
     ]
     own = {"model": SlipstreamConfig, "tokenizer": config.Tokenizer, "data": config.Data}
-    own |= {"muon": config.Muon, "parallel": config.Parallel}
+    own |= {"parallel": config.Parallel}
     for name in (field.name for field in fields(config.RunConfig)):
         about = SECTIONS[name]
         lines += [*heading(name, "-"), rst(about[:1].upper() + about[1:]) + ".", ""]

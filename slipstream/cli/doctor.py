@@ -35,25 +35,17 @@ def doctor(
     forget: Annotated[
         bool, typer.Option(help="first drop the verdicts about compilers on this machine")
     ] = False,
-    bench: Annotated[
-        bool,
-        typer.Option(
-            help="time these operators, by default one for each kind of kernel; with --json as a "
-            "report to send in"
-        ),
-    ] = False,
 ) -> None:
     """Show versions and known faults, and check every operator; exit status 1 if one is wrong."""
     from slipstream.cli.errors import reported
 
     with reported():
         from slipstream.runtime import guarded_launch
-        from slipstream.tools import doctor_bench, doctor_checks
+        from slipstream.tools import doctor_checks
         from slipstream.tools.catalog import QUICK_OPERATORS, chosen
         from slipstream.tools.terminal import bar
 
-        few = (quick or bench) and not operators
-        samples = chosen(list(QUICK_OPERATORS) if few else operators)
+        samples = chosen(list(QUICK_OPERATORS) if quick and not operators else operators)
         if forget:
             guarded_launch.clear_verdicts()
         about = doctor_checks.about()
@@ -70,11 +62,6 @@ def doctor(
                     each = [chosen([name])[0] for name in QUICK_OPERATORS]
                     some = samples if operators or thorough else each
                     found += doctor_checks.interpreted(some, shown, progress)
-        if bench:
-            if not json:
-                doctor_checks.show_speed_headings()
-            shown = None if json else doctor_checks.show_speed
-            about["speeds"] = doctor_bench.speeds(samples, shown)
         bad = [x for x in found if not x.ok]
         if json:
             rows = [doctor_checks.as_json(x) for x in found]

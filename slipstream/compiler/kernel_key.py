@@ -15,7 +15,6 @@ CORE = "core"
 # Kinds that are not called by their family.
 _FAMILIES = {
     "glu_bwd_recompute": "glu",
-    "glu_products": "glu",
     "token_mix": "time_mix",
     "rwkv7": "time_mix",
     "rwkv7_step": "time_mix",
@@ -40,8 +39,7 @@ _16 = ("float16", "bfloat16")
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _TRITON = ("linear.triton", "attention.triton", "attention.decode")
 _MATMUL = ("matmul.triton", "matmul.sm90", "projection_step.triton", "projection_norm_step.triton")
-_GLU = "glu_products.sm90"
-_PLAIN = (*_MATMUL, _GLU, "low_rank_step.triton")
+_PLAIN = (*_MATMUL, "low_rank_step.triton")
 # tests/compiler/test_known_bug_patterns.py finds the same in what the kernels are compiled to
 FEATURE_RULES = (
     FeatureRule("linear.triton", (), ("dot", "chained_64_dots")),

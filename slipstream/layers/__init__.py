@@ -3,7 +3,6 @@
 from slipstream.layers.attention import Attention as Attention
 from slipstream.layers.base import Mixer as Mixer
 from slipstream.layers.base import ShortConvolution as ShortConvolution
-from slipstream.layers.bidirectional import Bidirectional as Bidirectional
 from slipstream.layers.comba import Comba as Comba
 from slipstream.layers.delta_net import DeltaNet as DeltaNet
 from slipstream.layers.forgetting_attn import ForgettingAttention as ForgettingAttention
@@ -15,13 +14,10 @@ from slipstream.layers.gsa import GatedSlotAttention as GatedSlotAttention
 from slipstream.layers.hgrn import HGRN as HGRN
 from slipstream.layers.hgrn import HGRN2 as HGRN2
 from slipstream.layers.kda import KimiDeltaAttention as KimiDeltaAttention
-from slipstream.layers.lightnet import LightNetAttention as LightNetAttention
 from slipstream.layers.lightning_attn import LightningAttention as LightningAttention
 from slipstream.layers.mamba2 import Mamba2 as Mamba2
 from slipstream.layers.mamba3 import Mamba3 as Mamba3
 from slipstream.layers.mla import MLA as MLA
-from slipstream.layers.preconditioned import PrecondGatedDeltaNet as PrecondGatedDeltaNet
-from slipstream.layers.preconditioned import PrecondKDA as PrecondKDA
 from slipstream.layers.retention import MultiScaleRetention as MultiScaleRetention
 from slipstream.layers.rwkv6 import RWKV6 as RWKV6
 from slipstream.layers.rwkv7 import RWKV7 as RWKV7

@@ -65,22 +65,13 @@ class Block(GradientCheckpointingLayer):
         options = {"num_heads": config.num_heads, **options}
         self.residual_in_fp32, self.consistent = config.residual_in_fp32, config.consistent
         self.mixer_norm = make_norm(config)
-        turned = {x: options.pop(x) for x in ("bidirectional", "block_size") if x in options}
         mixer = getattr(layers, MIXERS[name])
-        known = (*mixer_options(mixer), "bidirectional", "block_size")
-        expect_options(f"mixers[{layer_idx}]", name, options, known)
+        expect_options(f"mixers[{layer_idx}]", name, options, mixer_options(mixer))
         self.mixer = mixer(hidden_size=config.hidden_size, layer_idx=layer_idx, **options)
         earlier = (config.mixer(i)[0] for i in range(layer_idx))
         if isinstance(self.mixer, layers.RWKV7) and "rwkv7" not in earlier:
             # it gives the first value; DDP refuses parameters that get no gradient
             self.mixer.v_lora = None
-        both = turned.pop("bidirectional", bool(turned))
-        if not isinstance(both, bool):
-            raise TypeError(f"bidirectional: want a bool, got {type(both).__name__}")
-        if turned and not both:
-            raise ValueError("block_size: want bidirectional=True beside it, got False")
-        if both:
-            self.mixer = layers.Bidirectional(self.mixer, **turned)
         has_mlp = config.mlp(layer_idx)[0] != "none"
         self.mlp_norm = make_norm(config) if has_mlp else None
         self.mlp = mlps.make_mlp(config, layer_idx)

@@ -22,8 +22,6 @@ MIXERS = {
     "gated_deltanet": "GatedDeltaNet",
     "kda": "KimiDeltaAttention",
     "gdn2": "GatedDeltaNet2",
-    "precond_gated_deltanet": "PrecondGatedDeltaNet",
-    "precond_kda": "PrecondKDA",
     "rwkv7": "RWKV7",
     "mamba2": "Mamba2",
     "mamba3": "Mamba3",
@@ -34,7 +32,6 @@ MIXERS = {
     "hgrn2": "HGRN2",
     "gsa": "GatedSlotAttention",
     "rwkv6": "RWKV6",
-    "lightnet": "LightNetAttention",
     "lightning_attn": "LightningAttention",
     "attention": "Attention",
     "forgetting_attn": "ForgettingAttention",
@@ -64,9 +61,6 @@ CONSISTENT_MLPS = ("none", "rwkv7", "swiglu")
 """The same of MLPs."""
 
 NORMS = ("rms", "zero_centered_rms", "layer", "layer_without_bias")
-
-TP_STYLE = "slipstream_heads"
-"""What transformers' plan of tensor parallelism calls ours (models/tensor_parallel.py)."""
 
 REMOTE_CODE = "modeling_slipstream"
 AUTO_MAP = {
@@ -109,8 +103,7 @@ class SlipstreamConfig(PreTrainedConfig):
 
     Args:
         mixers: one entry per layer, bottom first: a name of MIXERS, or a dict
-            {"type": name, option: value, ...} whose options go to the layer's class, except for
-            "bidirectional": true and "block_size", which layers.Bidirectional explains.
+            {"type": name, option: value, ...} whose options go to the layer's class.
         vocab_size: entries of the vocabulary.
         hidden_size: width D of the residual stream.
         num_heads: heads of every mixer whose dict does not say otherwise.
@@ -146,11 +139,6 @@ class SlipstreamConfig(PreTrainedConfig):
     model_type = "slipstream"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
-    base_model_tp_plan: ClassVar[dict[str, str]] = {
-        "embed_tokens": TP_STYLE,
-        "layers.*.mixer": TP_STYLE,
-        "layers.*.mlp": TP_STYLE,
-    }
 
     vocab_size: int = 32000
     hidden_size: int = 512
@@ -209,8 +197,7 @@ class SlipstreamConfig(PreTrainedConfig):
 
     @staticmethod
     def _expect_consistent(layer: int, mixer: str, options: dict[str, Any], mlp: str) -> None:
-        both = options.get("bidirectional", "block_size" in options)
-        if mixer not in CONSISTENT_MIXERS or both:
+        if mixer not in CONSISTENT_MIXERS:
             known = ", ".join(CONSISTENT_MIXERS)
             raise ValueError(f"mixers[{layer}]: want one of {known} with consistent, got {mixer!r}")
         if mlp not in CONSISTENT_MLPS:

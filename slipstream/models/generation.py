@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from slipstream.layers import Bidirectional
 from slipstream.models import graphs, greedy, lookup, packing
 from slipstream.models.cache import CACHE, StateCache
 
@@ -59,16 +58,6 @@ class Generation(_Base):
             "and go"
         )
 
-    def _expect_steps(self) -> None:
-        """Refuses mixers to which the tokens generated so far are no past."""
-        for i, block in enumerate(self.model.layers):  # pyright: ignore[reportAttributeAccessIssue]
-            mixer = block.mixer
-            if isinstance(mixer, Bidirectional) and mixer.block_size != 1:
-                raise ValueError(
-                    f"use_cache: want False, got True; mixers[{i}] sees whole blocks, of which a "
-                    "step has one token. With a cache, call the model with whole blocks"
-                )
-
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
@@ -91,8 +80,6 @@ class Generation(_Base):
             if copies > 1 and given.rows == batch_size:
                 given.batch_repeat_interleave(copies)
             self.decoding.claim(self, given)  # pyright: ignore[reportArgumentType]
-        if generation_config.use_cache is not False:
-            self._expect_steps()
         if given is not None or generation_config.use_cache is False:
             return made
         if drafted and not self._looks_up(generation_config):

@@ -35,10 +35,6 @@ from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule as chunk_gate
 from slipstream.ops.gated_delta_rule import (
     fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule,
 )
-from slipstream.ops.gated_oja_rule import chunk_gated_oja_rule as chunk_gated_oja_rule
-from slipstream.ops.gated_oja_rule import (
-    fused_recurrent_gated_oja_rule as fused_recurrent_gated_oja_rule,
-)
 from slipstream.ops.gdn2 import chunk_gdn2 as chunk_gdn2
 from slipstream.ops.gdn2 import fused_recurrent_gdn2 as fused_recurrent_gdn2
 from slipstream.ops.gla import chunk_gla as chunk_gla
@@ -47,15 +43,9 @@ from slipstream.ops.gsa import chunk_gsa as chunk_gsa
 from slipstream.ops.gsa import fused_recurrent_gsa as fused_recurrent_gsa
 from slipstream.ops.hgrn import chunk_hgrn as chunk_hgrn
 from slipstream.ops.hgrn import fused_recurrent_hgrn as fused_recurrent_hgrn
-from slipstream.ops.iplr_delta_rule import chunk_iplr_delta_rule as chunk_iplr_delta_rule
-from slipstream.ops.iplr_delta_rule import (
-    fused_recurrent_iplr_delta_rule as fused_recurrent_iplr_delta_rule,
-)
 from slipstream.ops.kda import chunk_kda as chunk_kda
 from slipstream.ops.kda import fused_recurrent_kda as fused_recurrent_kda
 from slipstream.ops.latent_attention import latent_attention as latent_attention
-from slipstream.ops.lightnet import chunk_lightnet as chunk_lightnet
-from slipstream.ops.lightnet import fused_recurrent_lightnet as fused_recurrent_lightnet
 from slipstream.ops.lightning_attn import chunk_lightning_attn as chunk_lightning_attn
 from slipstream.ops.lightning_attn import (
     fused_recurrent_lightning_attn as fused_recurrent_lightning_attn,
@@ -75,14 +65,6 @@ from slipstream.ops.norm import l2_norm as l2_norm
 from slipstream.ops.norm import layer_norm as layer_norm
 from slipstream.ops.norm import rms_norm as rms_norm
 from slipstream.ops.norm import rms_norm_gated as rms_norm_gated
-from slipstream.ops.precond_gated_delta_rule import (
-    chunk_precond_gated_delta_rule as chunk_precond_gated_delta_rule,
-)
-from slipstream.ops.precond_gated_delta_rule import (
-    fused_recurrent_precond_gated_delta_rule as fused_recurrent_precond_gated_delta_rule,
-)
-from slipstream.ops.precond_kda import chunk_precond_kda as chunk_precond_kda
-from slipstream.ops.precond_kda import fused_recurrent_precond_kda as fused_recurrent_precond_kda
 from slipstream.ops.projection_step import projection_step as projection_step
 from slipstream.ops.recurrent_step import recurrent_step as recurrent_step
 from slipstream.ops.retention import chunk_retention as chunk_retention

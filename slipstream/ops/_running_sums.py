@@ -1,4 +1,4 @@
-"""Running sums of exponentials, which rwkv4 and lightnet divide by: kernels where the tokens are
+"""Running sums of exponentials, which rwkv4 divides by: kernels where the tokens are
 all here and on a GPU, and else kernels/running_mean/eager.py, across ranks too."""
 
 from typing import NamedTuple
@@ -22,23 +22,12 @@ class Packing(NamedTuple):
     impl: str | None
 
 
-def running_weights(k: Tensor, z: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
-    """c in k's dtype, log a [B, T, D], and z [N, D] after the last token; z: before the first."""
-    if packing.context is None and k.dtype != torch.float64:
-        impl = op.chosen("lightnet", packing.impl, k)
-        if impl is not None:
-            return op.running_weights(k, z, packing.cu_seqlens, impl)
-    sums = running_sums(widen(k), None, None, z, packing)
-    c, g = eager.weights_and_decays(widen(k), sums)
-    return c.to(k.dtype), g, sums.final
-
-
 def running_mean(
     k: Tensor, v: Tensor, w: Tensor, u: Tensor, start: Tensor, packing: Packing
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, D] and M and z after the last token [N, 2 D]; start: before the first."""
     if packing.context is None and torch.float64 not in (k.dtype, v.dtype, w.dtype, u.dtype):
-        impl = op.chosen("rwkv4", packing.impl, k, v)
+        impl = op.chosen(packing.impl, k, v)
         if impl is not None:
             if packing.cu_seqlens is not None:
                 expect_offsets("cu_seqlens", packing.cu_seqlens, k.shape[1])
@@ -49,7 +38,7 @@ def running_mean(
 
 
 def running_sums(
-    k: Tensor, v: Tensor | None, w: Tensor | None, start: Tensor, packing: Packing
+    k: Tensor, v: Tensor, w: Tensor, start: Tensor, packing: Packing
 ) -> eager.RunningSums:
     """Computes eager.running_sums, across ranks too."""
     cu_seqlens, context, impl = packing
@@ -74,7 +63,7 @@ def running_sums(
 @torch.no_grad()
 def running_max(
     k: Tensor,
-    w: Tensor | None,
+    w: Tensor,
     start: Tensor,
     cu_seqlens: Tensor | None,
     context: ContextParallel | None,
@@ -97,17 +86,10 @@ def running_max(
     return m
 
 
-def _continued(m: Tensor, w: Tensor | None, every: list[Tensor], share: Share) -> Tensor:
+def _continued(m: Tensor, w: Tensor, every: list[Tensor], share: Share) -> Tensor:
     """m of the head's tokens, with what the ranks before have of its sequence."""
     n, before = share.pieces[0], torch.full_like(every[0], -torch.inf)
-    w = torch.zeros_like(m[0, 0]) if w is None else w
     for rank in share.earlier:
         before = torch.maximum(before + w * share.tokens_of(rank, n), every[rank])
     steps = torch.arange(1, share.head_end + 1, device=m.device, dtype=m.dtype)
     return torch.maximum(m[:, : share.head_end], before[:, None] + steps[:, None] * w)
-
-
-def nothing_yet(k: Tensor, with_values: bool, sequences: int) -> Tensor:
-    """Rows before the first token: the mean 0, whose weight is 0."""
-    z = widen(k).new_full((sequences, k.shape[2]), -torch.inf)
-    return torch.cat([torch.zeros_like(z), z], -1) if with_values else z

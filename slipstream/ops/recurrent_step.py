@@ -43,11 +43,8 @@ def recurrent_step(
         rwkv6                              g [B, T, HV, K] (w), u
         delta_rule, gated_delta_rule       beta; and g [B, T, HV]
         kda, comba                         beta, g [B, T, HV, K]; beta, g [B, T, HV], p
-        iplr_delta_rule                    a, b
         dplr_delta_rule, rwkv7             a, b, g [B, T, HV, K]
-        gdn2, precond_kda                  the same, of what their recurrences say
-        gated_oja_rule                     beta, g, with k for v and v for k, state_v_first; o is
-                                           read from the state afterwards
+        gdn2                               the same, of what its recurrence says
 
     Args:
         q, k: queries and keys [B, T, H, K]; decoding has T == 1.

@@ -8,7 +8,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.ops._fp32 import alike, widen
 from slipstream.ops._preprocess import expect_inputs, in_time_order
-from slipstream.ops._running_sums import Packing, nothing_yet, running_mean
+from slipstream.ops._running_sums import Packing, running_mean
 from slipstream.runtime.context_parallel import ContextParallel
 
 States = tuple[Tensor, Tensor]
@@ -70,7 +70,8 @@ def chunk_rwkv4(
     )  # fmt: skip
     w, u, k, v = alike(w, u, k, v)
     if M is None or z is None:
-        start = nothing_yet(k, True, N)
+        z = widen(k).new_full((N, k.shape[2]), -torch.inf)
+        start = torch.cat([torch.zeros_like(z), z], -1)
     else:  # a mean of nothing counts for nothing, whatever it is
         M, z = widen(M), widen(z)
         start = torch.cat([torch.where(z == -torch.inf, 0, M), z], -1)

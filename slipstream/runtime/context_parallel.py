@@ -76,7 +76,6 @@ class ContextParallel:
             if segment_tokens < 1:
                 raise ValueError(f"segment_tokens: want at least 1, got {segment_tokens}")
         self.segment_tokens = segment_tokens
-        self._backwards = False
         self._lengths = lengths
         self._offsets: tuple[int, ...] | None = None
         self._shares: dict[int, Share] = {}
@@ -155,19 +154,6 @@ class ContextParallel:
         found.cu_seqlens = None if self.cu_seqlens is None else n * self.cu_seqlens
         return found
 
-    def reversed(self) -> "ContextParallel":
-        """Returns the plan where time runs backwards: for this rank's tokens from the last to the
-        first."""
-        found = copy(self)
-        found._shares, found._elsewhere, found._whole = {}, {}, {}
-        found.rank, found._backwards = self.size - 1 - self.rank, not self._backwards
-        found._lengths = None if self._lengths is None else self._lengths[::-1]
-        if self._offsets is not None and self.cu_seqlens is not None:
-            total = self._offsets[-1]
-            found._offsets = tuple(total - x for x in self._offsets[::-1])
-            found.cu_seqlens = self.cu_seqlens[-1] - self.cu_seqlens.flip(0)
-        return found
-
     @property
     def sequences(self) -> int | None:
         return None if self._offsets is None else len(self._offsets) - 1
@@ -200,7 +186,7 @@ class ContextParallel:
                 raise ValueError(
                     f"context: rank {self.rank} has {lengths[self.rank]} tokens, got {tokens}"
                 )
-            more = self.group, self._backwards, self.segment_tokens
+            more = self.group, False, self.segment_tokens
             self._shares[tokens] = Share(self.rank, lengths, self._offsets, *more)
         return self._shares[tokens]
 

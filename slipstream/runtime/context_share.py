@@ -76,16 +76,13 @@ class Share:
         Raises:
             ValueError: one does not.
         """
-        assert self.segment_tokens is not None
-        self.expect_begins("segment_tokens", self.segment_tokens)
-
-    def expect_begins(self, name: str, tokens: int) -> None:
-        """Does this check for another number of tokens; `name` is for the error."""
+        tokens = self.segment_tokens
+        assert tokens is not None
         for rank, at in enumerate(self.begins[:-1]):
             begin = self.offsets[max(bisect_right(self.offsets, at) - 1, 0)]
             if at < self.offsets[-1] and (at - begin) % tokens:
                 raise ValueError(
-                    f"{name}: rank {rank} begins {at - begin} tokens after a "
+                    f"segment_tokens: rank {rank} begins {at - begin} tokens after a "
                     f"sequence does, no multiple of {tokens}; give lengths"
                 )
 

@@ -64,7 +64,6 @@ LONGEST = (
     "delta_solve_tril_sm90_kernel",
     "delta_state_passing_sm90_kernel",
     "scalar_decay_dg_kernel",
-    "glu_products_sm90_kernel",
     "matmul_sm90_kernel",
     "dplr_scores_sm90_kernel",
     "dplr_scores_kernel",

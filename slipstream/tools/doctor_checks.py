@@ -403,14 +403,3 @@ def show_check(check: Check) -> None:
     what = check.error or f"{errors[0]:16} {errors[1]}"
     what += "" if check.ok or check.error else f", worst: {check.worst}"
     print(f"{verdict} {check.operator:35} {check.impl:11} {what}", flush=True)
-
-
-def show_speed(operator: str, row: Mapping[str, Any]) -> None:
-    """A line of `doctor --bench`, under its headings."""
-    forward, both = (f"{row[x]:.3f}" if x in row else "-" for x in ("forward_ms", "both_ms"))
-    what = row.get("error") or f"{row['backend']:11} {forward:>11} {both:>14}"
-    print(f"     {operator:35} {what}", flush=True)
-
-
-def show_speed_headings() -> None:
-    print(f"\n     {'operator':35} {'back end':11} {'forward, ms':>11} {'+ backward, ms':>14}")

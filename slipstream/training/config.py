@@ -6,9 +6,7 @@ model: {mixers: [...], hidden_size: ...}         SlipstreamConfig, by name
 tokenizer: {vocab_size: 4096}                    Tokenizer below
 data: {files: [...], row_tokens: 512}            Data below
 training: {max_steps: 1000, learning_rate: ...}  transformers.TrainingArguments, by name
-muon: {learning_rate: 0.02}                      Muon below, if the matrices are to have it
 parallel: {shard: 2, context: 2}                 Parallel below, of the processes of torchrun
-capture: true                                    loss and gradients as CUDA graphs (CapturedLoss)
 """
 
 import json
@@ -95,34 +93,20 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Muon:
-    """Muon for the matrices of the blocks; training.learning_rate is then that of the rest.
-
-    learning_rate: of the matrices.
-    momentum: of the matrices' gradients.
-    """
-
-    learning_rate: float = 0.02
-    momentum: float = 0.95
-
-
-@dataclass(frozen=True)
 class Parallel:
     """The dimensions of the processes that torchrun starts; their product is the number of these.
 
     data: read rows of their own and have copies of the model; 0 is as many as are left.
     shard: read rows of their own and have a part of the model each, of FSDP2.
     context: read the same rows, and have a part of their tokens and of the model each.
-    tensor: read the same rows, and compute some heads of every layer each.
     """
 
     data: int = 0
     shard: int = 1
     context: int = 1
-    tensor: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("data", 0), ("shard", 1), ("context", 1), ("tensor", 1)):
+        for name, least in (("data", 0), ("shard", 1), ("context", 1)):
             if getattr(self, name) < least:
                 raise ValueError(
                     f"parallel.{name}: want at least {least}, got {getattr(self, name)}"
@@ -133,9 +117,6 @@ class Parallel:
 class RunConfig:
     """init_from: directory of a saved model or run whose weights, configuration and, unless
     tokenizer.path names another, tokenizer the run begins with; None begins with new ones.
-    muon: None leaves all parameters to training.optim.
-    capture: has the loss and its gradients captured in CUDA graphs, where one process trains on a
-        GPU and batches have one shape: data.packing "separator".
     """
 
     output_dir: str
@@ -143,10 +124,8 @@ class RunConfig:
     model: dict[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     training: dict[str, Any] = field(default_factory=dict)
-    muon: Muon | None = None
     parallel: Parallel = field(default_factory=Parallel)
     init_from: str | None = None
-    capture: bool = False
 
     def __post_init__(self) -> None:
         if self.init_from is not None and self.model:
@@ -162,7 +141,7 @@ class RunConfig:
         return json.loads(json.dumps(asdict(self)))
 
 
-SECTIONS = {"tokenizer": Tokenizer, "data": Data, "muon": Muon, "parallel": Parallel}
+SECTIONS = {"tokenizer": Tokenizer, "data": Data, "parallel": Parallel}
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:

@@ -18,7 +18,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.runtime.files import write_text
-from slipstream.training import corpus, muon, ranks, sample, tokenizer
+from slipstream.training import corpus, ranks, sample, tokenizer
 from slipstream.training.config import Parallel, RunConfig, checked, expect_keys, read_yaml
 from slipstream.training.config import Tokenizer as TokenizerConfig
 from slipstream.training.console import ConsoleProgress
@@ -168,8 +168,6 @@ def arguments(config: RunConfig) -> TrainingArguments:
         )
     if args.max_steps <= 0:
         raise ValueError(f"training.max_steps: want more than 0 steps, got {args.max_steps}")
-    if config.muon is not None and "optim" in given:
-        raise ValueError("training.optim: has no use with the section muon, which names another")
     if args.n_gpu > 1:
         raise NotImplementedError(
             f"training: one process trains on one device, and sees {args.n_gpu}; set "
@@ -236,7 +234,7 @@ def _fixed(config: Mapping[str, Any]) -> dict[str, Any]:
     training = {f.name: f.default for f in fields(TrainingArguments)}
     training |= {**DEFAULTS, **(config.get("training") or {})}
     found = {f"training.{name}": training[name] for name in FIXED}
-    for section in ("model", "tokenizer", "data", "muon"):
+    for section in ("model", "tokenizer", "data"):
         found |= {f"{section}.{key}": x for key, x in (config.get(section) or {}).items()}
     return {"init_from": config.get("init_from"), **found}
 
@@ -273,34 +271,11 @@ def _trainer(
         data_collator=collator,
         processing_class=tok,
         place=Place(rows.start, train_corpus.fingerprint()),
-        capture=config.capture,
-        optimizers=(_optimizer(config, model, args), None),
         callbacks=[StopWhenAsked(interrupt)],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ConsoleProgress(console))
     return trainer
-
-
-def _optimizer(config: RunConfig, model: Any, args: TrainingArguments) -> Any:
-    """Muon; None leaves the choice to Trainer."""
-    if config.muon is None:
-        return None
-    if is_sharded(config.parallel):
-        raise NotImplementedError(
-            "muon: wants whole matrices, which a sharded model does not have; leave the section out"
-            ", or parallel.shard, parallel.context and parallel.tensor at 1"
-        )
-    return muon.of_model(
-        model.to(args.device),  # before the optimizer has its parameters
-        config.muon.momentum,
-        lr=args.learning_rate,
-        matrix_lr=config.muon.learning_rate,
-        weight_decay=args.weight_decay,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        fused=True,
-    )
 
 
 def _with_tokenizer_of(config: TokenizerConfig, begun: Path | None) -> TokenizerConfig:

@@ -17,7 +17,6 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 
 from slipstream.models import SlipstreamForCausalLM
-from slipstream.runtime.captured_loss import CapturedLoss
 from slipstream.training import ranks
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.rows import Batches, Cursor, Rows, Tally
@@ -83,21 +82,19 @@ class StopWhenAsked(TrainerCallback):
 class LMTrainer(Trainer):
     """Its batches are the Collator's, with a tally; its checkpoints remember the place.
 
-    Args besides Trainer's: place, and capture for a CapturedLoss where the model is not wrapped.
+    An argument besides Trainer's: place.
     """
 
     model: SlipstreamForCausalLM  # pyright: ignore[reportIncompatibleVariableOverride]
     train_dataset: Rows  # pyright: ignore[reportIncompatibleVariableOverride]
     eval_dataset: Rows  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, *, place: Place, capture: bool = False, **options: Any) -> None:
+    def __init__(self, *, place: Place, **options: Any) -> None:
         self.place = place
         callbacks = [*options.pop("callbacks", []), place]
         super().__init__(callbacks=callbacks, **options)
-        self.captured_loss = CapturedLoss(self.model) if capture else None
         # which of how many read rows of their own
         self.readers = self.args.process_index, self.args.world_size
-        self.computing_alike = 1  # processes that get the same tokens of the same rows
         self._bytes = self._targets = 0  # since the last log
         self._tokens, self.tokens_per_second = 0, 0.0  # of this process's steps
 
@@ -107,22 +104,8 @@ class LMTrainer(Trainer):
         self._targets += tally.targets
         self._bytes += tally.text_bytes
         tokens = inputs["input_ids"].numel() * self.args.world_size
-        self._tokens += tokens // self.computing_alike
+        self._tokens += tokens
         return super().training_step(model, inputs, *args, **kw)
-
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        if self.captured_loss is None or return_outputs or model is not self.model:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if num_items_in_batch is not None:  # another number must not be another graph
-            count = torch.as_tensor(num_items_in_batch, device=inputs["input_ids"].device)
-            inputs = inputs | {"num_items_in_batch": count}
-        return self.captured_loss(**inputs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Trainer counts epochs in steps since the process began; this is the same after a resume

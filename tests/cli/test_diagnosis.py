@@ -288,33 +288,6 @@ def test_doctor_names_what_it_does_not_know() -> None:
     assert status == 2 and "no 'zzz'; want one of chunk_linear_attn" in text
 
 
-def test_doctor_times_operators_for_others_to_compare() -> None:
-    run = ["doctor", "rms_norm", "chunk_gla", "--bench", "--no-interpreted", "--no-checks"]
-    status, text = invoke(*run, "--json")
-    speeds = json.loads(text)["speeds"]
-    assert status == 0 and list(speeds["operators"]) == ["rms_norm", "chunk_gla"]
-    assert speeds["copy_gb_per_s"] > 0 and speeds["matmul_tflop_per_s"] > 0
-    for row in speeds["operators"].values():
-        assert row["backend"] in ("eager", "-", "triton", "sm90")
-        assert row["forward_ms"] > 0 and row["both_ms"] > 0
-    status, text = invoke(*run)
-    assert status == 0 and "forward, ms" in text and "chunk_gla" in text
-
-
-def test_speeds_go_on_after_an_operator_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream import ops
-    from slipstream.tools import doctor_bench
-    from slipstream.tools.catalog import chosen
-
-    def broken(x: object, weight: object) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(ops, "rms_norm", broken)
-    found = doctor_bench.speeds(chosen(["rms_norm", "swiglu"]))["operators"]
-    assert found["rms_norm"] == {"error": "RuntimeError: out of memory"}
-    assert found["swiglu"]["forward_ms"] > 0
-
-
 @needs_compiler
 def test_explain_names_kernels_tiles_and_reasons() -> None:
     status, text = invoke("explain", "chunk_simple_gla", "--arch", "sm_80", "--shape", "K=64,V=64")

@@ -24,7 +24,6 @@ tokenizer: {vocab_size: 400, train_bytes: 100000}
 data: {files: ["{stdlib}/json", "{stdlib}/email"], held_out: 0.15, row_tokens: 32, eval_rows: 4}
 training: {max_steps: 9, per_device_train_batch_size: 2, learning_rate: 3e-3,
            save_steps: 5, eval_steps: 4, per_device_eval_batch_size: 64}
-muon: {learning_rate: 0.02}
 """
 MODULE = "slipstream"
 

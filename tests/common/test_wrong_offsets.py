@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.common import varlen
 from slipstream.kernels.conv import eager as conv
-from slipstream.layers import attention, bidirectional
+from slipstream.layers import attention
 from slipstream.layers.call import MixerCall
 from slipstream.ops import rotary
 
@@ -49,19 +49,13 @@ def grown_cache(cu: Tensor) -> None:
     assert made["k"].shape[0] == len(cu) - 1
 
 
-def turned(cu: Tensor) -> None:
-    parts = cu.long()
-    assert len(torch.arange(T)[bidirectional._turned(parts, T)]) == T
-    assert bidirectional._places(torch.arange(T)[None], parts, 1) is not None
-
-
 def positions(cu: Tensor) -> None:
     with mock.patch.object(rotary.token_ids, "expect_offsets"):
         assert rotary.packed_positions(cu, T).shape == (1, T)
 
 
 @pytest.mark.parametrize("offsets", WRONG, ids=str)
-@pytest.mark.parametrize("use", [chunks, windows, grown_cache, turned, positions])
+@pytest.mark.parametrize("use", [chunks, windows, grown_cache, positions])
 def test_wrong_offsets_index_no_other_memory(use: Callable, offsets: list[int]) -> None:
     use(on_device(offsets))
 

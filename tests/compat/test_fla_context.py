@@ -12,7 +12,7 @@ from torch import Tensor
 import slipstream.compat.fla
 from slipstream.compat.fla.adaptor import CONTEXT, parse_signature
 from slipstream.compat.fla.operators import OPERATORS
-from tests.support.fla_inputs import H, K, T, inputs, member
+from tests.support.fla_inputs import K, T, inputs, member
 from tests.support.processes import in_processes
 
 OFFSETS = [0, 4, 9, T]
@@ -38,7 +38,7 @@ def _token_shift(x: Tensor, cu_seqlens: Any = None, cp_context: Any = None) -> T
 def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Functions with a cp_context, and their other arguments, in float64."""
     found: dict[str, Any] = {row.name: (member(row), inputs(row)) for row in TAKE_CONTEXT}
-    modules, ops = slipstream.compat.fla.modules, slipstream.compat.fla.ops
+    modules = slipstream.compat.fla.modules
     torch.manual_seed(0)
     x = torch.randn(1, T, 2 * K)
     given: dict[str, Any] = {"x": x, "weight": torch.randn(2 * K, 3), "activation": "silu"}
@@ -47,13 +47,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     found["ShortConvolution"] = (conv, {"x": x})
     found["causal_conv1d_cp"] = (_convolution, {"x": x, "weight": given["weight"]})
     found["token_shift_cp"] = (_token_shift, {"x": x})
-    q, k, v = (torch.randn(1, T, H, K) for _ in range(3))
-    gates = {n: -torch.rand(1, T, H) for n in ("g_atk", "g")}
-    betas = {n: torch.rand(1, T, H) for n in ("beta_atk", "beta")}
-    given = {"q": q, "k": k, "v": v, **gates, **betas}
-    found["chunk_precond_gated_delta_rule"] = (ops.chunk_precond_gated_delta_rule, given)
-    given = {**given, "g": -torch.rand(1, T, H, K)}
-    found["chunk_precond_kda"] = (ops.chunk_precond_kda, given)
     return {
         name: (call, {n: x.double() if isinstance(x, Tensor) else x for n, x in arguments.items()})
         for name, (call, arguments) in found.items()
@@ -96,7 +89,7 @@ def compare(rank: int, found: Any) -> None:
 
 
 def test_functions_with_a_context_equal_one_rank(tmp_path: Path) -> None:
-    assert in_processes(2, tmp_path, compare) == [len(TAKE_CONTEXT) + 6] * 2
+    assert in_processes(2, tmp_path, compare) == [len(TAKE_CONTEXT) + 4] * 2
 
 
 def describe(rank: int, found: Any) -> None:

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream import ops
-from slipstream.compat.fla import functions, preconditioned
+from slipstream.compat.fla import functions
 from slipstream.compat.fla.ops import utils as indices
 
 OFFSETS = torch.tensor([0, 3, 3, 8, 12])
@@ -60,37 +59,6 @@ def test_positions_and_chunks(on_host: Tensor | None) -> None:
     assert offsets.tolist() == [0, 2, 2, 5, 7]
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("shape", [(1, 12, 2), (1, 12, 2, 3)])
-def test_cumulative_sums(shape: tuple[int, ...], reverse: bool) -> None:
-    x = torch.randn(shape)
-
-    def sums(parts: list[Tensor]) -> Tensor:
-        return torch.cat(
-            [(y.flip(1).cumsum(1).flip(1) if reverse else y.cumsum(1)) * 0.5 for y in parts], 1
-        )
-
-    got = indices.chunk_global_cumsum(x, reverse, OFFSETS, 0.5)
-    close(got, sums(list(x.split(LENGTHS, 1))))
-    got = indices.chunk_local_cumsum(x, 2, reverse, 0.5, OFFSETS)
-    close(got, sums([c for y in x.split(LENGTHS, 1) for c in y.split(2, 1)]))
-    got = indices.chunk_local_cumsum(x.double(), 5, reverse, 0.5, output_dtype=None)
-    close(got, sums(list(x.double().split(5, 1))))
-    close(indices.chunk_global_cumsum(x, reverse, scale=0.5), sums([x]))
-
-
-def test_cumulative_sums_refuse() -> None:
-    x = torch.randn(2, 12, 3)
-    with pytest.raises(ValueError, match="packed sequences want batch size 1, got 2"):
-        indices.chunk_global_cumsum(x, cu_seqlens=OFFSETS)
-    with pytest.raises(NotImplementedError, match="head_first: transpose"):
-        indices.chunk_local_cumsum(x, 2, head_first=True)
-    with pytest.raises(TypeError, match="unexpected keyword arguments: nonsense"):
-        indices.chunk_local_cumsum(x, 2, nonsense=1)
-    with pytest.raises(ValueError, match=r"want \[B, T, H\]"):
-        indices.chunk_global_cumsum(x[0])
-
-
 # functions of fla.ops
 
 
@@ -124,21 +92,6 @@ def test_additive_gate_carries_its_state() -> None:
     )
     close(packed[0].view_as(k), k)
     assert packed[2][1].eq(float("-inf")).all()
-
-
-@pytest.mark.parametrize("recurrent", [False, True])
-def test_lightnet_keeps_a_mean(recurrent: bool) -> None:
-    """Weights of the values sum to 1, so the mean of equal values is that value."""
-    function = functions.fused_recurrent_lightnet if recurrent else functions.chunk_lightnet
-    q, k = torch.randn(2, 1, 9, 2, 4)
-    v = torch.ones(1, 9, 2, 3)
-    o, (state, z) = function(q, k, v, 1.0, None, True)
-    close(o, q.sum(-1, keepdim=True).expand_as(o))
-    assert state.shape == (1, 2, 4, 3) and z.shape == (1, 1, 2, 4)
-    first = function(q[:, :4], k[:, :4], v[:, :4], 1.0, None, True)
-    second = function(q[:, 4:], k[:, 4:], v[:, 4:], 1.0, first[1], True)
-    close(torch.cat([first[0], second[0]], 1), o)
-    close(second[1], (state, z))
 
 
 def test_rwkv4_in_two_calls_by_its_own_recurrence() -> None:
@@ -220,44 +173,3 @@ def test_elementwise_functions_of_rwkv7_round_once(
     for got, want in zip(*found.values(), strict=True):
         off = (got.double() - want).square().sum().sqrt() / want.square().sum().sqrt()
         assert off < many * 2e-3
-
-
-@pytest.mark.parametrize("name", ["precond_gated_delta_rule", "precond_kda"])
-def test_preconditioned_states_apart(name: str) -> None:
-    shape = (1, 12, 2, 8)
-    q, k, v = torch.randn(3, *shape)
-    given = {"q": q, "k": k, "v": v, "beta": torch.rand(shape[:3])}
-    given |= {"g": -torch.rand(shape if name == "precond_kda" else shape[:3])}
-    given |= {"g_atk": -torch.rand(shape[:3]), "beta_atk": torch.rand(shape[:3])}
-    for form in ("chunk", "fused_recurrent"):
-        function = getattr(preconditioned, f"{form}_{name}")
-        o, S, A = function(**given, output_final_state=True)
-        options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
-        want, states = getattr(ops, f"{form}_{name}")(**given, **options)
-        torch.testing.assert_close([o, S, A], [want, *states])
-        assert function(**given)[1:] == (None, None)
-        parts = [{n: x[:, a:b] for n, x in given.items()} for a, b in ((0, 5), (5, 12))]
-        _, S, A = function(**parts[0], output_final_state=True)
-        again, _, _ = function(**parts[1], initial_state=S, initial_A_state=A)
-        torch.testing.assert_close(again, o[:, 5:])
-        turned, _, _ = function(
-            **parts[1], initial_state=S.mT, initial_A_state=A, transpose_state_layout=True
-        )
-        torch.testing.assert_close(turned, o[:, 5:])
-        only, _, _ = function(**parts[1], initial_A_state=A)
-        torch.testing.assert_close(
-            only, function(**parts[1], initial_state=0 * S, initial_A_state=A)[0]
-        )
-        mixed, _, _ = function(**given | {"v": v.half()})
-        assert mixed.dtype == torch.float16
-        torch.testing.assert_close(mixed.float(), o, rtol=1e-2, atol=1e-2)
-    if name == "precond_gated_delta_rule":
-        naive = preconditioned.naive_recurrent_precond_gated_delta_rule
-        torch.testing.assert_close(naive(**given)[0], o)
-        centre = torch.full((2,), 0.3)
-        want, S, A = function(**given, log_atk_scale=centre, output_final_state=True)
-        got = naive(**given, log_atk_scale=0.3, output_final_state=True)
-        torch.testing.assert_close(got, (want, S, A))
-    refused = {"cp_context": object()}
-    with pytest.raises(TypeError, match="cp_context: want what"):
-        getattr(preconditioned, f"chunk_{name}")(**given, **refused)

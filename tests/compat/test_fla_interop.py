@@ -40,9 +40,9 @@ CONFIG = {
     "max_position_embeddings": 128,
 }
 MODELS = (
-    "BitNet", "Comba", "DeltaNet", "ForgettingTransformer", "GLA", "GSA", "GatedDeltaNet",
-    "GatedDeltaProduct", "HGRN", "HGRN2", "KDA", "LightNet", "LinearAttention", "MLA", "Mamba",
-    "Mamba2", "PrecondGatedDeltaNet", "PrecondKDA", "RWKV6", "RWKV7", "Raven", "RetNet", "Samba",
+    "Comba", "DeltaNet", "ForgettingTransformer", "GLA", "GSA", "GatedDeltaNet",
+    "GatedDeltaProduct", "HGRN", "HGRN2", "KDA", "LinearAttention", "MLA", "Mamba",
+    "Mamba2", "RWKV6", "RWKV7", "Raven", "RetNet", "Samba",
     "Transformer", "YOCO",
 )  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # of fla's own: models that give their layers no offsets, and those that refuse several new tokens
 HAND_NO_OFFSETS_ON = ("LinearAttention", "Mamba", "Mamba2", "Samba")
-ONE_TOKEN_A_STEP = ("BitNet", "ForgettingTransformer", "MLA", "Transformer")
+ONE_TOKEN_A_STEP = ("ForgettingTransformer", "MLA", "Transformer")
 LENGTH, DECODED, PADDING = 70, 4, 20
 
 
@@ -212,15 +212,6 @@ def _kda(p: dict[str, Tensor]) -> dict[str, Tensor]:
     )
 
 
-def _preconditioner(p: dict[str, Tensor], a: str) -> dict[str, Tensor]:
-    return {
-        "preconditioner.ab_proj.weight": torch.cat([p[f"{a}_weight"], p["b_atk_proj_weight"]]),
-        "preconditioner.A_log": p["A_log_atk"],
-        "preconditioner.dt_bias": p["dt_bias_atk"],
-        "preconditioner.centre": p["log_atk_scale"],
-    }
-
-
 def _gated_deltanet(p: dict[str, Tensor]) -> dict[str, Tensor]:
     return _convolved(p) | _same(p, "o") | {
         "ab_proj.weight": torch.cat([p["a_proj_weight"], p["b_proj_weight"]]),
@@ -268,23 +259,6 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], Callable[[Any]
         "GatedDeltaNet", {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 1},
         "GatedDeltaNet", {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "norm_eps": 1e-5},
         _gated_deltanet,
-    ),
-    "precond_gated_deltanet": (
-        "PrecondGatedDeltaNet",
-        {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 1, "squash_x": 1.8},
-        "PrecondGatedDeltaNet",
-        {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "norm_eps": 1e-5, "squash_x": 1.8},
-        lambda p: _gated_deltanet(p) | _preconditioner(p, "a_atk_proj"),
-    ),
-    "precond_kda": (
-        "PrecondKDA",
-        {"num_heads": 4, "head_dim": 16, "allow_neg_eigval": True, "conv_bias": True},
-        "PrecondKDA",
-        {"num_heads": 4, "head_dim": 16, "allow_neg_eigval": True, "conv_bias": True,
-         "gate_bias": True},
-        lambda p: _kda(p) | _preconditioner(p, "a_proj") | {
-            "conv.bias": torch.cat([p[f"{n}_conv1d_bias"] for n in "qkv"])
-        },
     ),
     "mamba3": (
         "Mamba3", {"head_dim": 16, "state_size": 24, "n_groups": 2, "use_bias": True}, "Mamba3",
@@ -347,14 +321,6 @@ LAYERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], Callable[[Any]
         lambda p: _same(p, "f", "g", "o") | {
             "qkv_proj.weight": torch.cat([p[f"{n}_proj_weight"] for n in "qkv"]),
             "f_proj.bias": p["f_proj_bias"],
-        },
-    ),
-    "lightnet": (
-        "LightNetAttention", {"num_heads": 4, "expand_ratio": 12, "gate_low_rank_dim": 8},
-        "LightNetAttention", {"num_heads": 4, "head_dim": 12, "gate_low_rank_dim": 8},
-        lambda p: _same(p, "q", "k", "v", "o") | {
-            "g_down.weight": p["g_proj_0_weight"], "g_up.weight": p["g_proj_1_weight"],
-            "norm_weight": p["g_norm_weight"],
         },
     ),
     "hgrn": (

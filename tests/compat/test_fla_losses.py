@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.compat.fla import functions, modules, utils
+from slipstream.compat.fla import modules, utils
 from slipstream.compat.fla.modules import (
     activations,
-    fused_bitlinear,
     fused_cross_entropy,
     fused_linear_cross_entropy,
 )
@@ -127,29 +126,6 @@ def test_gated_mlp(fused: bool) -> None:
     close(power(x), power.down_proj(hidden))
     with pytest.raises(ValueError, match="hidden_act: want"):
         modules.GatedMLP(6, hidden_act="gelu")
-
-
-def test_taylor_features() -> None:
-    q, k = torch.randn(2, 7, 6, dtype=torch.float64)
-    s = (q * k).sum(-1)
-    close((functions.taylor_features(q) * functions.taylor_features(k)).sum(-1), 1 + s + s**2 / 2)
-
-
-def test_bit_linear() -> None:
-    made = modules.BitLinear(6, 4, bias=True)
-    x = torch.randn(3, 6)
-    normed = F.rms_norm(x, (6,), eps=1e-8)
-    scale = 127 / normed.abs().amax(-1, keepdim=True)
-    weight = (made.weight / made.weight.abs().mean()).round().clamp(-1, 1)
-    want = F.linear((normed * scale).round() / scale, weight * made.weight.abs().mean(), made.bias)
-    close(made(x), want, 1e-4)
-    made(x).sum().backward()
-    assert made.weight.grad is not None and made.weight.grad.any()
-    y, h = fused_bitlinear.rms_norm_linear_quant(
-        x, None, None, made.weight, made.bias, torch.ones_like(x), prenorm=True
-    )
-    close(h, x + 1)
-    close(modules.FusedBitLinear(6, 4)(x).shape, y.shape)
 
 
 def test_input_guard_makes_contiguous() -> None:

@@ -31,7 +31,7 @@ def test_page_names_the_release_that_it_follows() -> None:
 
 
 def test_page_names_the_layers_of_models_that_are_converted() -> None:
-    """Mamba-3's and the preconditioned ones' came without their rows."""
+    """Mamba-3's came without its row."""
     pytest.importorskip("transformers")
     from slipstream.models import MIXERS
     from slipstream.models.convert import FAMILIES

@@ -5,11 +5,9 @@ from typing import Any
 import pytest
 
 from slipstream.compat.fla import modules
-from slipstream.compat.fla.modules import fused_bitlinear
 
-C, V = 12, 7  # channels, and those of an output
+C = 12
 WEIGHT = {"weight": (C,)}
-LINEAR = {"weight": (V, C), "norm.weight": (C,)}
 # class, arguments, and what the state dict of fla-core 0.6.0's has
 CASES: list[tuple[Any, tuple, dict[str, tuple[int, ...]]]] = [
     *[
@@ -31,9 +29,6 @@ CASES: list[tuple[Any, tuple, dict[str, tuple[int, ...]]]] = [
     (modules.ShortConvolution, (C, 4), {"weight": (C, 1, 4)}),
     (modules.ShortConvolution, (C, 4, True), {"weight": (C, 1, 4), "bias": (C,)}),
     (modules.RotaryEmbedding, (C,), {}),
-    (fused_bitlinear.BitLinear, (C, V), LINEAR),
-    (fused_bitlinear.BitLinear, (C, V, True), {**LINEAR, "bias": (V,)}),
-    (fused_bitlinear.FusedBitLinear, (C, V), LINEAR),
 ]
 
 

@@ -138,12 +138,6 @@ PAIRS: dict[str, Callable[[Inputs], tuple[Any, Any]]] = {
             *heads_first(x.q, x.k, x.v, x.a, x.b, x.gk)
         ),
     ),
-    "iplr": lambda x: (
-        ours.chunk_iplr_delta_rule(x.q, x.k, x.v, x.a, x.b),
-        reference("ops/generalized_delta_rule/iplr/naive").iplr_recurrence(
-            *heads_first(x.q, x.k, x.v, x.a, x.b)
-        ),
-    ),
     "gated_delta_product": _product,
     "attn": lambda x: (
         ours.parallel_attn(x.q, x.k, x.v, x.g, window_size=7),
@@ -153,27 +147,7 @@ PAIRS: dict[str, Callable[[Inputs], tuple[Any, Any]]] = {
         ours.parallel_forgetting_attn(x.q, x.k, x.v, x.g),
         reference("ops/forgetting_attn/naive").naive_forgetting_attn(x.q, x.k, x.v, x.g),
     ),
-    "based": lambda x: (
-        ours.fused_chunk_based(x.q, x.k, x.v),
-        reference("ops/based/naive").naive_parallel_based(*heads_first(x.q, x.k, x.v)),
-    ),
-    "rebased": lambda x: (
-        ours.rebased.parallel_rebased(x.q, x.k, x.v, eps=1e-6),
-        reference("ops/rebased/naive").naive_parallel_rebased(*heads_first(x.q, x.k, x.v)),
-    ),
     "attnres": _attnres,
-    "precond_gated_delta_rule": lambda x: (
-        ours.chunk_precond_gated_delta_rule(x.q, x.k, x.v, x.g, x.g, x.beta, x.beta),
-        reference("ops/precond_gated_delta_rule/naive").naive_recurrent_precond_gated_delta_rule(
-            x.q, x.k, x.v, x.g, x.g, x.beta, x.beta
-        ),
-    ),
-    "precond_kda": lambda x: (
-        ours.chunk_precond_kda(normalize(x.q, dim=-1), x.unit, x.v, x.gk, x.g, x.beta, x.beta),
-        reference("ops/precond_kda/naive").naive_recurrent_precond_kda(
-            normalize(x.q, dim=-1), x.unit, x.v, x.gk, x.g, x.beta, x.beta
-        ),
-    ),
 }
 
 

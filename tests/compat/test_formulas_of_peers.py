@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compat import flash_attn_interface
-from slipstream.compat.fla import functions
 from slipstream.compat.fla.modules import fused_norm_gate
 from slipstream.compat.flash_attn import bert_padding
-from slipstream.compat.flash_attn.ops import layer_norm as flash_norm
 from slipstream.compat.flash_attn.ops.triton import layer_norm as triton_norm
 from slipstream.compat.mamba_ssm.ops.triton import layer_norm as mamba_norm
 from slipstream.compat.mamba_ssm.ops.triton import selective_state_update as mamba_step
@@ -26,35 +24,6 @@ def wide(*size: int) -> Tensor:
 
 def close(got: Any, want: Any, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
-
-
-def causal_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """[B, H, T, T]; 0 of later keys comes of a mask on the weights."""
-    return torch.einsum("bihk,bjhk->bhij", q, k) * scale
-
-
-@pytest.mark.parametrize("function", [functions.parallel_based, functions.fused_chunk_based])
-@pytest.mark.parametrize("use_norm", [True, False])
-def test_based_weights(function: Any, use_norm: bool) -> None:
-    q, k, v = wide(B, T, H, K), wide(B, T, H, K), wide(B, T, H, V)
-    s = causal_scores(q, k, K**-0.5)
-    weights = (1 + s + s.square() / 2).tril()
-    if use_norm:
-        weights = weights / weights.sum(-1, keepdim=True)
-    close(function(q, k, v, use_norm=use_norm), torch.einsum("bhij,bjhv->bihv", weights, v), 1e-6)
-
-
-@pytest.mark.parametrize("use_scale", [True, False])
-def test_rebased_weights(use_scale: bool) -> None:
-    q, k, v = wide(B, T, H, K), wide(B, T, H, K), wide(B, T, H, V)
-    weights = causal_scores(q, k, K**-0.5 if use_scale else 1.0).square().tril()
-    o, z = torch.einsum("bhij,bjhv->bihv", weights, v), weights.sum(-1)
-    both = functions.parallel_rebased(q, k, v, use_scale=use_scale, return_both=True)
-    close(both, (o.transpose(1, 2), z), 1e-6)
-    plain = functions.parallel_rebased(q, k, v, use_scale=use_scale, use_normalize=False)
-    close(plain, o, 1e-6)
-    normed = functions.parallel_rebased(q, k, v, eps=0.1, use_scale=use_scale)
-    close(normed, o / (z.transpose(1, 2)[..., None] + 0.1), 1e-6)
 
 
 @pytest.mark.parametrize("rms", [True, False])
@@ -86,13 +55,6 @@ def test_rms_norm_modules(zero_centered: bool, prenorm: bool) -> None:
         other = mamba_norm.RMSNorm(D, 1e-3).double()
         other.load_state_dict(module.state_dict())
         close(other(x, residual, prenorm=prenorm), (want, h) if prenorm else want, 1e-6)
-
-
-def test_layer_norm_of_flash_attn() -> None:
-    x, weight, bias = wide(B, T, D), wide(D), wide(D)
-    close(flash_norm.layer_norm(x, weight, bias, 1e-3), F.layer_norm(x, (D,), weight, bias, 1e-3))
-    with pytest.raises(ValueError, match="epsilon"):
-        flash_norm.layer_norm(x, weight, bias, -1.0)
 
 
 def test_rms_norm_fn_refuses_dropout() -> None:

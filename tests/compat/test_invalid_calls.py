@@ -14,7 +14,6 @@ from slipstream.compat.causal_conv1d import causal_conv1d_interface, causal_conv
 from slipstream.compat.fla.modules import fused_norm_gate, layernorm, layernorm_gated
 from slipstream.compat.flash_attn import bert_padding, flash_attn_interface
 from slipstream.compat.flash_attn.layers import rotary
-from slipstream.compat.flash_attn.ops import layer_norm, rms_norm
 from slipstream.compat.flash_attn.ops.triton import cross_entropy
 from slipstream.compat.flash_attn.ops.triton import layer_norm as fused_norm
 from slipstream.compat.flash_attn.ops.triton import rotary as fused_rotary
@@ -92,11 +91,6 @@ def normed_linear() -> dict[str, Any]:
     return made | {"linear_weight": rand(3, D), "linear_bias": rand(3)}
 
 
-def added_normed() -> dict[str, Any]:
-    made: dict[str, Any] = {"x0": rand(B, T, D), "residual": rand(B, T, D), "weight": rand(D)}
-    return made | {"bias": rand(D), "dropout_p": 0.1, "epsilon": 1e-5}
-
-
 def heads(*names: str) -> dict[str, Any]:
     return {name: rand(B, T, H, P) for name in names}
 
@@ -128,9 +122,6 @@ CASES: list[tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = [
     (mamba_norm.rms_norm_fn, normed),
     (fused_norm.layer_norm_fn, normed),
     (fused_norm.layer_norm_linear_fn, normed_linear),
-    (layer_norm.dropout_add_layer_norm, added_normed),
-    (rms_norm.dropout_add_rms_norm, added_normed),
-    (rms_norm.rms_norm, lambda: {"x": rand(B, T, D), "weight": rand(D), "epsilon": 1e-5}),
     (cross_entropy.cross_entropy_loss, lambda: {"logits": rand(T, 9), "labels": torch.arange(T)}),
     (flash_attn_interface.flash_attn_qkvpacked_func, lambda: {"qkv": rand(B, T, 3, H, P)}),
     (flash_attn_interface.flash_attn_kvpacked_func,
@@ -196,7 +187,7 @@ def test_function_refuses_other_shapes(
 
 def test_functions_with_given_arguments_name_themselves() -> None:
     """Not the function that they hand them to."""
-    modules = {fused_norm_gate, layernorm, layernorm_gated, layer_norm, rms_norm, fused_norm}
+    modules = {fused_norm_gate, layernorm, layernorm_gated, fused_norm}
     made = {
         f
         for module in modules | {mamba_norm, selective_scan_interface}

@@ -1,21 +1,13 @@
 """mamba_ssm's name of Mamba-3 against its step, and in two calls."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream import layers
-from slipstream.compat.mamba_ssm.modules.mamba3 import Mamba3
-from slipstream.compat.mamba_ssm.ops.cute.mamba3.mamba3_step_fn import mamba3_step_fn
 from slipstream.compat.mamba_ssm.ops.tilelang.mamba3.mamba3_mimo import mamba3_mimo
-from slipstream.compat.mamba_ssm.ops.triton.mamba3.mamba3_mimo_rotary_step import (
-    apply_rotary_qk_inference_fwd,
-)
 from slipstream.compat.mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined
 
 B, T, G, H, N, P, A = 2, 11, 1, 4, 8, 6, 2
@@ -34,6 +26,11 @@ def turned(x: Tensor, theta: Tensor) -> Tensor:
     cos, sin = theta.cos(), theta.sin()
     pairs = torch.stack([first * cos - second * sin, first * sin + second * cos], -1)
     return torch.cat([pairs.flatten(-2), x[..., 2 * A :]], -1)
+
+
+def turned_halves(x: Tensor, theta: Tensor) -> Tensor:
+    pairs = x.unflatten(-1, (2, -1)).mT.flatten(-2)
+    return turned(pairs, theta).unflatten(-1, (-1, 2)).mT.flatten(-2)
 
 
 def test_siso_is_its_steps() -> None:
@@ -89,24 +86,26 @@ FIXED: Any = {"chunk_size": 16, "rotary_dim_divisor": 4, "dtype": torch.float64}
 
 
 def mimo_by_steps(x: dict[str, Tensor], T: int, gated: bool) -> tuple[Tensor, list[Tensor]]:
-    """As Mamba-3's own decoding: turned halves of channels, then the step."""
+    """As Mamba-3's own decoding: channels i and i + N / 2 are turned, then the step."""
     theta, S = torch.zeros(B, H, A).double(), torch.zeros(B, H, P, N).double()
     key, value, found = torch.zeros(B, R, H, N).double(), torch.zeros(B, H, P).double(), []
     names = "MIMO_V", "MIMO_Z", "MIMO_Out", "Q_bias", "K_bias"
     up, up_z, down, bias_q, bias_k = (x[n].transpose(0, 1) for n in names)
     for t in range(T):
-        c, b = (x[n][:, t].expand(B, R, H, N) for n in "QK")
-        dt, angles = x["DT"][:, :, t], x["Angles"][:, t]
-        c, b, theta = apply_rotary_qk_inference_fwd(
-            c, b, theta, angles, dt, bias_q, bias_k, rotate_pairwise=False
+        dt, share, v = x["DT"][:, :, t], x["Trap"][:, :, t].sigmoid(), x["V"][:, t]
+        theta = theta + math.pi * dt[..., None] * x["Angles"][:, t].tanh()
+        c, b = (
+            turned_halves(x[n][:, t] + bias, theta[:, None])
+            for n, bias in (("Q", bias_q), ("K", bias_k))
         )
-        y = torch.empty(B, H, P).double() if gated else torch.empty(B, R, H, P).double()
-        mamba3_step_fn(
-            S, key, value, x["ADT"][:, :, t] / dt, b, c, x["D"], x["V"][:, t], dt,
-            x["Trap"][:, :, t].sigmoid(), up, outproj=down if gated else None, out=y,
-            z=x["Z"][:, t] if gated else None, zproj=up_z if gated else None,
-        )  # fmt: skip
-        key, value = b, x["V"][:, t]
+        alpha = x["ADT"][:, :, t].exp()
+        S = alpha[..., None, None] * S
+        for factor, w, k in ((alpha * dt * (1 - share), value, key), (dt * share, v, b)):
+            S = S + torch.einsum("nh,nrhp,nrhs->nhps", factor, w[:, None] * up, k)
+        y = torch.einsum("nhps,nrhs->nrhp", S, c) + x["D"][:, None] * v[:, None] * up
+        if gated:
+            y = (y * F.silu(x["Z"][:, t, None] * up_z) * down).sum(1)
+        key, value = b, v
         found.append(y)
     return torch.stack(found, 1), [theta.remainder(2 * math.pi), S, key, value]
 
@@ -138,75 +137,3 @@ def test_mimo_packed_is_its_sequences() -> None:
         y, *states = mamba3_mimo(**(x | timed), **FIXED, return_state=True)
         torch.testing.assert_close(got[:, begin:end], y)
         torch.testing.assert_close([s[i : i + 1] for s in after], states)
-
-
-def test_turns_of_neighbours_with_biases() -> None:
-    q, k = torch.randn(2, B, R, H, N).double()
-    theta, angles, dt = (
-        torch.randn(B, H, A).double(),
-        torch.randn(B, H, A).double(),
-        torch.rand(B, H),
-    )
-    bias = torch.randn(R, H, N).double()
-    new = theta + math.pi * dt[..., None].double() * angles.tanh()
-    for conjugate in (False, True):
-        given = q.clone(), k.clone(), theta.clone()
-        got = apply_rotary_qk_inference_fwd(
-            *given, angles, dt.double(), bias, inplace=True, conjugate=conjugate
-        )
-        at = (-new if conjugate else new)[:, None]
-        torch.testing.assert_close(got, (turned(q + bias, at), turned(k, at), new))
-        assert all(x is y for x, y in zip(got, given))
-
-
-# ---- the module
-
-BLOCK: dict[str, Any] = {"d_model": 12, "d_state": 8, "headdim": 6, "layer_idx": 3}
-KINDS = {"siso": {}, "mimo": {"is_mimo": True, "mimo_rank": 2}, "groups": {"ngroups": 2}}
-
-
-def block(kind: str, normed: bool) -> Mamba3:
-    torch.manual_seed(0)
-    module = Mamba3(**BLOCK, **KINDS[kind], is_outproj_norm=normed).double()
-    with torch.no_grad():
-        for x in module.parameters():
-            x.add_(0.3 * torch.randn_like(x))
-    return module
-
-
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_block_is_its_steps(kind: str, normed: bool) -> None:
-    """Also from a cache, and in packed sequences."""
-    module, x = block(kind, normed), torch.randn(2, 7, 12).double()
-    want = module(x)
-    assert torch.autograd.grad(want.sum(), list(module.parameters()))
-    want = want.detach()
-    states = module.allocate_inference_cache(2, 7)
-    for t in range(7):
-        near(module.step(x[:, t], *states)[0].detach(), want[:, t])
-    cache = SimpleNamespace(key_value_memory_dict={}, seqlen_offset=0)
-    first = module(x[:, :4], inference_params=cache)
-    cache.seqlen_offset = 4
-    rest = [module(x[:, t : t + 1], inference_params=cache) for t in range(4, 7)]
-    near(torch.cat([first, *rest], 1), want)
-    packed = module(x.flatten(0, 1)[None], cu_seqlens=torch.tensor([0, 7, 14]))
-    near(packed[0], want.flatten(0, 1))
-
-
-def near(got: Tensor, want: Tensor) -> None:
-    """Decays, steps and gates are float32 there."""
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-def test_block_is_the_layer() -> None:
-    """They have the same parameters, under mamba_ssm's names."""
-    ours, theirs = layers.Mamba3(12, head_dim=6, state_size=8).double(), block("siso", False)
-    names = {"B_norm.weight": "B_norm", "C_norm.weight": "C_norm"}
-    ours.load_state_dict({names.get(n, n): x for n, x in theirs.state_dict().items()})
-    x = torch.randn(2, 7, 12).double()
-    near(theirs(x), ours(x)[0])
-    with pytest.raises(ValueError, match="rope_fraction: want"):
-        Mamba3(**BLOCK, rope_fraction=0.3)
-    with pytest.raises(ValueError, match="layer_idx: want"):
-        Mamba3(12, 8, headdim=6)(x.float(), inference_params=SimpleNamespace(seqlen_offset=0))

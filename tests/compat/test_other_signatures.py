@@ -23,12 +23,6 @@ MISSING = {
         "layer_norm_ref", "maybe_contiguous", "maybe_contiguous_lastdim", "rms_norm_ref",
         "triton_autotune_configs",
     ),
-    "flash_attn.ops.rms_norm": (
-        "dropout_add_rms_norm_parallel_residual", "dropout_add_rms_norm_subset",
-    ),
-    "flash_attn.ops.layer_norm": (
-        "dropout_add_layer_norm_parallel_residual", "dropout_add_layer_norm_subset", "maybe_align",
-    ),
     "flash_attn_interface": (
         "get_scheduler_metadata", "maybe_contiguous", "round_multiple",
         "round_up_headdim", "setup_context",
@@ -37,12 +31,6 @@ MISSING = {
     "mamba_ssm.ops.triton.ssd_combined": (
         "ensure_stride", "init_to_zero", "mamba_conv1d_scan_ref", "mamba_split_conv1d_scan_ref",
         "selective_scan_bwd", "ssd_chunk_scan_combined_ref",
-    ),
-    "mamba_ssm.ops.cute.mamba3.mamba3_step_fn": (
-        "get_gmem_tiled_copy", "select", "selective_state_update_fused_ref_v2", "transpose_view",
-    ),
-    "mamba_ssm.ops.triton.mamba3.mamba3_mimo_rotary_step": (
-        "apply_rotary_qk_inference_reference",
     ),
     "mamba_ssm.ops.triton.layernorm_gated": ("rms_norm_ref",),
     "mamba_ssm.ops.triton.layer_norm": ("config_prune", "layer_norm_ref", "rms_norm_ref"),

@@ -1,6 +1,5 @@
 """How the tests of operators on a CUDA device call them."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,7 +39,6 @@ def names(args: dict[str, Any]) -> list[str]:
 # Initial states that are an input's token before the first. The gradient of one token, or what
 # is left of a sum that cancels, may have any relative error: it is measured with that input's.
 _BEFORE = {
-    "lightnet": {"initial_state[1]": "k"},
     "mamba3": {"initial_state[1]": "k", "initial_state[2]": "v", "initial_state[3]": "angles"},
 }
 
@@ -54,11 +52,6 @@ def by_name(op: Sample, args: dict[str, Any], grads: list[Tensor]) -> dict[str, 
                 x, y = found[before[state]], found.pop(state)
                 found[before[state]] = torch.cat([x.flatten(), y.flatten().to(x.dtype)])
     return found
-
-
-def fitting(op: Sample, size: Size) -> Size:
-    """size, no wider than the operator's kernels take: oja's rule erases along V, as far as 240."""
-    return replace(size, V=min(size.V, 240)) if "oja" in op.name else size
 
 
 def run(op: Sample, args: dict[str, Any], **options: Any) -> tuple[list[Tensor], list[Tensor]]:

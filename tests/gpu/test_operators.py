@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.tools.catalog import OPERATORS, Sample, flat
-from tests.gpu.operator_runs import SIZES, by_name, every_operator, fitting, on_cuda, run
+from tests.gpu.operator_runs import SIZES, by_name, every_operator, on_cuda, run
 from tests.gpu.waiting import waiting_is_an_error
 from tests.support.causality import CUTS, bits, changed_bits
 from tests.support.operators import LINEAR, TESTED, Size, cast, leaves, packed, relative_error
@@ -91,7 +91,7 @@ def test_float64_on_cuda_matches_reference(op: Sample) -> None:
 )
 def test_portable_kernels_same_bits_under_load(op: Sample, size: str) -> None:
     """Tiles that a loop overwrites while products read them show in other bits, now and then."""
-    shape = replace(fitting(op, FULL[size]), dtype=torch.bfloat16, gate="mixed")
+    shape = replace(FULL[size], dtype=torch.bfloat16, gate="mixed")
     args = on_cuda(op.inputs(shape))
     chosen = supported(op, args, "triton")
     first, *others = ([*out, *grads] for out, grads in (run(op, args, impl=chosen) for _ in "abc"))
@@ -326,7 +326,7 @@ FEW_AND_MANY += [("grouped", torch.bfloat16), ("packed", torch.float32)]
 def test_errors_are_within_their_limits(op: Sample, size: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     shape, gate = LIMIT_SIZES[size]
-    args = op.inputs(replace(fitting(op, shape), dtype=dtype, gate=gate))
+    args = op.inputs(replace(shape, dtype=dtype, gate=gate))
     expect_within(op, args, GATE_LIMITS[dtype], f"{op.name} {size}")
 
 

@@ -139,7 +139,6 @@ CODE = {
     "decay_gate_kernel": ("ptx", r"ld\.global\.v4"),
     "attnres_fwd_kernel": ("ptx", r"cp\.async\.c[ag]\b"),
     "attnres_bwd_kernel": ("ptx", r"cp\.async\.c[ag]\b"),
-    "attnres_bwd_sm90_kernel": ("ptx", r"cp\.async\.c[ag]\b"),
     "delta_chunk_bwd_sm90_kernel": ("ptx", r"st\.release\.gpu"),
     "matmul_sum_kernel": ("ptx", r"griddepcontrol\.wait"),
 }

@@ -76,12 +76,6 @@ def test_gluon_has_the_same_names_under_every_release(release: str) -> None:
     assert found.gl.shared_memory_descriptor._reinterpret == "views"
     assert {found.LARGER_VIEWS, found.IMPLICIT_BARRIERS} == {release < "3.8"}
     assert all(hasattr(found, x) for x in found.__all__)
-    # the one kernel with copies that are not TMA's
-    root = "slipstream.kernels"
-    ours = {f"{root}.primitives.gluon_compat": found}
-    ours[f"{root}.attnres.triton.streams"] = module("streams", stream=None)
-    kernel = load("attnres/sm90/backward.py", triton | ours)
-    assert kernel.copy_to_shared == COPIES[0]
 
 
 @pytest.mark.parametrize("release", RELEASES)

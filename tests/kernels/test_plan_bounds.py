@@ -12,7 +12,6 @@ from torch import Tensor
 from slipstream.compiler.arch import ARCHS, expect_fits
 from slipstream.kernels.attention import context, latent
 from slipstream.kernels.attention.triton import decode_launch
-from slipstream.kernels.elementwise import glu_mlp
 from slipstream.kernels.linear.modes import wide_heads
 from slipstream.kernels.linear.triton.delta import plan as delta_plan
 from slipstream.kernels.linear.triton.delta import tiles as delta_tiles
@@ -134,9 +133,6 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[Any, Any], tuple[Any, Any]]] 
             SimpleNamespace(q=meta(1, T, 4, 8), k=meta(1, 8, 4, 8), cu_q=None, g=None)
         ),
         (decode_launch.MAX_DECODE_ROWS, decode_launch.MAX_DECODE_ROWS + 1), (True, False)),
-    "tiles of a gated MLP fill the GPU": (
-        lambda rows: glu_mlp.impls_for(meta(rows, 64), meta(256, 64), 4) == glu_mlp.IMPLS,
-        (3 * 128, 3 * 128 + 1), (False, True)),
     "heads of an attention that are sent at a time": (
         heads_at_once, (context.MIN_GROUP_ROWS - 1, context.MIN_GROUP_ROWS), (2, 1)),
     "heads that are cut": (

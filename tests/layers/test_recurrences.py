@@ -148,46 +148,6 @@ def test_gated_deltanet_2() -> None:
     torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
 
 
-def written_keys(layer: nn.Module, x: Tensor, k: Tensor, squash: float, eps: float) -> Tensor:
-    """k by the factors of a preconditioner, all heads alike."""
-    given = layer.preconditioner
-    a, b = given.ab_proj(x).chunk(2, -1)
-    alpha, sums, found = decayed(given, a), torch.zeros_like(k[:, 0]), []
-    for t in range(T):
-        sums = alpha[:, t, :, None] * sums + b[:, t, :, None].sigmoid() * k[:, t].square()
-        r = (sums + eps).log() - given.centre[:, None]
-        found.append(squash ** (-r / (1 + r.abs())) * k[:, t])
-    return torch.stack(found, 1)
-
-
-@pytest.mark.parametrize("channels", [False, True])
-def test_preconditioned_layers(channels: bool) -> None:
-    HV, K, V = 8, 6, 5
-    options = {"num_v_heads": HV, "head_dim": K, "head_v_dim": V, "squash_x": 1.8}
-    make = layers.PrecondKDA if channels else layers.PrecondGatedDeltaNet
-    layer = randomised(make(D, H, squash_eps=0.01, **options))
-    x = torch.randn(B, T, D, dtype=torch.float64)
-    q, k, v = convolved(layer.conv, layer.qkv_proj(x)).split([24, 24, 40], -1)
-    q, k, v = unit(heads(q)), unit(heads(k)), heads(v, HV)
-    written = grouped(written_keys(layer, x, k, 1.8, 0.01), HV)
-    q, k = grouped(q, HV), grouped(k, HV)
-    if channels:
-        f = heads(layer.f_up(layer.f_down(x)) + layer.dt_bias, HV)
-        alpha = torch.exp(-layer.A_log.exp()[:, None] * F.softplus(f))
-        beta, gate = layer.b_proj(x).sigmoid(), heads(layer.g_up(layer.g_down(x)), HV).sigmoid()
-    else:
-        a, b = layer.ab_proj(x).chunk(2, -1)
-        alpha, beta = decayed(layer, a)[..., None], b.sigmoid()
-        gate = F.silu(heads(layer.z_proj(x), HV))
-
-    def step(t: int, S: Tensor) -> Tensor:
-        S = alpha[:, t, ..., None] * S
-        return S + outer(written[:, t], beta[:, t, :, None] * (v[:, t] - read(S, k[:, t])))
-
-    o = normed(scan(q, v, step, K**-0.5), layer.norm_weight, 1e-5 if channels else 1e-6) * gate
-    torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
-
-
 @pytest.mark.parametrize("affine", [False, True])
 def test_retention_norm(affine: bool) -> None:
     layer = randomised(layers.MultiScaleRetention(D, H, rotary_base=None, norm_affine=affine))
@@ -319,22 +279,6 @@ def test_mamba3(rank: int, options: dict[str, Any]) -> None:
         o = normed(o, layer.norm_weight[:, None], 1e-5)
     o = (n * o * F.silu(z)).sum(3)
     torch.testing.assert_close(layer(x)[0], layer.out_proj(o.flatten(2)))
-
-
-def test_lightnet() -> None:
-    layer = randomised(layers.LightNetAttention(D, H, 6, conv_size=3, conv_bias=True))
-    x = torch.randn(B, T, D, dtype=torch.float64)
-    qkv = torch.cat([f(x) for f in (layer.q_proj, layer.k_proj, layer.v_proj)], -1)
-    padded = F.pad(qkv.mT, (2, 0))
-    qkv = F.conv1d(padded, layer.conv.weight[:, None], layer.conv.bias, groups=72).mT
-    q, k, v = (heads(y) for y in qkv.split([24, 24, 24], -1))
-    found = []
-    for t in range(T):
-        S = torch.einsum("bthk,bthv->bhkv", k[:, : t + 1].softmax(1), v[:, : t + 1])
-        found.append(6**-0.5 * read(S, F.silu(q[:, t])))
-    o = torch.stack(found, 1).flatten(2)
-    o = normed(o, layer.norm_weight, 1e-5) * F.silu(layer.g_up(layer.g_down(x)))
-    torch.testing.assert_close(layer(x)[0], layer.o_proj(o))
 
 
 @pytest.mark.parametrize("bound", [0.0, 0.4])

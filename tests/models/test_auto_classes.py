@@ -13,6 +13,7 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from tests.support.byte_tokenizer import tokenizer
 from tests.support.forked import run_code
 
+ROOT = Path(__file__).parents[2]
 LOAD = """
 import sys
 from pathlib import Path

@@ -25,15 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "delta_net": GLA,
     "gated_deltanet": HEADS,
     "kda": HEADS,
-    "lightnet": {
-        "num_heads": 4,
-        "expand_ratio": 12,
-        "gate_low_rank_dim": 8,
-        "use_short_conv": True,
-    },
     "forgetting_transformer": {"num_heads": 4, "num_kv_heads": 2, "use_output_gate": True},
-    "precond_gated_deltanet": HEADS,
-    "precond_kda": {"num_heads": 4, "head_dim": 8},
     "rwkv7": {"head_dim": 8, "decay_low_rank_dim": None},
     "fla_mamba2": {"head_dim": 16, "state_size": 8},
     "mamba3": {
@@ -217,10 +209,7 @@ def test_dtypes_stay(tmp_path: Path) -> None:
         ("rwkv7", {"value_dim": 64}, "value_dim"),
         ("mamba2", {"hidden_act": "gelu"}, "hidden_act"),
         ("mamba3", {"mimo_rank": 1}, "mimo_rank: want 2 or more, got 1"),
-        ("lightnet", {"elementwise_affine": False}, "elementwise_affine"),
-        ("lightnet", {"num_heads": None, "expand_ratio": None}, "expand_ratio: .*num_heads"),
         ("forgetting_transformer", {"qk_norm": True}, "qk_norm: .* can be False"),
-        ("precond_kda", {"num_v_heads": 8}, "num_v_heads: .* can be None or 4"),
         ("qwen3_next", {"attention_bias": True}, "attention_bias"),
         (
             "qwen3_next",
@@ -276,11 +265,6 @@ def test_ignored_keys(tmp_path: Path) -> None:
             "heavy_tail",
         ),
         ("forgetting_transformer", {"mixers": ["forgetting_attn", "attention"]}, "attn: "),
-        (
-            "precond_kda",
-            {"mixers": ["precond_kda", "attention", {"type": "attention", "window_size": 4}]},
-            r"mixers\[2\]: want the options of mixers\[1\]",
-        ),
         ("qwen3_next", {"norm": "rms"}, "norm: "),
     ],
 )

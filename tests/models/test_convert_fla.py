@@ -81,26 +81,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "KDA", {**HEADS, "safe_gate": True, "lower_bound": -4.0, "allow_neg_eigval": True},
     ),
     "kda-unconvolved": ("KDA", {**HEADS, "use_short_conv": False, "attn": ATTENTION}),
-    "lightnet": ("LightNet", {**FOUR, "expand_ratio": 24, "gate_low_rank_dim": 8}),
-    "lightnet-convolved": (
-        "LightNet", {"expand_ratio": 16, "use_short_conv": True, "attn": ATTENTION},
-    ),
     "forgetting_transformer": ("ForgettingTransformer", FOUR),
     "forgetting_transformer-grouped": (
         "ForgettingTransformer",
         {**FOUR, "num_kv_heads": 2, "qkv_bias": True, "use_output_gate": True, "window_size": None},
-    ),
-    "precond_gated_deltanet": (
-        "PrecondGatedDeltaNet", {**HEADS, "squash_x": 1.8, "attn": ATTENTION},
-    ),
-    "precond_gated_deltanet-plain": (
-        "PrecondGatedDeltaNet",
-        {**HEADS, "use_gate": False, "allow_neg_eigval": True, "squash_eps": 0.01},
-    ),
-    "precond_kda": ("PrecondKDA", {**FOUR, "head_dim": 16, "expand_v": 1.5, "attn": ATTENTION}),
-    "precond_kda-bounded": (
-        "PrecondKDA",
-        {**FOUR, "head_dim": 16, "safe_gate": True, "lower_bound": -4.0, "use_short_conv": False},
     ),
     "rwkv7": ("RWKV7", RWKV),
     "rwkv7-unbiased": ("RWKV7", {**RWKV, "norm_bias": False, "norm_first": False}),

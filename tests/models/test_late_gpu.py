@@ -1,6 +1,5 @@
 """The host waits for what a GPU that is as late as can be has written, without a GPU."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from slipstream.models.generation import Flag
 from slipstream.models.greedy import AHEAD, Greedy
-from slipstream.tools import doctor_bench
 
 ON_DEVICE = torch.tensor(True)
 
@@ -62,22 +60,3 @@ def test_flags_of_a_gpu_are_in_pinned_memory(
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     make()
     assert pinned.call_args.kwargs["pin_memory"] is True
-
-
-def test_times_are_read_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[int] = []
-
-    class Timer(LateEvent):
-        def elapsed_time(self, end: Any) -> float:
-            return float(waits.pop())
-
-    monkeypatch.setattr(torch.cuda, "Event", Timer)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.zeros(1))
-    call = mock.Mock()
-    assert doctor_bench.milliseconds(call, torch.device("cuda")) == 1.0
-    assert call.call_count > doctor_bench.RUNS
-
-
-def test_times_of_a_cpu_are_milliseconds() -> None:
-    assert 2 <= doctor_bench.milliseconds(lambda: time.sleep(0.002), torch.device("cpu")) < 1000

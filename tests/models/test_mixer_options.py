@@ -8,12 +8,15 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 @pytest.mark.parametrize(
     ("mixer", "error", "words"),
     [
-        ({"type": "gla", "bidirectional": False, "block_size": 4}, ValueError, "block_size"),
-        ({"type": "gla", "bidirectional": "x"}, TypeError, "bidirectional"),
+        (
+            {"type": "gla", "bidirectional": True},
+            ValueError,
+            "bidirectional: no such",
+        ),
         ({"type": "mamba3", "mimo_rank": 0}, ValueError, "mimo_rank"),
         ({"type": "gla", "expand": 2}, ValueError, r"^mixers\[0\].expand: .*mean expand_"),
         ({"type": "forgetting_attn", "windows": 2}, ValueError, "did you mean window_size"),
-        ({"type": "precond_kda", "head_dims": 2}, ValueError, "did you mean head_dim"),
+        ({"type": "gdn2", "head_dims": 2}, ValueError, "did you mean head_dim"),
         ({"type": "kda", "hidden_size": 32}, ValueError, "hidden_size: no such option of kda"),
     ],
     ids=str,

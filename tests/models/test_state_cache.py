@@ -468,7 +468,7 @@ def test_pool_is_as_before_a_refused_put(name: str) -> None:
     away = cache(m)
     for layer in away.layers:
         layer._tensors = {n: x.to("meta") for n, x in layer.state.items()}
-    others = [cache(model("lightnet")), away, "x", StateCache(2), cache(m, 2)]
+    others = [cache(model("hgrn")), away, "x", StateCache(2), cache(m, 2)]
     # latents are as wide with other heads
     others += [] if name == "mla" else [cache(model(name, hidden_size=64, num_heads=4))]
     for other in others:

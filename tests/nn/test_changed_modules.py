@@ -137,7 +137,6 @@ def steps(layer: Any, x: Tensor, begin: int = 4) -> Tensor:
 
 
 STEPPED = [n for n in LAYERS if isinstance(SUBJECTS[n].make(), Mixer)]
-STEPPED = [n for n in STEPPED if not n.startswith("Bidirectional")]
 
 
 @pytest.mark.parametrize("name", STEPPED)

@@ -11,7 +11,6 @@ from torch import Tensor
 from slipstream import layers, nn, ops
 from slipstream.compat.flash_attn.bert_padding import unpad_input
 from slipstream.models import SlipstreamConfig
-from slipstream.models.convert.fla_others import LightNet
 from slipstream.models.prefixes import PrefixCache
 from slipstream.tools import precompile_cache
 from slipstream.training import config
@@ -26,12 +25,6 @@ def shape(*sizes: int) -> Tensor:
 
 def angles(columns: int, rows: int = 4) -> tuple[Tensor, Tensor]:
     return torch.ones(rows, columns), torch.zeros(rows, columns)
-
-
-def preconditioned(**options: float) -> Any:
-    gates = -shape(1, 4, 2)
-    given: Any = {"q": X, "k": X, "v": X, "g_atk": gates, "g": gates, **options}
-    return ops.chunk_precond_gated_delta_rule(beta_atk=-gates, beta=-gates, **given)
 
 
 # by the argument's name in the refusal: a call, the last value that it takes, the first it does not
@@ -67,13 +60,10 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
     "hidden_states": (
         lambda d: unpad_input(shape(*d), torch.ones(d[:2])), (4, 3), (4,),
     ),
-    "expand_ratio": (lambda n: LightNet().read({"hidden_size": 8, "expand_ratio": n}), 1, 0),
     "num_layers": (lambda n: layers.LightningAttention(8, 2, num_layers=n, layer_idx=1), 2, 1),
     "input_ids": (
         lambda n: PrefixCache(mock.MagicMock()).prefill(torch.zeros(1, n).long()), 1, 0,
     ),
-    "eps of preconditioners": (lambda x: preconditioned(eps=x), 1e-6, 0.0),
-    "x of preconditioners": (lambda x: preconditioned(x=x), 1e-6, 0.0),
     "every": (lambda n: PrefixCache(None, n), 64, 0),
     "vocab_size": (lambda n: SlipstreamConfig(vocab_size=n), 1, 0),
     "hidden_size": (lambda n: SlipstreamConfig(hidden_size=n, num_heads=1), 1, 0),

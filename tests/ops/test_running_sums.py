@@ -1,4 +1,4 @@
-"""rwkv4 and lightnet against sums over all earlier tokens, and where exponents are extreme."""
+"""rwkv4 against sums over all earlier tokens, and where exponents are extreme."""
 
 from itertools import accumulate, pairwise
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.kernels.running_mean.eager import running_max
 from tests.support.mappings import both, same
-from tests.support.recurrences import HV, B, H, K, T, V, outer, randn, read
+from tests.support.recurrences import B, T, randn
 
 D = 5
 
@@ -64,52 +64,16 @@ def test_rwkv4_of_weights_that_would_overflow(dtype: torch.dtype) -> None:
     assert all(x.isfinite().all() for x in grads)
 
 
-@pytest.mark.parametrize("fn", both("lightnet"))
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_lightnet_is_its_weighted_mean(fn: Any, scale: float | None) -> None:
-    q, k, v = randn(B, T, H, K), 3 * randn(B, T, H, K), randn(B, T, HV, V)
-    S, z = randn(B, HV, K, V), randn(B, H, K)
-    heads = [x.repeat_interleave(HV // H, 2) for x in (q, k, z[:, None])]
-    for impl in (None, "reference"):
-        state, outputs = S, []
-        for t in range(T):
-            logs = torch.cat([heads[2], heads[1][:, : t + 1]], 1)
-            weights = logs.softmax(1)
-            state = weights[:, 0, :, :, None] * S
-            for j in range(t + 1):
-                state = state + outer(weights[:, j + 1], v[:, j])
-            outputs.append((scale or K**-0.5) * read(state, heads[0][:, t]))
-        want_z = torch.cat([z[:, None], k], 1).logsumexp(1)
-        options = {"scale": scale, "impl": impl, "output_final_state": True}
-        got = fn(q, k, v, initial_state=(S, z), **options)
-        same(got, (torch.stack(outputs, 1), (state, want_z)), 1e-10)
-        turned = fn(q, k, v, initial_state=(S.mT, z), state_v_first=True, **options)
-        same((turned[0], (turned[1][0].mT, turned[1][1])), got, 1e-12)
-
-
-def test_lightnet_starts_from_nothing() -> None:
-    q, k, v = randn(B, T, H, K), 500 * randn(B, T, H, K), randn(B, T, H, V)
-    nothing = torch.zeros(B, H, K, V).double(), torch.full((B, H, K), -torch.inf).double()
-    o, (S, z) = ops.chunk_lightnet(q, k, v, output_final_state=True)
-    same(ops.chunk_lightnet(q, k, v, initial_state=nothing, output_final_state=True), (o, (S, z)))
-    torch.testing.assert_close(S, torch.einsum("bthk,bthv->bhkv", k.softmax(1), v))
-    torch.testing.assert_close(z, k.logsumexp(1))
-
-
-@pytest.mark.parametrize("name", ["rwkv4", "lightnet"])
-def test_running_sums_reject_what_does_not_fit(name: str) -> None:
-    fn = getattr(ops, f"chunk_{name}")
-    given = rwkv4_arguments() if name == "rwkv4" else {x: randn(B, T, H, K) for x in "qkv"}
+def test_rwkv4_rejects_what_does_not_fit() -> None:
+    given = rwkv4_arguments()
     with pytest.raises(TypeError, match="initial_state: want a tuple"):
-        fn(**given, initial_state=randn(B, D))
-    first = randn(B, D) if name == "rwkv4" else randn(B, H, K, K)
+        ops.chunk_rwkv4(**given, initial_state=randn(B, D))
     with pytest.raises(ValueError, match=r"initial_state\[1\]: want"):
-        fn(**given, initial_state=(first, randn(1)))
+        ops.chunk_rwkv4(**given, initial_state=(randn(B, D), randn(1)))
 
 
 @pytest.mark.parametrize("lengths", [None, (1, 0, 7, 4, 9)])
-@pytest.mark.parametrize("decays", [False, True])
-def test_running_max_is_that_of_a_loop(lengths: tuple[int, ...] | None, decays: bool) -> None:
+def test_running_max_is_that_of_a_loop(lengths: tuple[int, ...] | None) -> None:
     """Which sums are relative to: of the tokens so far, decayed, and of what was before."""
     rows = 2 if lengths is None else 1
     sequences = [(b, 0, 21) for b in range(rows)]
@@ -117,10 +81,10 @@ def test_running_max_is_that_of_a_loop(lengths: tuple[int, ...] | None, decays: 
     if cuts is not None:
         sequences = [(0, int(x), int(y)) for x, y in pairwise(cuts)]
     k, start = torch.randn(rows, 21, D), torch.randn(len(sequences), D)
-    w = -torch.rand(D) if decays else None
+    w = -torch.rand(D)
     found = running_max(k, w, start, cuts)
     for n, (row, begin, end) in enumerate(sequences):
         m = start[n]
         for t in range(begin, end):
-            m = torch.maximum(k[row, t], m if w is None else m + w)
+            m = torch.maximum(k[row, t], m + w)
             torch.testing.assert_close(found[row, t], m)

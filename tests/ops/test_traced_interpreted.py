@@ -13,7 +13,7 @@ from tests.support.interpreted import interpreted
 
 # one of each way from the public function to a launch
 SOME = ["chunk_gla", "chunk_delta_rule", "chunk_gdn2", "chunk_gated_delta_product", "chunk_gsa"]
-SOME += ["chunk_lightnet", "chunk_rwkv7", "attention-packed", "latent_attention"]
+SOME += ["chunk_rwkv4", "chunk_rwkv7", "attention-packed", "latent_attention"]
 SOME += ["rms_norm_gated-mamba2", "short_convolution-packed", "cross_entropy-mean"]
 
 

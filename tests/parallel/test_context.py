@@ -18,7 +18,6 @@ from slipstream.parallel import ContextParallel, shard, unshard
 from slipstream.runtime.context_share import Share
 from slipstream.tools.catalog import Sample, flat
 from tests.support.context_runs import (
-    BLOCK_CUTS,
     CALLS,
     CUTS,
     MODEL_CUTS,
@@ -113,18 +112,6 @@ def test_attention_holds_some_heads_of_other_ranks(tmp_path: Path) -> None:
 def test_model_across_ranks_equals_one_rank(tmp_path: Path) -> None:
     """Loss and gradients of every mixer, packed and in rows."""
     assert in_processes(RANKS, tmp_path, compare_models, [*MIXERS], MODEL_CUTS) == []
-
-
-@pytest.mark.parametrize("block_size", [None, 4])
-def test_layers_in_both_directions_across_ranks(block_size: int | None, tmp_path: Path) -> None:
-    both: dict[str, Any] = {"bidirectional": True}
-    both |= {} if block_size is None else {"block_size": block_size}
-    types = ("gla", "gated_deltanet", "mamba2", "rwkv6", "retention", "lightnet", "rwkv7", "gdn2")
-    mixers = [
-        {"type": x, **both} for x in (*types, *(() if block_size is None else ("attention",)))
-    ]
-    cuts = MODEL_CUTS if block_size is None else BLOCK_CUTS
-    assert in_processes(RANKS, tmp_path, compare_models, mixers, cuts) == []
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.compat.fla.modules import FusedLinearCrossEntropyLoss
 from slipstream.integrations.context import call_in_context
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.parallel import ContextParallel
@@ -44,25 +43,3 @@ def check(rank: int, found: Any) -> None:
 
 def test_ranks_without_labels_have_no_gradient(tmp_path: Path) -> None:
     assert in_processes(2, tmp_path, check) == []
-
-
-def of_sharded_tokens(rank: int, found: Any) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from slipstream.compat.fla_parallel import LinearLossParallel
-
-    for reduction in ("mean", "sum"):
-        style = LinearLossParallel(use_local_output=True)
-        module = FusedLinearCrossEntropyLoss(reduction=reduction)
-        parallelize_module(module, init_device_mesh("cpu", (2,)), style)
-        x, weight = (torch.ones(size, requires_grad=True) for size in ((2, 2, 3), (5, 3)))
-        loss = module(x, NO_LABELS, weight)
-        loss.backward()
-        assert x.grad is not None and weight.grad is not None
-        if loss != 0 or x.grad.any() or weight.grad.any():
-            found.put(f"{reduction}: {loss}, {x.grad}, {weight.grad}")
-
-
-def test_sharded_tokens_without_labels_have_no_gradient(tmp_path: Path) -> None:
-    assert in_processes(2, tmp_path, of_sharded_tokens) == []

@@ -18,7 +18,6 @@ from slipstream.kernels.elementwise import (
     embedding,
     erase,
     log_probs,
-    preconditioner,
     rotary,
     rotation,
     token_shift,
@@ -172,32 +171,9 @@ ROWS: dict[str, tuple[Any, Row]] = {
         Row(lambda: (*rand(2, 1, 4, 3), None, rand(2, 3), "eager"), 1),
     ),
     "erase": (erase._forward.overload, Row(lambda: (*rand(3, 1, 4, 2), "eager"), 1)),
-    "precondition": (
-        preconditioner._forward.overload,
-        Row(
-            lambda: (
-                rand(1, 4, 1, 3),
-                -rand(1, 4, 1).abs(),
-                rand(1, 4, 1).abs(),
-                rand(1),
-                rand(1, 1, 3).abs(),
-                None,
-                1.5,
-                0.1,
-                True,
-                True,
-                "eager",
-            ),
-            3,
-        ),
-    ),
     "rotate_qk": (
         rotation._forward.overload,
         Row(lambda: (*rand(2, 1, 4, 2, 3), rand(1, 4, 1), "eager"), 3),
-    ),
-    "running_weights": (
-        running_mean._weights.overload,
-        Row(lambda: (rand(1, 4, 3), rand(1, 3), None, "eager"), 3),
     ),
     "running_mean": (
         running_mean._mean.overload,

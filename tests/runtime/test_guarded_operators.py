@@ -284,7 +284,7 @@ def test_every_guarded_call_is_in_the_table() -> None:
                 files.add(str(path.relative_to(kernels.__path__[0])))
     assert files == set(GUARDED)
     named = {x.name.split()[0] for x in FAMILIES}
-    sm90 = {"linear.sm90", "attention.sm90", "glu_products.sm90"}  # held by tests/gpu
+    sm90 = {"linear.sm90", "attention.sm90"}  # held by tests/gpu
     assert {y for x in GUARDED.values() for y in x} == named | sm90
     assert {kernel_key.family((x,)) for x in named} == {*compiler_state.families()} - {
         kernel_key.CORE
@@ -313,7 +313,6 @@ GUARDED = {
     "projection_step/norm_op.py": ("projection_norm_step.triton",),
     "elementwise/decay_gate.py": ("decay_gate.triton",),
     "elementwise/erase.py": ("erase.triton",),
-    "elementwise/preconditioner.py": ("preconditioner.triton",),
     "elementwise/rotation.py": ("rotation.triton",),
     "running_mean/op.py": ("running_mean.triton",),
     "time_mix/token_mix.py": ("token_mix.triton",),
@@ -330,7 +329,6 @@ GUARDED = {
     "loss/distill.py": ("linear_kl_div.triton",),
     "elementwise/log_probs.py": ("log_probs.triton",),
     "elementwise/glu.py": ("glu.triton",),
-    "elementwise/glu_mlp.py": ("glu_products.sm90",),
     "elementwise/glu_linear.py": ("glu_bwd_recompute.triton",),
     "elementwise/rotary.py": ("rotary.triton",),
     "elementwise/place_tokens.py": ("place_tokens.triton",),

@@ -29,7 +29,7 @@ ROWS_AROUND = 2
 # of packed sequences, one of each kernel
 PACKED = "attention-packed", "chunk_hgrn", "chunk_rwkv4", "selective_scan-groups"
 PACKED += "short_convolution-packed", "token_shift-packed", "recurrent_step", "chunk_mamba3"
-PACKED += "chunk_gla", "chunk_gated_oja_rule"
+PACKED += ("chunk_gla",)
 SIZE = Size(T=4, H=1, HV=2, K=12, V=12)
 
 

@@ -50,7 +50,6 @@ _QKV, _THREES = "q=BTGK k=BTHK v=BTHV", "q=BT6K k=BT3K v=BT3V"
 _COPIED = "q=BT6K k=BT2K v=BT2V"  # heads of k and v go to several ranks
 MODEL_CUTS = [CUTS[0], CUTS[2], CUTS[4]]
 # where blocks of 4 begin
-BLOCK_CUTS = [Cut("rows", (8, 12, 4)), Cut("packed", (8, 12, 8), (7, 1, 20))]
 # the catalogue's have more keys than queries
 ATTENTION = (
     Sample("attention", _QKV),

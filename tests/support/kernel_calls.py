@@ -1,7 +1,6 @@
 """Calls of kernel_families.py: small ones of public functions, and launches in plain torch."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,9 +12,7 @@ from slipstream.kernels.attention import latent
 from slipstream.kernels.attention import op as attention_op
 from slipstream.kernels.elementwise import copy_states, decay_gate, embedding, place_tokens
 from slipstream.kernels.elementwise import erase as erase_op
-from slipstream.kernels.elementwise import preconditioner as preconditioner_op
 from slipstream.kernels.elementwise import rotation as rotation_op
-from slipstream.kernels.elementwise.inputs import PreconditionerInputs
 from slipstream.kernels.linear import gsa, householder
 from slipstream.kernels.linear.eager.chunk import chunk_forward
 from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
@@ -128,15 +125,6 @@ def erased() -> list[Tensor]:
     return gradients(erase_op.erase(g, k, b), g, k, b)
 
 
-def preconditioned() -> list[Tensor]:
-    k, g, beta = leaf(1, 20, 2, 16), leaf(1, 20, 2), leaf(1, 20, 2)
-    impl = preconditioner_op.chosen(None, k) or "eager"
-    rest = beta.square(), None, None, None, 1.5, 1e-2
-    inputs = PreconditionerInputs(k, -g.square(), *rest)
-    y, final, by = preconditioner_op.precondition(inputs, impl, True)
-    return gradients(torch.cat([y, final[:, None], by], 1), k, g, beta)
-
-
 def rotations() -> list[Tensor]:
     q, k, theta = leaf(1, 20, 2, 1, 8), leaf(1, 20, 2, 1, 8), leaf(1, 20, 2, 3)
     outs = [x.flatten(2) for x in rotation_op.rotate_qk(q, k, theta)]
@@ -145,35 +133,16 @@ def rotations() -> list[Tensor]:
 
 def running_means() -> list[Tensor]:
     k, v, w, u, start = leaf(1, 20, 8), leaf(1, 20, 8), leaf(8), leaf(8), leaf(1, 16)
-    impl = running_mean_op.chosen("rwkv4", None, k) or "eager"
-    c, g, _ = running_mean_op.running_weights(k, start[:, 8:], None, impl)
+    impl = running_mean_op.chosen(None, k, v) or "eager"
     o, after = running_mean_op.running_mean(MeanInputs(k, v, w, u, start, None), impl)
     return gradients(
-        torch.cat([c * g, o, after[:, None].unflatten(2, (2, 8)).flatten(1, 2)], 1),
+        torch.cat([o, after[:, None].unflatten(2, (2, 8)).flatten(1, 2)], 1),
         k,
         v,
         w,
         u,
         start,
     )
-
-
-def weights_backward(
-    g: Tensor, z: Tensor, cu: Tensor | None, dc: Tensor, dg: Tensor, dafter: Tensor | None
-) -> list[Tensor]:
-    """Token by token, by kernels/running_mean/MATH.md."""
-    T, D = g.shape[1:]
-    ends = [T * n for n in range(g.shape[0] + 1)] if cu is None else cu.tolist()
-    g, dc, dg = (x.reshape(-1, D) for x in (g, dc, dg))
-    dk, dz = torch.empty_like(dc), torch.zeros_like(z) if dafter is None else dafter.clone()
-    for n, (begin, end) in enumerate(pairwise(ends)):
-        for t in reversed(range(begin, end)):
-            starts = (z[n] == -torch.inf) & (t == begin)
-            a = torch.where(starts, 0, g[t].exp())
-            u = torch.where(starts, 0, dg[t] - a * dc[t])
-            dk[t] = (1 - a) * (dz[n] - u)
-            dz[n] = a * dz[n] + (1 - a) * u
-    return [dk.view(-1, T, D), dz]
 
 
 def token_mixes() -> list[Tensor]:

@@ -24,7 +24,6 @@ from slipstream.kernels.elementwise import (
     token_shift,
 )
 from slipstream.kernels.elementwise import erase as erase_op
-from slipstream.kernels.elementwise import preconditioner as preconditioner_op
 from slipstream.kernels.elementwise import rotation as rotation_op
 from slipstream.kernels.gated_scan import eager as scan_eager
 from slipstream.kernels.linear import gsa, householder
@@ -202,15 +201,6 @@ FAMILIES = [
         ("slipstream.kernels.elementwise.erase",),
     ),
     Family(
-        "preconditioner.triton",
-        calls.preconditioned,
-        {
-            "elementwise.triton.preconditioner:forward": preconditioner_op._plain_forward,
-            "elementwise.triton.preconditioner:backward": preconditioner_op._plain_backward,
-        },
-        ("slipstream.kernels.elementwise.preconditioner",),
-    ),
-    Family(
         "rotation.triton",
         calls.rotations,
         {
@@ -223,10 +213,6 @@ FAMILIES = [
         "running_mean.triton",
         calls.running_means,
         {
-            "running_mean.triton.launch:weights": in_torch(running_mean_op._weights),
-            "running_mean.triton.launch:weights_backward": lambda k, *rest: calls.weights_backward(
-                *rest
-            ),
             "running_mean.triton.launch:means": in_torch(running_mean_op._mean),
             "running_mean.triton.launch:means_backward": in_torch(running_mean_op._mean.backward),
         },

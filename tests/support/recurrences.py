@@ -164,10 +164,6 @@ def dplr_delta_rule(
         yield (S @ q[:, t, :, :, None])[..., 0], S.mT
 
 
-def iplr_delta_rule(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, S: Tensor) -> Trace:
-    return dplr_delta_rule(q, k, v, a, b, torch.zeros(B, T, HV, K, dtype=torch.float64), S)
-
-
 def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, S: Tensor) -> Trace:
     return dplr_delta_rule(r, k, v, a, b, w, S)
 
@@ -178,15 +174,6 @@ def gdn2(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, S: Te
     for t in range(q.shape[1]):
         S = (eye() - outer(k[:, t], b[:, t] * k[:, t])) @ decay[:, t] @ S
         S = S + outer(k[:, t], w[:, t] * v[:, t])
-        yield read(S, q[:, t]), S
-
-
-def gated_oja_rule(q: Tensor, k: Tensor, v: Tensor, gv: Tensor, beta: Tensor, S: Tensor) -> Trace:
-    q, k = grouped(q, k)
-    for t in range(q.shape[1]):
-        S = S @ torch.diag_embed(gv[:, t].exp())
-        new = beta[:, t, :, None] * (k[:, t] - (S @ v[:, t, :, :, None])[..., 0])
-        S = S + outer(new, v[:, t])
         yield read(S, q[:, t]), S
 
 

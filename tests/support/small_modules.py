@@ -99,16 +99,9 @@ MODULES: dict[str, Subject] = {
 }
 LAYERS: dict[str, Subject] = {name: layer(name) for name in small_layers.LAYERS}
 LAYERS["RWKV7ChannelMix"] = Subject(channel_mix, rows(2, 7))
-LAYERS["Bidirectional"] = Subject(
-    lambda: layers.Bidirectional(small_layers.make("GatedDeltaNet")), LAYERS["Comba"].inputs
-)
-LAYERS["Bidirectional-blocks"] = Subject(
-    lambda: layers.Bidirectional(small_layers.make("GatedLinearAttention"), block_size=4),
-    LAYERS["Comba"].inputs,
-)
 SUBJECTS = MODULES | LAYERS
 # a state, a convolution, two projections at once, softmax; values of an earlier layer; no layer
-SAMPLE = {"GatedDeltaNet", "Attention-grouped", "PrecondKDA", "Mamba3", "RWKV7-later"}
+SAMPLE = {"GatedDeltaNet", "Attention-grouped", "KimiDeltaAttention", "Mamba3", "RWKV7-later"}
 
 Result = tuple[list[Tensor], dict[str, Tensor]]
 Call = Callable[..., Any]

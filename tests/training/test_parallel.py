@@ -16,7 +16,6 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 
-from slipstream.training import run
 from slipstream.training.config import Parallel, from_dict
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.parallel import expect_processes
@@ -104,20 +103,10 @@ def test_dimensions_are_those_of_the_processes() -> None:
         expect_processes(Parallel(context=2), 1)
     with pytest.raises(ValueError, match="are 3 processes, and 2 were started"):
         expect_processes(Parallel(3), 2)
-    assert expect_processes(Parallel(tensor=2), 4) == Parallel(2, 1, 1, 2)
-    with pytest.raises(ValueError, match="x tensor 2 are 2 processes, and 3 were started"):
-        expect_processes(Parallel(tensor=2), 3)
     with pytest.raises(ValueError, match=r"parallel\.shard: want at least 1, got 0"):
         Parallel(shard=0)
     with pytest.raises(ValueError, match=r"did you mean parallel\.context"):
         from_dict(raw(Path(), parallel={"contxt": 2}))
-
-
-def test_muon_of_parts_is_refused() -> None:
-    config = from_dict(raw(Path(), muon={"learning_rate": 0.1}, parallel={"shard": 2}))
-    model: Any = None
-    with pytest.raises(NotImplementedError, match="muon: wants whole matrices"):
-        run._optimizer(config, model, run.arguments(config))
 
 
 def test_saved_files_are_there_for_all_ranks(tmp_path: Path) -> None:
@@ -129,24 +118,17 @@ def test_saved_files_are_there_for_all_ranks(tmp_path: Path) -> None:
     assert ends == ["end of 0", "end of 1"] and random == ["random of 0", "random of 1"]
 
 
-@pytest.mark.parametrize("kind", ["context", pytest.param("tensor", marks=pytest.mark.slow)])
-def test_parts_train_like_the_whole(kind: str, tmp_path: Path) -> None:
-    """Rows cut, or heads sharded: packed documents, an odd number of tokens. Exported weights are
-    plain ones."""
+def test_parts_train_like_the_whole(tmp_path: Path) -> None:
+    """Rows cut: packed documents, an odd number of tokens. Exported weights are plain ones."""
     data = {"packing": "reset"}
     want = alone(tmp_path / "one", data=data)
-    config = raw(tmp_path / "two", data=data, parallel={kind: 2})
+    config = raw(tmp_path / "two", data=data, parallel={"context": 2})
     text = finish_forked(config, tmp_path)
     assert text.count("on all held-out text") == 1
     assert "[rank1]" not in text  # of torch's own warnings
     assert_same(tmp_path / "two", want)
     model, _ = load(tmp_path / "two")
     assert type(model).__name__ == "SlipstreamForCausalLM"
-    if kind == "tensor":
-        for name in ("result.json", "model.safetensors"):
-            (tmp_path / "two" / name).unlink()
-        with pytest.raises(AssertionError, match="Missing key in checkpoint"):
-            finish(raw(tmp_path / "two", data=data, parallel={"shard": 2}), tmp_path)
 
 
 @pytest.mark.slow

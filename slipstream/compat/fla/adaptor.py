@@ -21,7 +21,7 @@ HINTS = frozenset(
      "use_graph"}
 )  # fmt: skip
 # what Slipstream does not have, and the value that asks for nothing
-REFUSED: Mapping[str, Any] = {"output_attentions": False}
+REFUSED: Mapping[str, Any] = {"output_attentions": False, "return_intermediate_states": False}
 # read by its name: Slipstream's context, which has the offsets too
 CONTEXT = "cp_context"
 # of one dtype in Slipstream; fla promotes

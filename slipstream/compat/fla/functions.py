@@ -3,90 +3,16 @@
 Formulas only; shapes, dtypes and defaults are fla's.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.compat.fixed import fixed
-from slipstream.ops import gdn2, kda, lightnet, rwkv4
+from slipstream.ops import _preprocess, activation, rwkv4
 from slipstream.ops._fp32 import widen
-from slipstream.ops._preprocess import delta_gate
-from slipstream.ops.activation import squared_relu
 from slipstream.ops.attention import attention
 from slipstream.ops.attnres import attnres
-from slipstream.ops.linear_attn import chunk_linear_attn
-
-# kda, gdn2
-
-
-def _with_chunk_states(operator: Any, *names: str) -> Any:
-    """The operator of these tensors, and the states before each chunk if asked for."""
-
-    def call(
-        *,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        cu_seqlens: Tensor | None = None,
-        return_intermediate_states: bool = False,
-        **given: Any,
-    ) -> tuple[Any, ...]:
-        tensors = [given.pop(x) for x in names]
-        if not return_intermediate_states:
-            ends: dict[str, Any] = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
-            return operator(*tensors, output_final_state=output_final_state, **ends, **given)
-        if torch.is_grad_enabled():
-            raise ValueError("return_intermediate_states: want torch.inference_mode() or no_grad()")
-        if given.get("reverse"):
-            raise ValueError("return_intermediate_states: want reverse=False")
-        q, k, v = tensors[:3]
-        (HV, V), K, tokens = v.shape[2:], q.shape[-1], given.get("chunk_size") or 64
-        rows = q.shape[0] if cu_seqlens is None else 1
-        offsets = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-        starts = initial_state
-        if starts is None:
-            shape = (V, K) if given.get("state_v_first") else (K, V)
-            starts = v.new_zeros(rows * (len(offsets) - 1), HV, *shape, dtype=torch.float32)
-        o, states, final = torch.zeros_like(v), [], []
-        for (begin, end), state in zip(pairwise(offsets), starts.split(rows), strict=True):
-            for t in range(begin, end, tokens):
-                states.append(state)
-                part = slice(t, min(t + tokens, end))
-                inputs = (x[:, part].contiguous() for x in tensors)
-                o[:, part], state = operator(
-                    *inputs, initial_state=state, output_final_state=True, **given
-                )
-            final.append(state)
-        none = starts.new_empty(rows, 0, *starts.shape[1:])
-        h = torch.cat([none, *(x[:, None] for x in states)], 1).to(k.dtype)
-        return o, torch.cat(final) if output_final_state else None, h
-
-    call.__name__ = operator.__name__
-    call.__doc__ = f"""{operator.__name__}, and the states before chunks, by a call a chunk.
-
-    Args:
-        return_intermediate_states: return them too, without gradients; chunks are of chunk_size
-            tokens, 64 if None. Packed offsets are then read by the host.
-
-    Returns:
-        o, the final state, and those states [B, chunks, HV, K, V] in k's dtype; of packed
-        sequences [1, all chunks, HV, K, V].
-
-    Raises:
-        ValueError: gradients are enabled, or reverse is asked for too.
-    """
-    parameters = list(inspect.signature(operator).parameters.values())
-    more = inspect.signature(call).parameters["return_intermediate_states"]
-    call.__signature__ = inspect.Signature([*parameters, more])  # type: ignore[attr-defined]
-    return call
-
-
-chunk_kda = _with_chunk_states(kda.chunk_kda, "q", "k", "v", "g", "beta")
-chunk_gdn2 = _with_chunk_states(gdn2.chunk_gdn2, "q", "k", "v", "g", "b", "w")
-
 
 # attention
 
@@ -159,58 +85,6 @@ def fused_attnres(
     )  # fmt: skip
 
 
-# feature maps of the second order, as linear attention
-
-
-def taylor_features(x: Tensor) -> Tensor:
-    """[..., D] -> [..., 1 + D + D^2] with f(q) . f(k) = 1 + q . k + (q . k)^2 / 2."""
-    square = (x[..., :, None] * x[..., None, :]).flatten(-2) * 0.5**0.5
-    return torch.cat([torch.ones_like(x[..., :1]), x, square], -1)
-
-
-def parallel_based(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, use_norm: bool = True
-) -> Tensor:
-    """Based: causal attention whose weights are 1 + s + s^2 / 2 of the scores s = scale q . k.
-
-    With use_norm the weights of a token sum to 1. q, k [B, T, H, K], v [B, T, H, V].
-    """
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    q, k = taylor_features(q), taylor_features(k)
-    return chunk_linear_attn(q, k, v, scale=1.0, normalize=use_norm)[0]
-
-
-fused_chunk_based = fixed(parallel_based, "fused_chunk_based", "The same as parallel_based.")
-
-
-def parallel_rebased(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eps: float = 1e-5,
-    use_scale: bool = True,
-    use_normalize: bool = True,
-    return_both: bool = False,
-) -> Any:
-    """ReBased: causal attention whose weights are s^2 of the scores s = K^-0.5 q . k.
-
-    Args:
-        q, k: [B, T, H, K]. v: [B, T, H, V].
-        eps: added to the sum of the weights. use_scale: without, s = q . k.
-        use_normalize: o is divided by that sum.
-        return_both: the undivided o [B, H, T, V] and the sums [B, H, T] in its place.
-    """
-    q = q * q.shape[-1] ** -0.5 if use_scale else q
-    q, k = ((x[..., :, None] * x[..., None, :]).flatten(-2) for x in (q, k))
-    ones = torch.ones_like(v[..., :1])
-    o, z = chunk_linear_attn(
-        q, k, torch.cat([v, ones], -1), scale=1.0, normalize=False
-    )[0].split([v.shape[-1], 1], -1)  # fmt: skip
-    if return_both:
-        return o.transpose(1, 2), z.squeeze(-1).transpose(1, 2)
-    return o / (z + eps) if use_normalize else o
-
-
 # gates
 
 
@@ -226,7 +100,7 @@ def fused_kda_gate(
     g [..., H, K], A_log [H], dt_bias [H K].
     """
     rows = g.reshape(1, -1, *g.shape[-2:])
-    return delta_gate(rows, A_log, dt_bias, lower_bound).view(g.shape).to(output_dtype)
+    return _preprocess.delta_gate(rows, A_log, dt_bias, lower_bound).view(g.shape).to(output_dtype)
 
 
 def fused_gdn_gate(
@@ -237,7 +111,7 @@ def fused_gdn_gate(
 ) -> Tensor:
     """-exp(A_log) softplus(g + dt_bias), of g [..., HV], A_log [HV] and dt_bias [HV]."""
     rows = g.reshape(1, -1, g.shape[-1])
-    return delta_gate(rows, A_log, dt_bias).view(g.shape).to(output_dtype)
+    return _preprocess.delta_gate(rows, A_log, dt_bias).view(g.shape).to(output_dtype)
 
 
 def fused_beta_sigmoid(x: Tensor, scale: float = 1.0) -> Tensor:
@@ -278,46 +152,6 @@ def fused_additive_gate(
         last.append(z[:, -1:])
     k, g = torch.cat(keys, dim=1), torch.cat(gates, dim=1)
     return k.to(output_dtype or x.dtype), g.to(gate_dtype or x.dtype), torch.cat(last)
-
-
-def _lightnet(operator: Callable[..., Any], doc: str) -> Callable[..., Any]:
-    def call(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None = None,
-        initial_state: tuple[Tensor | None, Tensor | None] | None = None,
-        output_final_state: bool = False,
-        state_v_first: bool = False,
-        cu_seqlens: Tensor | None = None,
-    ) -> Any:
-        S, z = initial_state or (None, None)
-        N = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        state = None
-        if S is not None or z is not None:
-            sizes = (v, k) if state_v_first else (k, v)
-            if S is None:
-                shape = [x.shape[-1] for x in sizes]
-                S = v.new_zeros(N, v.shape[2], *shape, dtype=torch.float32)
-            z = k.new_full((N, *k.shape[2:]), -torch.inf) if z is None else z[:, 0]
-            state = S, z
-        o, (S, z) = operator(
-            q, k, v, scale=scale, initial_state=state, output_final_state=True,
-            state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-        return o, (S if output_final_state else None, z[:, None])
-
-    call.__name__, call.__doc__ = operator.__name__, doc
-    return call
-
-
-chunk_lightnet = _lightnet(
-    lightnet.chunk_lightnet,
-    "slipstream.ops.chunk_lightnet; states are (S, z [N, 1, H, K]); z is always returned.",
-)
-fused_recurrent_lightnet = _lightnet(
-    lightnet.fused_recurrent_lightnet, "chunk_lightnet, token by token."
-)
 
 
 # RWKV-4 and RWKV-7; elementwise functions compute in float32 and round once, as fla's do
@@ -397,5 +231,5 @@ def channel_mixing_rwkv7(
     before = x_prev.unsqueeze(1) if x_prev.dim() == 2 else x_prev
     now, mix = widen(x), widen(x_k)
     delta = torch.cat([widen(before), now[:, :-1]], dim=1) - now
-    hidden = squared_relu(now.addcmul(delta, mix).to(x.dtype) @ key_weight)
+    hidden = activation.squared_relu(now.addcmul(delta, mix).to(x.dtype) @ key_weight)
     return hidden @ value_weight, x[-1]

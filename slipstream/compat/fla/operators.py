@@ -10,7 +10,7 @@ import torch
 
 from slipstream import ops
 from slipstream.compat.fla.adaptor import Arguments, Operator
-from slipstream.compat.fla.functions import chunk_gdn2, chunk_kda, fused_additive_gate
+from slipstream.compat.fla.functions import fused_additive_gate
 
 # parameters that several operators have
 STATE = "scale=None, initial_state=None, output_final_state=False"
@@ -97,24 +97,12 @@ OPERATORS = (
         "cu_seqlens=None, cu_seqlens_cpu=None, safe_gate=False, lower_bound=None, "
         "disable_recompute=False, return_intermediate_states=False, state_v_first=False, "
         "cp_context=None, **kwargs",
-        other=chunk_gdn2,
-        note="return_intermediate_states, without gradients, takes a call a chunk",
     ),
     Operator(
         "ops.gdn2.fused_recurrent", "fused_recurrent_gdn2",
         "q, k, v, g, b, w, A_log=None, dt_bias=None, scale=None, initial_state=None, "
         "output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, "
         "lower_bound=None, state_v_first=False, cu_seqlens=None, **kwargs",
-    ),
-    Operator(
-        "ops.gated_oja_rule.chunk", "chunk_gated_oja_rule",
-        f"q, k, v, gv, beta, {STATE}, use_q_l2norm=False, use_k_l2norm=False, cu_seqlens=None, "
-        "cu_seqlens_cpu=None, **kwargs",
-    ),
-    Operator(
-        "ops.gated_oja_rule.fused_recurrent", "fused_recurrent_gated_oja_rule",
-        f"q, k, v, gv=None, beta=None, {STATE}, use_q_l2norm=False, use_k_l2norm=False, "
-        "cu_seqlens=None, **kwargs",
     ),
     Operator("ops.delta_rule.chunk", "chunk_delta_rule", DELTA),
     Operator(
@@ -153,14 +141,6 @@ OPERATORS = (
         "ops.generalized_delta_rule.dplr.fused_recurrent", "fused_recurrent_dplr_delta_rule",
         f"q, k, v, a, b, gk, {STATE}, reverse=False, cu_seqlens=None",
     ),
-    Operator(
-        "ops.generalized_delta_rule.iplr.chunk", "chunk_iplr_delta_rule",
-        f"q, k, v, a, b, {STATE}, cu_seqlens=None, cu_seqlens_cpu=None, **kwargs",
-    ),
-    Operator(
-        "ops.generalized_delta_rule.iplr.fused_recurrent", "fused_recurrent_iplr_delta_rule",
-        f"q, k, v, a, b, {STATE}, cu_seqlens=None",
-    ),
     Operator("ops.gla.chunk", "chunk_gla", GLA),
     Operator("ops.gla.fused_chunk", "fused_chunk_gla", GLA, other=ops.chunk_gla, note=ALIASED),
     Operator(
@@ -192,8 +172,6 @@ OPERATORS = (
         "lower_bound=None, disable_recompute=False, return_intermediate_states=False, "
         "state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, "
         "use_graph=False, max_num_seqs=None, **kwargs",
-        other=chunk_kda,
-        note="return_intermediate_states, without gradients, takes a call a chunk",
     ),
     Operator(
         "ops.kda.fused_recurrent", "fused_recurrent_kda",

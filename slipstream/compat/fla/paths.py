@@ -7,32 +7,19 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-from slipstream.compat.fla import functions, preconditioned
-from slipstream.compat.fla.adaptor import adapt, autograd_function
-from slipstream.compat.fla.operators import OPERATORS
+from slipstream.compat.fla import adaptor, functions, operators
 from slipstream.compat.missing import missing_names
 
 ROOT = "slipstream.compat.fla"
 
-_PRECOND = "ops.precond_gated_delta_rule"
 # functions that are no operators, by the module that defines them in fla
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ops.attn.decoding": functions.attn_decoding_one_step,
     "ops.attnres.fused": functions.fused_attnres,
-    "ops.based.fused_chunk": functions.fused_chunk_based,
-    "ops.based.parallel": functions.parallel_based,
     "ops.common.gate": functions.fused_beta_sigmoid,
     "ops.gated_delta_rule.gate": functions.fused_gdn_gate,
     "ops.gsa.gate": functions.fused_additive_gate,
     "ops.kda.gate": functions.fused_kda_gate,
-    "ops.lightnet.chunk": functions.chunk_lightnet,
-    f"{_PRECOND}.chunk": preconditioned.chunk_precond_gated_delta_rule,
-    f"{_PRECOND}.fused_recurrent": preconditioned.fused_recurrent_precond_gated_delta_rule,
-    f"{_PRECOND}.naive": preconditioned.naive_recurrent_precond_gated_delta_rule,
-    "ops.precond_kda.chunk": preconditioned.chunk_precond_kda,
-    "ops.precond_kda.fused_recurrent": preconditioned.fused_recurrent_precond_kda,
-    "ops.lightnet.fused_recurrent": functions.fused_recurrent_lightnet,
-    "ops.rebased.parallel": functions.parallel_rebased,
     "ops.rwkv4.fused_recurrent": functions.fused_recurrent_rwkv4,
     "ops.rwkv7.channel_mixing": functions.channel_mixing_rwkv7,
     "ops.rwkv7.fused_addcmul": functions.fused_addcmul_rwkv7,
@@ -42,7 +29,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 # classes that fla.modules has, by the module that defines them
 MODULES: dict[str, str] = {
     "convolution": "ShortConvolution",
-    "fused_bitlinear": "BitLinear FusedBitLinear",
     "fused_cross_entropy": "FusedCrossEntropyLoss",
     "fused_kl_div": "FusedKLDivLoss",
     "fused_linear_cross_entropy": "FusedLinearCrossEntropyLoss",
@@ -73,14 +59,6 @@ _ALIASES: dict[str, str] = {
     "modules.rotary": "rotary.ops",
 }
 ALIASES = {f"modules.{x}": path for path, names in _ALIASES.items() for x in names.split()}
-# styles of tensor parallelism, in a module that imports torch's collectives
-PARALLEL: dict[str, str] = {
-    "modules": "NormParallel",
-    "modules.fused_linear_cross_entropy": "LinearLossParallel",
-    "modules.layernorm": "NormParallel",
-    "modules.mlp": "SwiGLULinearParallel",
-    "modules.parallel": "PrepareModuleWeight",
-}
 # Classes of torch.autograd.Function, by the module that defines them: the function whose call their
 # apply() is, and fla's parameters of forward. torchtitan 0.3.0 registers these.
 AUTOGRAD: dict[str, tuple[str, str, str]] = {
@@ -107,19 +85,29 @@ AUTOGRAD: dict[str, tuple[str, str, str]] = {
 # what fla 0.6 has where Slipstream has other names; whole modules that are missing say so by
 # themselves
 MISSING: dict[str, tuple[str, ...]] = {
-    "modules": ("ImplicitLongConvolution", "LongConvolution"),
+    "modules": (
+        "BitLinear", "FusedBitLinear", "ImplicitLongConvolution", "LongConvolution", "NormParallel",
+    ),
     "modules.convolution": (
         "CausalConv1dFunctionCP", "FastCausalConv1dFn", "ImplicitLongConvolution",
         "LongConvolution", "PositionalEmbedding", "causal_conv1d_bwd", "causal_conv1d_cuda",
         "causal_conv1d_fwd", "causal_conv1d_update_states", "compute_dh0_triton",
         "fast_causal_conv1d_fn", "fft_conv",
     ),
+    "modules.fused_linear_cross_entropy": ("LinearLossParallel",),
+    "modules.layernorm": ("NormParallel",),
+    "modules.mlp": ("SwiGLULinearParallel",),
     "ops": (
-        "chunk_cyfa", "chunk_log_linear_attn", "chunk_mesa_net",
-        "chunk_momentum_delta_rule", "fused_recurrent_cyfa",
-        "fused_recurrent_momentum_delta_rule", "parallel_nsa", "parallel_parallax",
-        "parallel_path_attn", "parallel_stickbreaking_attn", "parallel_wall_attn",
-        "parallel_wall_attn_decode",
+        "chunk_cyfa", "chunk_gated_oja_rule", "chunk_iplr_delta_rule", "chunk_lightnet",
+        "chunk_log_linear_attn", "chunk_mesa_net", "chunk_momentum_delta_rule",
+        "chunk_precond_gated_delta_rule", "chunk_precond_kda", "fused_chunk_based",
+        "fused_recurrent_cyfa",
+        "fused_recurrent_gated_oja_rule", "fused_recurrent_iplr_delta_rule",
+        "fused_recurrent_lightnet", "fused_recurrent_momentum_delta_rule",
+        "fused_recurrent_precond_gated_delta_rule", "fused_recurrent_precond_kda", "parallel_based",
+        "parallel_nsa", "parallel_parallax", "parallel_path_attn", "parallel_rebased",
+        "parallel_stickbreaking_attn",
+        "parallel_wall_attn", "parallel_wall_attn_decode",
     ),
     "ops.attn": ("naive_parallel_attn",),
     "ops.attnres": ("naive_attnres",),
@@ -129,9 +117,9 @@ MISSING: dict[str, tuple[str, ...]] = {
     "ops.gated_delta_rule": (
         "naive_chunk_gated_delta_rule", "naive_recurrent_gated_delta_rule",
     ),
-    "ops.precond_kda": ("naive_recurrent_precond_kda",),
     "ops.utils": (
-        "addmm", "logsumexp_fwd", "matmul", "mean_pooling", "pack_sequence", "prepare_block_csr",
+        "addmm", "chunk_global_cumsum", "chunk_local_cumsum", "logsumexp_fwd", "matmul",
+        "mean_pooling", "pack_sequence", "prepare_block_csr",
         "sinkhorn", "softmax_bwd", "softmax_fwd", "softplus", "solve_tril", "unpack_sequence",
     ),
 }  # fmt: skip
@@ -139,7 +127,7 @@ MISSING: dict[str, tuple[str, ...]] = {
 
 def make_modules() -> None:
     """Puts every module of the tables into sys.modules, and its names into its parents."""
-    paths = {*FUNCTIONS, *MISSING, *PARALLEL, *(row.path for row in OPERATORS)}
+    paths = {*FUNCTIONS, *MISSING, *(row.path for row in operators.OPERATORS)}
     files = pkgutil.walk_packages(sys.modules[ROOT].__path__, f"{ROOT}.")
     paths |= {file.name.removeprefix(f"{ROOT}.") for file in files}
     for path in sorted(paths):
@@ -154,31 +142,17 @@ def make_modules() -> None:
                 vars(_module("ops.utils")).setdefault(name, value)
     for path, function in FUNCTIONS.items():
         _export(path, function.__name__, function)
-    for row in OPERATORS:
-        _export(row.path, row.name, adapt(row))
+    for row in operators.OPERATORS:
+        _export(row.path, row.name, adaptor.adapt(row))
     for path, (name, function, signature) in AUTOGRAD.items():
         operator = getattr(_module(path), function)
-        vars(_module(path))[name] = autograd_function(name, operator, signature)
+        vars(_module(path))[name] = adaptor.autograd_function(name, operator, signature)
     for alias, path in sorted(ALIASES.items()):
         module = sys.modules[f"{ROOT}.{alias}"] = _module(path)
         parent, _, child = alias.rpartition(".")
         vars(_module(parent)).setdefault(child, module)
     for path, names in MISSING.items():
         vars(_module(path))["__getattr__"] = missing_names(f"{ROOT}.{path}", names)
-    for path, name in PARALLEL.items():
-        vars(_module(path))["__getattr__"] = _style(path, name)
-
-
-def _style(path: str, style: str) -> Callable[[str], Any]:
-    """The __getattr__ of a module with a style of tensor parallelism."""
-    missing = missing_names(f"{ROOT}.{path}", MISSING.get(path, ()))
-
-    def getattr_of_module(name: str) -> Any:
-        if name == style:
-            return getattr(importlib.import_module("slipstream.compat.fla_parallel"), name)
-        return missing(name)
-
-    return getattr_of_module
 
 
 def _module(path: str) -> ModuleType:

@@ -6,16 +6,15 @@ Names, positional order, defaults and keywords are those of mamba_ssm 2.3. The d
 docs/guides/migrate_mamba_ssm.md.
 """
 
-from slipstream.compat.mamba_ssm.modules.mamba3 import Mamba3
 from slipstream.compat.mamba_ssm.ops.selective_scan_interface import (
     mamba_inner_fn,
     selective_scan_fn,
 )
 from slipstream.compat.missing import missing_names
 
-__all__ = ["Mamba3", "mamba_inner_fn", "selective_scan_fn"]
+__all__ = ["mamba_inner_fn", "selective_scan_fn"]
 
 # the release whose names and arguments these are
 __version__ = "2.3.2"
 
-__getattr__ = missing_names(__name__, ("Mamba", "Mamba2", "MambaLMHeadModel"))
+__getattr__ = missing_names(__name__, ("Mamba", "Mamba2", "Mamba3", "MambaLMHeadModel"))

@@ -1,8 +1,4 @@
-"""Attention over the depth: which implementation takes a call, its gradient, and plain torch.
-
-slipstream::_attnres and _attnres_backward are the operators of the kernels in Triton;
-_attnres_backward_sm90 is another backward after the same forward.
-"""
+"""Attention over the depth: which implementation takes a call, its gradient, and plain torch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +8,6 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.attnres.inputs import STREAMS, AttnresInputs, ForwardSums, for_backward
-from slipstream.kernels.attnres.sm90 import plan as sm90
 from slipstream.runtime import autograd, custom_op, dispatch, guarded_launch, numeric_probe
 
 # The most features that the kernels take.
@@ -27,7 +22,7 @@ def attnres(inputs: AttnresInputs, impl: str | None) -> tuple[Tensor, Tensor]:
 
 
 def _run(inputs: AttnresInputs, impl: str) -> tuple[Tensor, Tensor]:
-    """impl: "eager", "triton", "sm90", or several to try in order."""
+    """impl: "eager", "triton", or several to try in order."""
     if impl.startswith(dispatch.PLAIN):
         y, s = eager(inputs)
         return y, s.detach().softmax(0)
@@ -56,9 +51,8 @@ class _Attnres(autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         query, weight, output_weight, eps, scale, impl, *residuals = args
         given = AttnresInputs(query, _rows(residuals), weight, output_weight, eps, scale)
-        keep = not impl.startswith("sm90")
-        y, s, rstd, lse, o, rest = forward(*given, keep=keep, impl=impl)
-        o = y if keep and output_weight is None else o
+        y, s, rstd, lse, o, rest = forward(*given, keep=True, impl=impl)
+        o = y if output_weight is None else o
         # no views of them, of whose changes torch has another error
         autograd.save(ctx, query, weight, output_weight, o, rest, s, rstd, lse, *residuals)
         ctx.options = eps, scale, impl
@@ -71,8 +65,7 @@ class _Attnres(autograd.Function):
         (query, weight, output_weight), sums, residuals = saved[:3], saved[3:8], saved[8:]
         eps, scale, impl = ctx.options
         given = AttnresInputs(query, _rows(residuals), weight, output_weight, eps, scale)
-        call = backward_sm90 if impl.startswith("sm90") else backward
-        da, dwo, *grads = call(*given, dy, *sums, impl=impl)
+        da, dwo, *grads = backward(*given, dy, *sums, impl=impl)
         grads = [g.view(x.shape) for g, x in zip(grads, residuals)]
         dq, dw = da * weight * scale, da * query * scale
         dwo = None if output_weight is None else dwo.to(output_weight.dtype)
@@ -121,24 +114,11 @@ def _unsupported_reason(
     return None
 
 
-def _sm90_unsupported(
-    first: Tensor, residuals: Sequence[Tensor], output_weight: Tensor | None
-) -> str | None:
-    """Its forward is Triton's."""
-    return (
-        sm90.unsupported_reason(residuals, output_weight is not None)
-        or _BY_TRITON[0].unsupported_reason((first, residuals, output_weight))
-        or guarded_launch.known_failure(lambda: _kind(residuals, "sm90"), first.device)
-    )
+def _kind(residuals: Sequence[Tensor]) -> KernelKey:
+    return ("attnres.triton", residuals[0].dtype, residuals[0].shape[-1], len(residuals))
 
 
-def _kind(residuals: Sequence[Tensor], kernels: str = "triton") -> KernelKey:
-    return (f"attnres.{kernels}", residuals[0].dtype, residuals[0].shape[-1], len(residuals))
-
-
-def _mismatch(
-    residuals: Sequence[Tensor], output_weight: Tensor | None, kernels: str = "triton"
-) -> str | None:
+def _mismatch(residuals: Sequence[Tensor], output_weight: Tensor | None) -> str | None:
     """The probe: rows of the same width."""
     first, width = residuals[0], residuals[0].shape[-1]
     made = {f"r{i}": numeric_probe.random_like(first, 37, width) for i in range(len(residuals))}
@@ -152,7 +132,9 @@ def _mismatch(
         return run(AttnresInputs(*tensors, 1e-6, width**-0.5), *impl)[0]
 
     return numeric_probe.mismatch(
-        lambda given: of(_run, given, f"{kernels}|eager"), lambda given: of(eager, given), made
+        lambda given: of(_run, given, dispatch.TRITON_OR_EAGER),
+        lambda given: of(eager, given),
+        made,
     )
 
 
@@ -182,38 +164,20 @@ forward = custom_op.KernelOp(
     f"({_INPUTS}, bool keep, str impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     kernel="slipstream.kernels.attnres.triton.attnres:forward",
     plain=_plain_forward,
-    kind=lambda residuals: _kind(residuals),
-    probe=lambda residuals, output_weight: _mismatch(residuals, output_weight),
+    kind=_kind,
+    probe=_mismatch,
     packed={"inputs": AttnresInputs},
 )
 
 
-def _backward(name: str, kernels: str, launch: str) -> custom_op.KernelOp:
-    return custom_op.KernelOp(
-        name,
-        f"({_INPUTS}, Tensor dy, {custom_op.schema_of(ForwardSums)}, str impl) -> Tensor[]",
-        fake=_backward_fake,
-        kernel=f"slipstream.kernels.attnres.{launch}:backward",
-        plain=eager_backward,
-        kind=lambda residuals: _kind(residuals, kernels),
-        probe=lambda residuals, output_weight: _mismatch(residuals, output_weight, kernels),
-        packed={"inputs": AttnresInputs, "sums": ForwardSums},
-    )
-
-
-backward = _backward("attnres_backward", "triton", "triton.attnres")
-backward_sm90 = _backward("attnres_backward_sm90", "sm90", "sm90.launch")
-_BY_TRITON = forward.candidates(_unsupported_reason)
-_CANDIDATES = (
-    dispatch.Candidate(
-        "sm90",
-        "residuals in shared memory backward, on sm_90",
-        lambda call: _sm90_unsupported(*call),
-        elsewhere=dispatch.Selection(
-            _BY_TRITON[1].name,
-            _BY_TRITON[1].why,
-            tuple((name, "it runs on CUDA devices") for name in ("sm90", "triton")),
-        ),
-    ),
-    *_BY_TRITON,
+backward = custom_op.KernelOp(
+    "attnres_backward",
+    f"({_INPUTS}, Tensor dy, {custom_op.schema_of(ForwardSums)}, str impl) -> Tensor[]",
+    fake=_backward_fake,
+    kernel="slipstream.kernels.attnres.triton.attnres:backward",
+    plain=eager_backward,
+    kind=_kind,
+    probe=_mismatch,
+    packed={"inputs": AttnresInputs, "sums": ForwardSums},
 )
+_CANDIDATES = forward.candidates(_unsupported_reason)

@@ -1,1 +1,1 @@
-"""Means of all tokens so far by weights of exponentials (RWKV-4, LightNet)."""
+"""Means of all tokens so far by weights of exponentials (RWKV-4)."""

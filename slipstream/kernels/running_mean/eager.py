@@ -20,8 +20,7 @@ from slipstream.runtime.custom_op import KernelOp
 
 
 class RunningSums(NamedTuple):
-    """Rows [B, T, D] (z alone) or [B, T, 2 D] (M, then z) after each token and before it, and
-    [N, .] after the last."""
+    """Rows [B, T, 2 D] (M, then z) after each token and before it, and [N, 2 D] after the last."""
 
     after: Tensor
     before: Tensor
@@ -30,47 +29,31 @@ class RunningSums(NamedTuple):
 
 def running_sums(
     k: Tensor,
-    v: Tensor | None,
-    w: Tensor | None,
+    v: Tensor,
+    w: Tensor,
     start: Tensor,
     m: Tensor,
     gated_scan: Callable[[Tensor, Tensor, Tensor], Tensor],
     previous: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> RunningSums:
-    """z, or M and z if there are values.
-
-    k, v [B, T, D] and w [D] in float32 or float64; w None is 0. start: rows before the first token
+    """M and z. k, v [B, T, D] and w [D] in float32 or float64. start: rows before the first token
     of each sequence, whose z is -inf where there is nothing. m: running_max. gated_scan takes x,
     the log decays and what was before; previous rows and what was before.
     """
     first = start[:, -k.shape[2] :]
     m_before, _ = previous(m, first.detach().to(m.dtype))
     # where nothing is before, -inf - m: the decay of a state that is 0
-    gate = m_before - m if w is None else m_before - m + w
+    gate = m_before - m + w
     weight = (k - m).exp()
-    x, g = (
-        (weight, gate)
-        if v is None
-        else (torch.cat([weight * v, weight], -1), torch.cat([gate, gate], -1))
-    )
+    x, g = torch.cat([weight * v, weight], -1), torch.cat([gate, gate], -1)
     one = torch.isfinite(first).to(m.dtype)  # Z exp(-m) before the first token, where m is z
-    begin = one if v is None else torch.cat([start[:, : k.shape[2]] * one, one], -1)
+    begin = torch.cat([start[:, : k.shape[2]] * one, one], -1)
     # the gradient of start's z, which m has no part in
     offset = torch.where(one > 0, first - first.detach(), 0).exp()
-    begin = begin * (offset if v is None else torch.cat([offset, offset], -1))
-    sums = gated_scan(x, g, begin)
-    if v is None:
-        after = sums.log() + m
-    else:
-        total, weights = sums.chunk(2, -1)
-        after = torch.cat([total / weights, weights.log() + m], -1)
+    sums = gated_scan(x, g, begin * torch.cat([offset, offset], -1))
+    total, weights = sums.chunk(2, -1)
+    after = torch.cat([total / weights, weights.log() + m], -1)
     return RunningSums(after, *previous(after, start.to(after.dtype)))
-
-
-def weights_and_decays(k: Tensor, sums: RunningSums) -> tuple[Tensor, Tensor]:
-    """c and log a from z; log a is 0 where nothing is before, whose state is 0."""
-    gate = torch.where(sums.before == -torch.inf, 0, sums.before - sums.after)
-    return (k - sums.after).exp(), gate
 
 
 def outputs(u: Tensor, k: Tensor, v: Tensor, sums: RunningSums) -> Tensor:
@@ -80,7 +63,7 @@ def outputs(u: Tensor, k: Tensor, v: Tensor, sums: RunningSums) -> Tensor:
 
 
 def plain_sums(
-    k: Tensor, v: Tensor | None, w: Tensor | None, start: Tensor, cu_seqlens: Tensor | None
+    k: Tensor, v: Tensor, w: Tensor, start: Tensor, cu_seqlens: Tensor | None
 ) -> RunningSums:
     """The sums of sequences that lie on this rank as a whole."""
     m = running_max(k, w, start[:, -k.shape[2] :].to(k.dtype), cu_seqlens)
@@ -92,25 +75,24 @@ def plain_sums(
 
 
 @torch.no_grad()
-def _max_impl(k: Tensor, w: Tensor | None, start: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _max_impl(k: Tensor, w: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """By doubling: after step i each token has the maximum over 2^i of them."""
     T, m = k.shape[1], k.clone(memory_format=torch.contiguous_format)
     if T == 0 or k.numel() == 0:
         return m
     if cu_seqlens is None:
         place = torch.arange(T, device=k.device)
-        m[:, 0] = torch.maximum(m[:, 0], start if w is None else start + w)
+        m[:, 0] = torch.maximum(m[:, 0], start + w)
     else:
         at = torch.arange(T, device=k.device)
         sequence = torch.searchsorted(cu_seqlens[1:].long(), at, right=True)
         sequence = sequence.clamp(max=cu_seqlens.shape[0] - 2)
         place = at - cu_seqlens[:-1].long()[sequence]
-        before = start if w is None else start + w
-        begins = torch.where((place == 0)[:, None], before[sequence], -torch.inf)
+        begins = torch.where((place == 0)[:, None], (start + w)[sequence], -torch.inf)
         m[0] = torch.maximum(m[0], begins)
     step = 1
     while step < T:
-        earlier = m[:, :-step] if w is None else m[:, :-step] + step * w
+        earlier = m[:, :-step] + step * w
         earlier = torch.where((place[step:] >= step)[:, None], earlier, -torch.inf)
         m = torch.cat([m[:, :step], torch.maximum(m[:, step:], earlier)], dim=1)
         step *= 2
@@ -119,13 +101,13 @@ def _max_impl(k: Tensor, w: Tensor | None, start: Tensor, cu_seqlens: Tensor | N
 
 _call_max = KernelOp(
     "running_max",
-    "(Tensor k, Tensor? w, Tensor start, Tensor? cu_seqlens) -> Tensor",
+    "(Tensor k, Tensor w, Tensor start, Tensor? cu_seqlens) -> Tensor",
     _max_impl,
     lambda k, *_: k.new_empty(k.shape),
 )
 
 
-def running_max(k: Tensor, w: Tensor | None, start: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def running_max(k: Tensor, w: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """m_t = max(m_{t-1} + w, k_t) [B, T, D], from start [N, D]; without gradients in graphs, too,
     which forget torch.no_grad."""
-    return _call_max(k.detach(), None if w is None else w.detach(), start.detach(), cu_seqlens)
+    return _call_max(k.detach(), w.detach(), start.detach(), cu_seqlens)

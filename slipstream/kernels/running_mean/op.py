@@ -1,13 +1,11 @@
-"""Means of all tokens so far, weighted by exponentials, as operators with gradients.
+"""The mean of all tokens so far, weighted by exponentials, as an operator with gradients.
 
     z_t = log(exp(w + z_{t-1}) + exp(k_t))           r_t = k_t - w - z_{t-1}
     c_t = exp(k_t - z_t) = sigmoid(r_t)              a_t = exp(w + z_{t-1} - z_t) = 1 - c_t
     M_t = a_t M_{t-1} + c_t v_t                      s_t = sigmoid(r_t + w + u)
     o_t = M_{t-1} + s_t (v_t - M_{t-1})
 
-slipstream::_running_weights gives c and log a, of w = 0: what a state decays by and a token writes
-with, so that it stays a mean (LightNet). _running_mean gives o (RWKV-4). MATH.md has the
-gradients.
+slipstream::_running_mean gives o (RWKV-4). MATH.md has the gradients.
 """
 
 from collections.abc import Callable
@@ -22,21 +20,12 @@ from slipstream.kernels.running_mean.inputs import MeanInputs
 from slipstream.runtime import autograd, custom_op, dispatch, numeric_probe
 
 
-def chosen(operator: str, impl: str | None, k: Tensor, *others: Tensor) -> str | None:
-    """The impl of running_weights and running_mean; None where torch computes them."""
+def chosen(impl: str | None, k: Tensor, v: Tensor) -> str | None:
+    """The impl of running_mean; None where torch computes it."""
     if impl == "reference" or autograd.transformed():
         return None
-    impls = dispatch.choose(_CANDIDATES, (k, *others), impl, operator, k).impls
+    impls = dispatch.choose(_CANDIDATES, (k, v), impl, "rwkv4", k).impls
     return impls if dispatch.is_triton(impls) else None
-
-
-def running_weights(
-    k: Tensor, z: Tensor, cu_seqlens: Tensor | None, impl: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """c [B, T, D] in k's dtype, log a, float32, 0 where nothing is before, and z after the last
-    token. k: any floating dtype but float64. z: [N, D], float32, -inf for nothing."""
-    inputs = k.contiguous(), z.contiguous(), cu_seqlens
-    return (_Weights.apply if autograd.needs_autograd(k, z) else _weights)(*inputs, impl)
 
 
 def running_mean(inputs: MeanInputs, impl: str) -> tuple[Tensor, Tensor]:
@@ -61,7 +50,7 @@ def _kind(k: Tensor) -> KernelKey:
 
 
 def _mismatch(k: Tensor) -> str | None:
-    """The probe: packed sequences of more than a tile, with states, by both operators."""
+    """The probe: packed sequences of more than a tile, with states."""
     inputs = {
         "k": numeric_probe.random_like(k, 1, 150, 40),
         "v": numeric_probe.random_like(k, 1, 150, 40),
@@ -71,29 +60,14 @@ def _mismatch(k: Tensor) -> str | None:
     }
     cu_seqlens = torch.tensor([0, 40, 150], device=k.device)
 
-    def both(weights: Callable, mean: Callable) -> Callable:
-        return lambda t: (
-            *weights(t["k"], t["start"][:, 40:], cu_seqlens),
-            *mean(MeanInputs(t["k"], t["v"], t["w"], t["u"], t["start"], cu_seqlens)),
-        )
+    def mean(of: Callable) -> Callable:
+        return lambda t: of(MeanInputs(t["k"], t["v"], t["w"], t["u"], t["start"], cu_seqlens))
 
     return numeric_probe.mismatch(
-        both(
-            partial(running_weights, impl=dispatch.TRITON_OR_EAGER),
-            partial(running_mean, impl=dispatch.TRITON_OR_EAGER),
-        ),
-        both(_plain_weights, lambda inputs: _plain_mean(inputs, False)[:2]),
+        mean(partial(running_mean, impl=dispatch.TRITON_OR_EAGER)),
+        mean(lambda inputs: _plain_mean(inputs, False)[:2]),
         inputs,
     )
-
-
-def _plain_weights(
-    k: Tensor, z: Tensor, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide = _widen(k)
-    sums = eager.plain_sums(wide, None, None, z, cu_seqlens)
-    c, g = eager.weights_and_decays(wide, sums)
-    return c.to(k.dtype), g, sums.final.clone()
 
 
 def _plain_mean(inputs: MeanInputs, keep: bool) -> tuple[Tensor, ...]:
@@ -111,22 +85,6 @@ def _widen(x: Tensor) -> Tensor:
 
 _LAUNCH = "slipstream.kernels.running_mean.triton.launch"
 _TENSORS = custom_op.schema_of(MeanInputs)
-_weights = custom_op.KernelOp(
-    "running_weights",
-    "(Tensor k, Tensor z, Tensor? cu_seqlens, str impl) -> (Tensor, Tensor, Tensor)",
-    kernel=f"{_LAUNCH}:weights",
-    plain=_plain_weights,
-    kind=_kind,
-    probe=_mismatch,
-    replay=True,
-)
-_Weights = _weights.with_gradient(
-    "(Tensor k, Tensor g, Tensor z, Tensor? cu_seqlens, Tensor dc, Tensor dg, Tensor? dafter, "
-    "str impl) -> Tensor[]",
-    f"{_LAUNCH}:weights_backward",
-    results="c g after",
-    wrt="k z",
-)
 _mean = custom_op.KernelOp(
     "running_mean",
     f"({_TENSORS}, bool keep, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -144,4 +102,4 @@ _Mean = _mean.with_gradient(
     wrt="k v w u start",
     keep=True,
 )
-_CANDIDATES = _weights.candidates(_unsupported_reason)
+_CANDIDATES = _mean.candidates(_unsupported_reason)

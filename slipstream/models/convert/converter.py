@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert import files, fla, fla_others, mamba2, mamba3, qwen_kimi, rwkv7
+from slipstream.models.convert import files, fla, mamba2, mamba3, qwen_kimi, rwkv7
 from slipstream.models.convert.families import Family, expect_equal
 from slipstream.models.convert.rules import Rule
 from slipstream.models.model import SlipstreamForCausalLM
@@ -28,10 +28,7 @@ FAMILIES: dict[str, Family] = {
         fla.DeltaNet(),
         fla.GatedDeltaNet(),
         fla.KDA(),
-        fla_others.LightNet(),
-        fla_others.ForgettingTransformer(),
-        fla_others.PrecondGatedDeltaNet(),
-        fla_others.PrecondKDA(),
+        fla.ForgettingTransformer(),
         rwkv7.RWKV7(),
         mamba2.FlaMamba2(),
         mamba2.Mamba2(),

@@ -162,7 +162,7 @@ def completed(config: SlipstreamConfig, layer: int) -> tuple[str, dict[str, Any]
         full["head_dim"] = size // full["num_heads"]
     follows = {"head_v_dim": "head_dim", "num_v_heads": "num_heads", "num_kv_heads": "num_heads"}
     follows |= {"rotary_dim": "head_dim"}
-    if name in ("kda", "precond_kda"):
+    if name == "kda":
         follows |= {"gate_low_rank_dim": "head_dim"}
     for key, other in follows.items():
         if key in full and full[key] is None:

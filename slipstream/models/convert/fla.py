@@ -320,6 +320,33 @@ class KDA(Gated):
         ]
 
 
+class ForgettingTransformer(Gated):
+    name = model_type = "forgetting_transformer"
+    architecture, kind = "ForgettingTransformerForCausalLM", "forgetting_attn"
+    equal = ("num_heads", "num_kv_heads", "qkv_bias", "window_size")
+    names: ClassVar = {"output_gate": "use_output_gate"}
+    convolved = False
+    defaults: ClassVar = {
+        "num_heads": 32, "num_kv_heads": None, "qkv_bias": False, "qk_norm": False,
+        "window_size": None, "use_output_gate": False, "elementwise_affine": True,
+    }  # fmt: skip
+
+    def read(self, given: dict[str, Any]) -> dict[str, Any]:
+        found = super().read(given)
+        for mixer in found["mixers"]:
+            del mixer["norm_eps"]  # of queries and keys
+        return found
+
+    def mixer(self, config: families.ForeignConfig) -> dict[str, Any]:
+        config.expect("qk_norm", False)  # its weights are of all heads, ours of one
+        config.expect("attn", None)
+        return {}
+
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
+        gate = projections("g") if mixer["output_gate"] else []
+        return [*attention_rules(mixer), *projections("f"), *renamed("f_proj.bias"), *gate]
+
+
 def _head_dim(config: families.ForeignConfig, ratio: str) -> int:
     return families.whole(ratio, config["hidden_size"] * config[ratio] / config["num_heads"])
 

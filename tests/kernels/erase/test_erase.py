@@ -9,7 +9,7 @@ from slipstream import ops
 from slipstream.kernels.elementwise import erase as op
 from slipstream.runtime import dispatch
 
-NAMES = ("chunk_gdn2", "fused_recurrent_gdn2", "chunk_precond_kda", "fused_recurrent_precond_kda")
+NAMES = ("chunk_gdn2", "fused_recurrent_gdn2")
 
 
 @pytest.mark.parametrize("impl", ["eager", "reference"])
@@ -27,11 +27,7 @@ def test_named_plain_torch_chooses_no_kernel(
 
     monkeypatch.setattr(dispatch, "choose", refused)
     q, k, v, g, b, w = torch.rand(6, 1, 5, 2, 16, dtype=torch.float64).unbind()
-    terms = {"q": q, "k": k, "v": v, "g": -g}
-    if "gdn2" in name:
-        terms |= {"b": b, "w": w}
-    else:
-        terms |= {"g_atk": -w[..., 0], "beta_atk": b[..., 0], "beta": b[..., 1]}
+    terms = {"q": q, "k": k, "v": v, "g": -g, "b": b, "w": w}
     o, _ = getattr(ops, name)(**terms, impl=impl)
     assert o.isfinite().all()
     with pytest.raises(AssertionError, match="looked for"):

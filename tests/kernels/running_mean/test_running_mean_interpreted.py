@@ -42,15 +42,7 @@ def check(shape: tuple[int, int, int], cu: Tensor | None, size: float, dtype: to
     start[0, :3] = 0
     w, u = -torch.rand(D), torch.randn(D)
     w[0], w[1], w[-1] = -200.0, -torch.inf, 0.0
-    given = {"k": k, "z": start[:, D:].contiguous()}
     of = {"cu_seqlens": cu}
-    compare(
-        "weights",
-        lambda **x: op.running_weights(**x, **of, impl="triton"),
-        lambda **x: op._plain_weights(**x, **of),
-        given,
-        dtype,
-    )
     compare(
         "mean",
         lambda **x: op.running_mean(MeanInputs(**x, **of), "triton"),
@@ -70,5 +62,4 @@ def test_triton_running_mean_matches_torch() -> None:
     x = torch.randn(1, 5, 3)
     assert op._mismatch(x) is None
     start, w = torch.randn(1, 6), torch.randn(3)
-    torch.library.opcheck(op._weights.overload, (x, start[:, :3].contiguous(), None, "triton"))
     torch.library.opcheck(op._mean.overload, (x, x, w, w, start, None, True, "triton"))

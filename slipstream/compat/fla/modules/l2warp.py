@@ -4,16 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    once_differentiable,
-    refuse_transforms,
-    save,
-)
+from slipstream.runtime import autograd
 
 
-class L2Wrap(Function):
+class L2Wrap(autograd.Function):
     """loss as it is; the gradient of the largest logit of each token grows by a share of it."""
 
     operator = "fla.modules.l2warp.l2_warp"
@@ -22,13 +16,13 @@ class L2Wrap(Function):
     def forward(ctx: Any, loss: Tensor, logits: Tensor, l2_penalty_factor: float = 1e-4) -> Tensor:
         largest, index = logits.max(dim=-1, keepdim=True)
         tokens = logits.shape[0] * logits.shape[1]
-        save(ctx, largest * (l2_penalty_factor / tokens), index)
+        autograd.save(ctx, largest * (l2_penalty_factor / tokens), index)
         ctx.shape = logits.shape
         return loss.view_as(loss)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dloss: Tensor) -> Any:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dloss: Tensor) -> Any:
         penalty, index = saved
         dlogits = penalty.new_zeros(ctx.shape)
         dlogits.scatter_(-1, index, (penalty * dloss).to(penalty.dtype))
@@ -41,5 +35,5 @@ def l2_warp(loss: Tensor, logits: Tensor, l2_penalty_factor: float = 1e-4) -> Te
     Args:
         loss: a scalar, returned as it is. logits: [B, T, V].
     """
-    refuse_transforms(L2Wrap.operator, (loss, logits))
+    autograd.refuse_transforms(L2Wrap.operator, (loss, logits))
     return L2Wrap.apply(loss, logits, l2_penalty_factor)

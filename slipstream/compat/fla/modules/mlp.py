@@ -11,8 +11,6 @@ from slipstream.nn.linear import plain_linear
 class SwiGLULinear(nn.Module):
     """swiglu_linear as a module."""
 
-    sharded = False  # by SwiGLULinearParallel
-
     def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return swiglu_linear(x, y, weight, bias)
 
@@ -56,9 +54,7 @@ class GatedMLP(nn.Module):
         gate, up = self.gate_proj(x), self.up_proj(x)
         if self.hidden_act == "powlu":
             return self.down_proj(powglu(gate, up, self.powglu_power))
-        # an adapter or a hook on down_proj runs only if it is called; SwiGLULinearParallel takes
-        # the place of one that shards its weight
-        sharded = self.fuse_swiglu and self.swiglu_linear.sharded
-        if sharded or (self.fuse_swiglu and plain_linear(self.down_proj)):
+        # an adapter or a hook on down_proj runs only if it is called
+        if self.fuse_swiglu and plain_linear(self.down_proj):
             return self.swiglu_linear(gate, up, self.down_proj.weight, self.down_proj.bias)
         return self.down_proj(swiglu(gate, up))

@@ -1,4 +1,4 @@
-"""Which of the residuals a loop is at: each is an argument of its own. Triton's and Gluon's."""
+"""Which of the residuals a loop is at: each is an argument of its own."""
 
 from collections.abc import Sequence
 

@@ -8,35 +8,13 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.primitives.sequences import tokens_of
-from slipstream.kernels.running_mean.triton.forward import NONE, load, sigmoid
-
-
-@triton.jit
-def _then(a, x, b, y):
-    """y -> a y + x, and after it y -> b y + y."""
-    return a * b, b * x + y
+from slipstream.kernels.running_mean.triton.forward import load, sigmoid
 
 
 @triton.jit
 def _then_both(a_1, b_1, x_1, y_1, a_2, b_2, x_2, y_2):
     """(P, G) -> (a P + x, a G + b P + y), one after the other."""
     return a_1 * a_2, a_2 * b_1 + b_2 * a_1, a_2 * x_1 + x_2, a_2 * y_1 + b_2 * x_1 + y_2
-
-
-@triton.jit
-def _complement(g):
-    """1 - exp(g) without the digits that the difference loses."""
-    a = tl.exp(g)
-    small = tl.where(a == 1.0, -g, (1.0 - a) * g / tl.log(tl.where(a == 0.0, 0.5, a)))
-    return tl.where(g < -1.0, 1.0 - a, small)
-
-
-@triton.jit
-def _of_weights(g_ptr, dg_ptr, dc_ptr, p, m):
-    """a, c and u of tokens; a is 1 and c is 0 where there are none."""
-    b_g = load(g_ptr + p, m)
-    b_a, b_c = tl.exp(b_g), _complement(b_g)
-    return b_a, b_c, load(dg_ptr + p, m) - b_a * load(dc_ptr + p, m)
 
 
 @triton.jit
@@ -50,15 +28,13 @@ def _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p, m, b_w, b_u):
 
 @triton.jit(do_not_specialize=["T"])
 def running_mean_bwd_kernel(
-    r_ptr,  # [tokens, D]: k - z before; so are mean (M before), v, do, dr, dk, dv; without v log a
+    r_ptr,  # [tokens, D]: k - z before; so are mean (M before), v, do, dk, dv
     mean_ptr,
-    v_ptr,  # or none, and then do and dr are of c and log a, as forward has them, and of w = 0
+    v_ptr,
     w_ptr,  # [D]; so is u
     u_ptr,
-    s_in_ptr,  # without v [N, D]: z before the first token
     do_ptr,
-    dr_ptr,  # without v
-    ds_out_ptr,  # [N, 2 D], without v [N, D]; or none
+    ds_out_ptr,  # [N, 2 D], or none
     dk_ptr, dv_ptr,
     dw_ptr,  # [N, D]; so is du
     du_ptr,
@@ -71,18 +47,13 @@ def running_mean_bwd_kernel(
     begin, count = tokens_of(cu_ptr, i_n, T)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
-    p_s = i_n.to(tl.int64) * (D if v_ptr is None else 2 * D) + o_d
-    if v_ptr is None:
-        starts = load(s_in_ptr + p_s, m_d) == NONE
-        b_g = tl.zeros((BD,), tl.float32)
-    else:
-        b_w, b_u = load(w_ptr + o_d, m_d), load(u_ptr + o_d, m_d)
-        b_p, b_g = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
-        b_dw, b_du = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    p_s = i_n.to(tl.int64) * (2 * D) + o_d
+    b_w, b_u = load(w_ptr + o_d, m_d), load(u_ptr + o_d, m_d)
+    b_p, b_g = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
+    b_dw, b_du = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     if ds_out_ptr is not None:
-        if v_ptr is not None:
-            b_p += load(ds_out_ptr + p_s, m_d)
-        b_g += load(ds_out_ptr + (p_s if v_ptr is None else p_s + D), m_d)
+        b_p += load(ds_out_ptr + p_s, m_d)
+        b_g += load(ds_out_ptr + (p_s + D), m_d)
     o_r = tl.arange(0, BT)[:, None]
     for start in range(0, count, BT):
         o_t = count - 1 - start - o_r
@@ -90,39 +61,22 @@ def running_mean_bwd_kernel(
         later = m & (o_r > 0)
         p = (begin + o_t) * D + o_d[None, :]
         last = o_r == tl.minimum(count - start, BT) - 1
-        if v_ptr is None:
-            b_a, b_c, b_u = _of_weights(r_ptr, dr_ptr, do_ptr, p, m)
-            # with nothing before it a token's c is 1 and a 0, whatever k, though log a is kept as 0
-            first = (o_t == 0) & starts[None, :]
-            b_a, b_u = tl.where(first, 0.0, b_a), tl.where(first, 0.0, b_u)
-            b_c = tl.where(first, 1.0, b_c)
-            b_a1, b_c1, b_u1 = _of_weights(r_ptr, dr_ptr, do_ptr, p + D, later)
-            b_a1 = tl.where(o_r > 0, b_a1, 0.0)
-            b_y = tl.where(o_r > 0, b_c1 * b_u1, b_g[None, :])
-            _, b_gn = tl.associative_scan((b_a1, b_y), 0, _then)
-            tl.store(dk_ptr + p, (b_c * (b_gn - b_u)).to(dk_ptr.dtype.element_ty), mask=m)
-            b_g = tl.sum(tl.where(last, b_a * b_gn + b_c * b_u, 0.0), 0)
-        else:
-            b_a, b_c, b_s, b_v, b_do = _of_means(
-                r_ptr, mean_ptr, v_ptr, do_ptr, p + D, later, b_w, b_u
-            )
-            b_x = tl.where(o_r > 0, (1.0 - b_s) * b_do, b_p[None, :])
-            b_y = tl.where(o_r > 0, -b_do * b_v * b_s * (1.0 - b_s), b_g[None, :])
-            b_b = tl.where(o_r > 0, -b_v * b_c * b_a, 0.0)
-            b_a = tl.where(o_r > 0, b_a, 0.0)
-            _, _, b_n, b_gn = tl.associative_scan((b_a, b_b, b_x, b_y), 0, _then_both)
-            b_a, b_c, b_s, b_v, b_do = _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p, m, b_w, b_u)
-            b_dr = b_n * b_v * b_c * b_a
-            b_ds = b_do * b_v * b_s * (1.0 - b_s)
-            tl.store(dk_ptr + p, (b_c * b_gn + b_dr + b_ds).to(dk_ptr.dtype.element_ty), mask=m)
-            tl.store(dv_ptr + p, (b_s * b_do + b_c * b_n).to(dv_ptr.dtype.element_ty), mask=m)
-            b_dw += tl.sum(tl.where(m, b_a * b_gn - b_dr, 0.0), 0)
-            b_du += tl.sum(tl.where(m, b_ds, 0.0), 0)
-            b_p = tl.sum(tl.where(last, b_a * b_n + (1.0 - b_s) * b_do, 0.0), 0)
-            b_g = tl.sum(tl.where(last, b_a * b_gn - b_dr - b_ds, 0.0), 0)
-    if v_ptr is not None:
-        tl.store(dw_ptr + i_n.to(tl.int64) * D + o_d, b_dw, mask=m_d)
-        tl.store(du_ptr + i_n.to(tl.int64) * D + o_d, b_du, mask=m_d)
-        tl.store(ds_in_ptr + p_s, b_p, mask=m_d)
-        p_s += D
-    tl.store(ds_in_ptr + p_s, b_g, mask=m_d)
+        b_a, b_c, b_s, b_v, b_do = _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p + D, later, b_w, b_u)
+        b_x = tl.where(o_r > 0, (1.0 - b_s) * b_do, b_p[None, :])
+        b_y = tl.where(o_r > 0, -b_do * b_v * b_s * (1.0 - b_s), b_g[None, :])
+        b_b = tl.where(o_r > 0, -b_v * b_c * b_a, 0.0)
+        b_a = tl.where(o_r > 0, b_a, 0.0)
+        _, _, b_n, b_gn = tl.associative_scan((b_a, b_b, b_x, b_y), 0, _then_both)
+        b_a, b_c, b_s, b_v, b_do = _of_means(r_ptr, mean_ptr, v_ptr, do_ptr, p, m, b_w, b_u)
+        b_dr = b_n * b_v * b_c * b_a
+        b_ds = b_do * b_v * b_s * (1.0 - b_s)
+        tl.store(dk_ptr + p, (b_c * b_gn + b_dr + b_ds).to(dk_ptr.dtype.element_ty), mask=m)
+        tl.store(dv_ptr + p, (b_s * b_do + b_c * b_n).to(dv_ptr.dtype.element_ty), mask=m)
+        b_dw += tl.sum(tl.where(m, b_a * b_gn - b_dr, 0.0), 0)
+        b_du += tl.sum(tl.where(m, b_ds, 0.0), 0)
+        b_p = tl.sum(tl.where(last, b_a * b_n + (1.0 - b_s) * b_do, 0.0), 0)
+        b_g = tl.sum(tl.where(last, b_a * b_gn - b_dr - b_ds, 0.0), 0)
+    tl.store(dw_ptr + i_n.to(tl.int64) * D + o_d, b_dw, mask=m_d)
+    tl.store(du_ptr + i_n.to(tl.int64) * D + o_d, b_du, mask=m_d)
+    tl.store(ds_in_ptr + p_s, b_p, mask=m_d)
+    tl.store(ds_in_ptr + (p_s + D), b_g, mask=m_d)

@@ -28,14 +28,6 @@ def sigmoid(x):
 
 
 @triton.jit
-def softplus(x):
-    """log(1 + exp(x)) without the digits that 1 + a small number loses."""
-    y = tl.exp(-tl.abs(x))
-    s = 1.0 + y
-    return tl.maximum(x, 0.0) + tl.where(s == 1.0, y, tl.log(s) * y / (s - 1.0))
-
-
-@triton.jit
 def _maximum(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
@@ -47,18 +39,13 @@ def _larger_decayed(d_a, m_a, n_a, d_b, m_b, n_b):
 
 
 @triton.jit
-def _add(a_a, x_a, a_b, x_b):
-    return a_a * a_b, a_b * x_a + x_b
-
-
-@triton.jit
 def _add_both(a_a, x_a, y_a, a_b, x_b, y_b):
     return a_a * a_b, a_b * x_a + x_b, a_b * y_a + y_b
 
 
 @triton.jit
 def _before(k_ptr, v_ptr, p, m, o_r, b_z, b_mean, b_w, D):
-    """z and, of values, M before each token of a tile; b_z, b_mean: before the first."""
+    """z and M before each token of a tile; b_z, b_mean: before the first."""
     # of the token before and the one before that
     b_k1 = load(k_ptr + p - D, m & (o_r > 0), NONE)
     b_k2 = load(k_ptr + p - 2 * D, m & (o_r > 1), NONE)
@@ -69,14 +56,10 @@ def _before(k_ptr, v_ptr, p, m, o_r, b_z, b_mean, b_w, D):
     # the first row's sum is 1 beside its z, or 0
     b_x = tl.where(o_r > 0, tl.exp(b_k1 - b_m1), tl.where(b_z == NONE, 0.0, 1.0)[None, :])
     b_a = tl.where(o_r > 0, tl.exp(b_m2 + b_w[None, :] - b_m1), 0.0)
-    if v_ptr is None:
-        _, b_x = tl.associative_scan((b_a, b_x), 0, _add)
-        b_m = b_x
-    else:
-        b_v1 = load(v_ptr + p - D, m & (o_r > 0))
-        b_y = b_x * tl.where(o_r > 0, b_v1, b_mean[None, :])
-        _, b_x, b_y = tl.associative_scan((b_a, b_x, b_y), 0, _add_both)
-        b_m = tl.where(b_x > 0.0, b_y / b_x, b_y)  # 0 of nothing, and NaN stays
+    b_v1 = load(v_ptr + p - D, m & (o_r > 0))
+    b_y = b_x * tl.where(o_r > 0, b_v1, b_mean[None, :])
+    _, b_x, b_y = tl.associative_scan((b_a, b_x, b_y), 0, _add_both)
+    b_m = tl.where(b_x > 0.0, b_y / b_x, b_y)  # 0 of nothing, and NaN stays
     return b_m1 + tl.log(b_x), b_m
 
 
@@ -90,13 +73,13 @@ def _after(b_before, b_k):
 @triton.jit(do_not_specialize=["T"])
 def running_mean_fwd_kernel(
     k_ptr,  # [tokens, D]; so are v, o
-    v_ptr,  # or none, and then c and log a of w = 0 are wanted instead of o
+    v_ptr,
     w_ptr,  # [D]; so is u
     u_ptr,
-    s_in_ptr,  # [N, 2 D]: M and z before the first token; without v [N, D]: z
+    s_in_ptr,  # [N, 2 D]: M and z before the first token
     s_out_ptr,  # after the last
-    o_ptr,  # without v c
-    r_ptr,  # [tokens, D]: r + w, for backward, or none; without v log a, 0 where nothing is before
+    o_ptr,
+    r_ptr,  # [tokens, D]: r + w, for backward, or none
     mean_ptr,  # and M before the token
     cu_ptr,  # [N + 1]
     T,
@@ -109,13 +92,12 @@ def running_mean_fwd_kernel(
     begin, count = tokens_of(cu_ptr, i_n, T)
     o_d = tl.program_id(1) * BD + tl.arange(0, BD)
     m_d = o_d < D
-    b_w, b_mean = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
-    p_s = i_n.to(tl.int64) * D + o_d
-    if v_ptr is not None:
-        p_s += i_n.to(tl.int64) * D
-        b_mean += load(s_in_ptr + p_s, m_d)
-        p_s += D
-        b_w, b_u = load(w_ptr + o_d, m_d), load(u_ptr + o_d, m_d)
+    row = i_n.to(tl.int64) * D
+    p_s = row + o_d + row
+    b_mean = tl.zeros((BD,), tl.float32)
+    b_mean += load(s_in_ptr + p_s, m_d)
+    p_s += D
+    b_w, b_u = load(w_ptr + o_d, m_d), load(u_ptr + o_d, m_d)
     b_z = load(s_in_ptr + p_s, m_d)
     o_r = tl.arange(0, BT)[:, None]
     for start in range(0, count, BT):
@@ -125,14 +107,9 @@ def running_mean_fwd_kernel(
         b_before, b_m = _before(k_ptr, v_ptr, p, m, o_r, b_z, b_mean, b_w, D)
         nothing = b_before == NONE
         b_r = tl.where(nothing, float("inf"), load(k_ptr + p, m) - b_before)
-        if v_ptr is None:
-            b_o = sigmoid(b_r)
-            # a state of nothing need not decay
-            b_r = tl.where(nothing, 0.0, -softplus(b_r))
-        else:
-            b_o = b_m + sigmoid(b_r + b_u[None, :]) * (load(v_ptr + p, m) - b_m)
-            if r_ptr is not None:
-                tl.store(mean_ptr + p, b_m, mask=m)
+        b_o = b_m + sigmoid(b_r + b_u[None, :]) * (load(v_ptr + p, m) - b_m)
+        if r_ptr is not None:
+            tl.store(mean_ptr + p, b_m, mask=m)
         tl.store(o_ptr + p, b_o.to(o_ptr.dtype.element_ty), mask=m)
         if r_ptr is not None:
             tl.store(r_ptr + p, b_r, mask=m)
@@ -141,9 +118,7 @@ def running_mean_fwd_kernel(
         p = (begin + start + end) * D + o_d
         b_k = load(k_ptr + p, m_d)
         b_z = _after(tl.sum(tl.where(o_r == end, b_before, 0.0), 0) + b_w, b_k)
-        if v_ptr is not None:
-            b_mean = tl.sum(tl.where(o_r == end, b_m, 0.0), 0)
-            b_mean += tl.exp(b_k - b_z) * (load(v_ptr + p, m_d) - b_mean)
+        b_mean = tl.sum(tl.where(o_r == end, b_m, 0.0), 0)
+        b_mean += tl.exp(b_k - b_z) * (load(v_ptr + p, m_d) - b_mean)
     tl.store(s_out_ptr + p_s, b_z, mask=m_d)
-    if v_ptr is not None:
-        tl.store(s_out_ptr + p_s - D, b_mean, mask=m_d)
+    tl.store(s_out_ptr + p_s - D, b_mean, mask=m_d)

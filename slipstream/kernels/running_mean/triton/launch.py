@@ -15,37 +15,6 @@ from slipstream.runtime import backends, launch_cache
 TILE = (8, 16) if backends.INTERPRETED else (64, 16)
 
 
-def weights(k: Tensor, z: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """c in k's dtype, log a float32, z after the last token."""
-    c, g, after = torch.empty_like(k), torch.empty_like(k, dtype=torch.float32), torch.empty_like(z)
-    _run(
-        running_mean_fwd_kernel, k, z, cu_seqlens, k_ptr=k, v_ptr=None, w_ptr=None, u_ptr=None,
-        s_in_ptr=z, s_out_ptr=after, o_ptr=c, r_ptr=g, mean_ptr=None,
-    )  # fmt: skip
-    return c, g, after
-
-
-def weights_backward(
-    k: Tensor,
-    g: Tensor,
-    z: Tensor,
-    cu_seqlens: Tensor | None,
-    dc: Tensor,
-    dg: Tensor,
-    dafter: Tensor | None,
-) -> list[Tensor]:
-    """Gradients of k, in dc's dtype, and z."""
-    dc, dg = dc.contiguous(), dg.contiguous()
-    dafter = None if dafter is None else dafter.contiguous()
-    dk, dz = torch.empty_like(dc), torch.empty_like(z)
-    _run(
-        running_mean_bwd_kernel, g, z, cu_seqlens, r_ptr=g, mean_ptr=None, v_ptr=None, w_ptr=None,
-        u_ptr=None, s_in_ptr=z, do_ptr=dc, dr_ptr=dg, ds_out_ptr=dafter, dk_ptr=dk, dv_ptr=None,
-        dw_ptr=None, du_ptr=None, ds_in_ptr=dz,
-    )  # fmt: skip
-    return [dk, dz]
-
-
 def means(inputs: MeanInputs, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o in v's dtype, the state after the last token, and r and M before each token if kept."""
     k, v, w, u, start, cu_seqlens = inputs
@@ -70,8 +39,8 @@ def means_backward(
     dw, du = (k.new_empty(start.shape[0], k.shape[2], dtype=torch.float32) for _ in range(2))
     _run(
         running_mean_bwd_kernel, k, start, cu_seqlens, r_ptr=r, mean_ptr=mean, v_ptr=v, w_ptr=w,
-        u_ptr=u, s_in_ptr=None, do_ptr=do, dr_ptr=None, ds_out_ptr=dafter, dk_ptr=dk, dv_ptr=dv,
-        dw_ptr=dw, du_ptr=du, ds_in_ptr=dstart,
+        u_ptr=u, do_ptr=do, ds_out_ptr=dafter, dk_ptr=dk, dv_ptr=dv, dw_ptr=dw, du_ptr=du,
+        ds_in_ptr=dstart,
     )  # fmt: skip
     return [dk, dv, dw.sum(0).to(w.dtype), du.sum(0).to(u.dtype), dstart]
 

@@ -1,1 +1,0 @@
-"""mamba_ssm.modules: Mamba-3's block."""

@@ -1,1 +1,0 @@
-"""mamba_ssm.ops.cute: a decoding step of Mamba-3."""

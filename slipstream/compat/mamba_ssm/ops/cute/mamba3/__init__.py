@@ -1,1 +1,0 @@
-"""mamba_ssm.ops.cute.mamba3: a decoding step of Mamba-3."""

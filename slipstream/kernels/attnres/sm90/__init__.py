@@ -1,1 +1,0 @@
-"""Attention over the depth for sm_90, in Gluon: its backward."""

@@ -1,1 +1,0 @@
-"""Kernels for sm_90; imported only when one is chosen."""
