@@ -10,8 +10,9 @@ from slipstream.common import checks
 from slipstream.ops.conv import short_convolution, short_convolution_update
 from slipstream.runtime.token_ids import expect_below, expect_offsets
 
-# arguments of vLLM's functions of these names
+# arguments of vLLM's functions of these names, and of circular states
 NOT_IMPLEMENTED = (
+    "cache_seqlens",
     "block_idx_first_scheduled_token",
     "block_idx_last_scheduled_token",
     "cache_indices",
@@ -180,8 +181,7 @@ def causal_conv1d_update(
             first, S at least W - 1. It is updated in place.
         weight: [D, W]. bias: [D].
         activation: None, "silu" or "swish".
-        cache_seqlens: int32 or int64 [B], how many tokens came before: states are circular then,
-            with token t in place t mod S. None for states whose last input is the newest.
+        cache_seqlens: None: the newest input comes last, and states are not circular.
         conv_state_indices: int32 or int64 [B], which state of the pool is each sequence's; negative
             where there is none: nothing is read or written, and y is 0.
         pad_slot_id: an index that means the same as a negative one.
@@ -193,9 +193,9 @@ def causal_conv1d_update(
 
     Raises:
         ValueError: shapes do not fit or, on the CPU, an index is past the pool. TypeError: dtypes,
-            or an argument that is not known. NotImplementedError: one of those that vLLM has.
+            or an argument that is not known. NotImplementedError: cache_seqlens, or one of vLLM's.
     """
-    _refuse("causal_conv1d_update", kwargs)
+    _refuse("causal_conv1d_update", {"cache_seqlens": cache_seqlens, **kwargs})
     checks.expect_rank("conv_state", conv_state, 3, "[B, D, S]")
     checks.expect_rank("weight", weight, 2, "[D, W]")
     if x.dim() != 3:
@@ -217,12 +217,6 @@ def causal_conv1d_update(
                 conv_state_indices == pad_slot_id, -1
             )
         expect_below("conv_state_indices", conv_state_indices, slots, "states")
-    if cache_seqlens is not None:
-        _expect_index("cache_seqlens", cache_seqlens, x.shape[:1], x)
-        options: dict[str, Any] = {"activation": activation, "impl": impl}
-        tokens = x if x.dim() == 3 else x[..., None]
-        y = _circular(tokens, conv_state, weight, bias, cache_seqlens, conv_state_indices, options)
-        return y.view(x.shape)
     if x.dim() == 3:
         tokens = [
             _step(token, conv_state, weight, bias, activation, conv_state_indices, impl)
@@ -230,35 +224,6 @@ def causal_conv1d_update(
         ]
         return torch.stack(tokens, -1) if tokens else x.clone()
     return _step(x, conv_state, weight, bias, activation, conv_state_indices, impl)
-
-
-def _circular(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cache_seqlens: Tensor,
-    indices: Tensor | None,
-    options: dict[str, Any],
-) -> Tensor:
-    """x [B, D, T] on states in which token t has place t mod S."""
-    (B, D, T), W, (slots, _, S) = x.shape, weight.shape[1], conv_state.shape
-    tokens = torch.arange(1 - W, T, device=x.device)
-    places = torch.remainder(cache_seqlens.long()[:, None] + tokens, S)[:, None].expand(-1, D, -1)
-    row = torch.arange(B, device=x.device)
-    slot = row if indices is None else indices.long()
-    has_state = (slot >= 0) & (slot < slots)
-    state = conv_state[slot.clamp(0, max(slots - 1, 0))]
-    before = torch.nn.functional.pad(state.gather(2, places[..., : W - 1]), (1, 0))
-    y, _ = short_convolution(x.mT, weight, bias, initial_state=before, **options)
-    # a row without a state writes what the first one with a state does, or what is there already
-    row = torch.where(has_state, row, has_state.int().argmax()) if B else row
-    slot, places = slot[row].clamp(0, max(slots - 1, 0)), places[row][..., -min(T, S) :]
-    newest = x.detach()[row][..., -min(T, S) :].to(conv_state.dtype)
-    channel = torch.arange(D, device=x.device)[:, None]
-    there = conv_state[slot[:, None, None], channel, places]
-    conv_state[slot[:, None, None], channel, places] = torch.where(has_state.any(), newest, there)
-    return y.masked_fill(~has_state[:, None, None], 0).mT
 
 
 def _step(

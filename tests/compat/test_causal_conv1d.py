@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compat import install
-from slipstream.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, cpp_functions
+from slipstream.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from slipstream.compat.causal_conv1d.causal_conv1d_interface import (
     causal_conv1d_ref,
     causal_conv1d_update_ref,
@@ -59,19 +59,13 @@ def step_formula(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    cache_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The next tokens by torch's own convolution; conv_state is updated in place."""
     dtype, D, S = x.dtype, weight.shape[0], conv_state.shape[2]
     tokens = x if x.dim() == 3 else x[..., None]
     T = tokens.shape[2]
-    # places of the S inputs before and of the S newest ones, oldest first
-    steps = torch.arange(-S, 0, device=x.device)
-    start = 0 if cache_seqlens is None else cache_seqlens[:, None, None]
-    places = torch.remainder(start + steps, S).expand_as(conv_state)
-    inputs = torch.cat([conv_state.gather(2, places), tokens], -1)
-    moved = 0 if cache_seqlens is None else T
-    conv_state.scatter_(2, torch.remainder(places + moved, S), inputs[..., -S:])
+    inputs = torch.cat([conv_state, tokens], -1)
+    conv_state.copy_(inputs[..., -S:])
     y = F.conv1d(inputs.to(weight.dtype), weight[:, None], bias, groups=D)[..., -T:]
     return (y if activation is None else F.silu(y)).to(dtype).view(x.shape)
 
@@ -169,64 +163,41 @@ def test_results_can_be_changed_in_place() -> None:
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("S", [3, 4, 7])
-def test_circular_states(S: int, flat: bool) -> None:
-    """Token after token they hold what the convolution of the whole sequence reads."""
-    weight, bias = weights(5, 4)
-    x = torch.randn(2, 5, 12, dtype=torch.float64)
-    want = formula(x, weight, bias, activation="silu")
-    state = torch.zeros(2, 5, S, dtype=torch.float64)
-    for t in range(12):
-        token = x[..., t] if flat else x[..., t : t + 1]
-        past = torch.full((2,), t, dtype=torch.int32)
-        y = causal_conv1d_update(token, state, weight, bias, "silu", past)
-        assert y.shape == token.shape
-        torch.testing.assert_close(y.view(2, 5), want[..., t])
-        assert torch.equal(state[..., t % S], x[..., t])
-
-
-@pytest.mark.parametrize("is_circular", [False, True])
 @pytest.mark.parametrize("T", [1, 3, 6])
-@pytest.mark.parametrize("S", [3, 5])
-def test_update_matches_formula(S: int, T: int, is_circular: bool) -> None:
+@pytest.mark.parametrize("S", [3, 4, 5])
+def test_update_matches_formula(S: int, T: int) -> None:
     weight, bias = weights(5, 4)
     x, state = (torch.randn(3, 5, n, dtype=torch.float64) for n in (T, S))
-    past = torch.tensor([0, 2, 11], dtype=torch.int32) if is_circular else None
     ours, theirs = state.clone(), state.clone()
-    want = step_formula(x, theirs, weight, bias, "silu", past)
-    got = causal_conv1d_update(x, ours, weight, bias, "silu", past)
+    want = step_formula(x, theirs, weight, bias, "silu")
+    got = causal_conv1d_update(x, ours, weight, bias, "silu")
     torch.testing.assert_close((got, ours), (want, theirs))
 
 
-@pytest.mark.parametrize("is_circular", [False, True])
 @pytest.mark.parametrize("none", [-1, 6])
-def test_update_of_a_pool(none: int, is_circular: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_of_a_pool(none: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes states of a pool by index. An index below 0 or past the pool names no state: its rows
     are 0, and nothing else changes. A device finds one past the pool later."""
     for module in ("ops.causal_conv1d", "runtime.token_ids"):
         monkeypatch.setattr(f"slipstream.{module}.expect_below", lambda *args: None)
     weight, bias = weights(5, 3)
     x, pool = torch.randn(4, 5, 2).double(), torch.randn(6, 5, 4).double()
-    past = torch.tensor([0, 2, 7, 5], dtype=torch.int32) if is_circular else None
     indices = torch.tensor([4, none, 0, none], dtype=torch.int32)
     own, ours = pool[[4, 0]], pool.clone()
-    want = step_formula(x[[0, 2]], own, weight, bias, None, None if past is None else past[[0, 2]])
-    got = causal_conv1d_update(x, ours, weight, bias, None, past, indices)
+    want = step_formula(x[[0, 2]], own, weight, bias)
+    got = causal_conv1d_update(x, ours, weight, bias, None, None, indices)
     torch.testing.assert_close((got[[0, 2]], ours[[4, 0]]), (want, own))
     assert got[[1, 3]].abs().max() == 0
     assert torch.equal(ours[[1, 2, 3, 5]], pool[[1, 2, 3, 5]])
     unused = torch.full((4,), none)
-    assert causal_conv1d_update(x, ours, weight, bias, None, past, unused).abs().max() == 0
+    assert causal_conv1d_update(x, ours, weight, bias, None, None, unused).abs().max() == 0
 
 
-def test_update_says_what_is_wrong_with_cache_seqlens() -> None:
+def test_circular_states_are_refused() -> None:
     weight, bias = weights(5, 3)
     x, state = torch.randn(2, 5).double(), torch.randn(2, 5, 3).double()
-    with pytest.raises(ValueError, match="cache_seqlens: want shape"):
-        causal_conv1d_update(x, state, weight, bias, None, torch.zeros(3).int())
-    with pytest.raises(TypeError, match="cache_seqlens: want int32 or int64"):
-        causal_conv1d_update(x, state, weight, bias, None, torch.zeros(2))
+    with pytest.raises(NotImplementedError, match="cache_seqlens: causal_conv1d_update does not"):
+        causal_conv1d_update(x, state, weight, bias, None, torch.zeros(2).int())
 
 
 def test_no_keyword_is_swallowed() -> None:
@@ -247,9 +218,8 @@ def test_references_match_formulas() -> None:
     given = x, weight, bias, before, True, None, "silu"
     torch.testing.assert_close(causal_conv1d_ref(*given), formula(*given))
     ours, theirs = before.clone(), before.clone()
-    past = torch.tensor([0, 7], dtype=torch.int32)
-    got = causal_conv1d_update_ref(x, ours, weight, bias, None, past)
-    want = step_formula(x, theirs, weight, bias, None, past)
+    got = causal_conv1d_update_ref(x, ours, weight, bias)
+    want = step_formula(x, theirs, weight, bias)
     torch.testing.assert_close((got, ours), (want, theirs))
 
 
@@ -261,30 +231,3 @@ def test_varlen_states(state_len: int) -> None:
     assert got.shape == (4, 3, state_len)
     with pytest.raises(ValueError, match="cu_seqlens"):
         causal_conv1d_varlen_states(x, cu_seqlens + 1, state_len)
-
-
-@pytest.mark.parametrize("with_states", [False, True])
-def test_functions_of_a_pass(with_states: bool) -> None:
-    """Forward and backward apart give what autograd gives."""
-    weight, bias = (x.requires_grad_() for x in weights(5, 4))
-    x = torch.randn(2, 5, 9, dtype=torch.float64, requires_grad=True)
-    before = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True) if with_states else None
-    dout = torch.randn(2, 5, 9, dtype=torch.float64)
-    dfinal = torch.randn(2, 5, 3, dtype=torch.float64) if with_states else None
-    y = formula(x, weight, bias, before, with_states, None, "silu")
-    leaves = [t for t in (x, weight, bias, before) if t is not None]
-    want = torch.autograd.grad(y, leaves, (dout, dfinal) if with_states else dout)
-    place = torch.empty_like(x)
-    got = cpp_functions.causal_conv1d_bwd_function(
-        x, weight, bias, dout, None, before, dfinal, place, True, True
-    )
-    torch.testing.assert_close([t for t in got if t is not None], list(want))
-    assert got[0] is place
-    final = torch.empty(2, 5, 3, dtype=torch.float64) if with_states else None
-    out = cpp_functions.causal_conv1d_fwd_function(x, weight, bias, None, before, final, True)
-    torch.testing.assert_close((out, final) if with_states else out, y)
-    state = F.pad(x.detach(), (3, 0))[..., -3:].clone()
-    next_one = cpp_functions.causal_conv1d_update_function(
-        x.detach(), state, weight, bias, True, None, None
-    )
-    assert next_one.shape == x.shape

@@ -16,7 +16,6 @@ import pytest
 SNAPSHOT = json.loads((Path(__file__).parent / "other_signatures.json").read_text())
 # helpers of their kernels, and what the pages under docs/guides say is missing
 MISSING = {
-    "causal_conv1d.cpp_functions": (),
     "flash_attn.flash_attn_interface": ("maybe_contiguous", "round_multiple"),
     "flash_attn.layers.rotary": ("rotate_half",),
     "flash_attn.ops.triton.layer_norm": (
