@@ -322,8 +322,8 @@ def _language() -> SimpleNamespace:
         constexpr=lambda x: x,
         constexpr_function=_jit,
         int32="int32", int64="int64", float32="float32",
-        program_id=lambda axis: tensor(_LOCAL.program[0]),
-        num_programs=lambda axis: tensor(_LOCAL.program[1]),
+        program_id=lambda axis: tensor(0 if axis else _LOCAL.program[0]),  # grids have one axis
+        num_programs=lambda axis: tensor(1 if axis else _LOCAL.program[1]),
         arange=lambda a, b, layout=None: tensor(np.arange(a, b)),
         full=lambda shape, x, dtype, layout=None: tensor(np.full(shape, x)),
         zeros=lambda shape, dtype, layout=None: tensor(np.zeros(shape)),

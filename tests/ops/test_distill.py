@@ -109,3 +109,17 @@ def test_linear_kl_div_rejects_what_does_not_fit() -> None:
     for change, kind, text in bad:
         with pytest.raises(kind, match=text):
             linear_kl_div(**{**given, **change})
+
+
+def test_no_gradients_are_made_where_none_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    call = distill._CALL
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        asked.append(options["grads"])
+        return call(*args, **options)
+
+    monkeypatch.setattr(distill, "_CALL", recorded)
+    for reduction in ("mean", "none"):
+        linear_kl_div(**inputs(grad=False), reduction=reduction)
+    assert asked == [False, False]

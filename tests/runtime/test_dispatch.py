@@ -1,12 +1,14 @@
 """The choice of an implementation: first that takes the call, or the named one, never silently."""
 
 import contextlib
+import inspect
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slipstream.runtime import call_replay
+from slipstream.runtime import backends, call_replay
 from slipstream.runtime import dispatch as plan
 from slipstream.runtime.dispatch import Candidate, choose
 
@@ -158,3 +160,9 @@ def test_choose_deprecated_name() -> None:
         assert choose(candidates, None, "hopper").impl == "sm90"
     with pytest.raises(ValueError, match="one of 'sm90', 'eager', got 'cuda'"):
         choose(candidates, None, "cuda")
+
+
+def test_multiprocessors_are_each_devices_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = lambda index: SimpleNamespace(multi_processor_count=100 + index)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    assert [inspect.unwrap(backends.sm_count)(i) for i in (-1, 0, 1)] == [2, 100, 101]
