@@ -21,6 +21,7 @@ MODULES = (
     "slipstream.parallel",
     "slipstream.models",
     "slipstream.models.convert",
+    "slipstream.integrations",
     "slipstream.integrations.transformers",
     "slipstream.integrations.sglang",
     "slipstream.integrations.vllm",

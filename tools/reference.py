@@ -288,6 +288,7 @@ def integrations() -> list[str]:
     lines += ['``transformers`` registers ``attn_implementation="slipstream"`` when imported:']
     lines += [":doc:`/guides/transformers`. The others have what these engines call:"]
     lines += [":doc:`/guides/serving`.", ""]
+    lines += autosummary("slipstream.integrations", ["report"])
     for name in ("transformers", "sglang", "vllm"):
         module = f"slipstream.integrations.{name}"
         lines += autosummary(module, [x for x, _ in public(module)])

@@ -30,12 +30,13 @@ from torch.utils import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slipstream.integrations import auto_models, linear_mixers
+from slipstream.integrations import auto_models, linear_mixers, usage
 from slipstream.integrations.linear_mixers import FUNCTIONS, running, sequences_of
 from slipstream.ops.norm import rms_norm_gated
 
 MODELING = re.compile(r"transformers\.models\.[\w.]+\.modeling_\w+")
 # attributes of what is put in place: what was there, and whether it takes seq_idx
+LIBRARY = "transformers"  # in usage.report()
 ORIGINAL, TELLS = "slipstream_original", "slipstream_tells"
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ def patch(model: nn.Module | None = None) -> list[str]:
 def unpatch() -> None:
     """Puts back what patch() replaced, everywhere."""
     _Finder.take()
+    usage.remove(LIBRARY)
     for cls, name, _ in AROUND:
         call = getattr(cls, name)
         if hasattr(call, ORIGINAL):
@@ -98,7 +100,8 @@ def _patch_module(module: ModuleType) -> list[str]:
     if not functions:
         return []
     for attribute, (name, function) in functions.items():
-        setattr(module, attribute, _replacement(FUNCTIONS[name], function))
+        full = f"{module.__name__}.{attribute}"
+        setattr(module, attribute, _replacement(FUNCTIONS[name], function, full))
     replaced = list(functions)
     for cls in _classes_of(module):
         forward = _forward_of(cls, set(functions))
@@ -148,8 +151,13 @@ def _code_of(function: Callable) -> CodeType:
     return getattr(inspect.unwrap(function), "__code__", _code_of.__code__)
 
 
-def _replacement(ours: Callable, theirs: Callable) -> Callable:
-    """ours, or theirs where ours does not take the call."""
+def _replacement(ours: Callable, theirs: Callable, full: str) -> Callable:
+    """ours, or theirs where ours does not take the call. full: the name with that of its module."""
+    counted = usage.counted(LIBRARY, full)(ours)
+    if ours is linear_mixers.not_fused:
+        counted = ours
+    else:
+        usage.site(LIBRARY, full)
     parameters = inspect.signature(ours).parameters
     # what transformers' own function reads and ours does not, with its default
     unread = {
@@ -166,11 +174,13 @@ def _replacement(ours: Callable, theirs: Callable) -> Callable:
             return theirs(*args, **kwargs)
         for name, default in unread.items():
             if kwargs.get(name, default) is not default:
+                if not torch.compiler.is_compiling():
+                    usage.site(LIBRARY, full).refused[f"{name}: ours does not read it"] += 1
                 return theirs(*args, **kwargs)
         if torch.compiler.is_compiling():
             return ours(*args, **kwargs)
         try:
-            return ours(*args, **kwargs)
+            return counted(*args, **kwargs)
         except (NotImplementedError, TypeError, ValueError) as error:
             if is_packed(kwargs):  # transformers' own would mix the sequences
                 raise
@@ -374,20 +384,28 @@ def _gated_norm(cls: type[nn.Module]) -> Callable | None:
         return None
     for activation in ("silu", "sigmoid"):
         for before in (True, False):
-            ours = _gated_forward(forward, activation, before)
-            if _same_numbers(cls, ours):
-                return ours
+            if _same_numbers(cls, _gated_forward(forward, activation, before, _norm)):
+                full = f"{cls.__module__}.{cls.__name__}"
+                usage.site(LIBRARY, full)
+                counted = usage.counted(LIBRARY, full)
+                return _gated_forward(forward, activation, before, counted(_norm))
     return None
 
 
-def _gated_forward(theirs: Callable, activation: str, norm_before_gate: bool) -> Callable:
+def _norm(*args: Any, **kwargs: Any) -> Tensor:
+    return rms_norm_gated(*args, **kwargs)
+
+
+def _gated_forward(
+    theirs: Callable, activation: str, norm_before_gate: bool, norm: Callable
+) -> Callable:
     @wraps(theirs)
     def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         if gate is None or gate.shape != hidden_states.shape or torch.compiler.is_exporting():
             return theirs(self, hidden_states, gate)
         groups = getattr(self, "n_groups", 1)
         size = getattr(self, "group_size", hidden_states.shape[-1] // groups)
-        return rms_norm_gated(
+        return norm(
             hidden_states,
             gate,
             self.weight,

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.integrations import serving
+from slipstream.integrations import serving, usage
 from slipstream.ops import chunk_gated_delta_rule, chunk_kda
 
 __all__ = ["GDNKernel", "KDAKernel", "register", "register_builtin"]
@@ -375,7 +375,12 @@ def register_builtin(*kinds: str) -> None:
     registry, replace = hooks.HookRegistry, hooks.HookType.REPLACE
     with _registering:
         for kind in kinds or KINDS:
-            target, cls = f"{_BACKENDS}.{kind}_backend.{KINDS[kind]}", _backend(kind)
+            target = f"{_BACKENDS}.{kind}_backend.{KINDS[kind]}"
+            try:
+                cls = _backend(kind)
+            except (AttributeError, ImportError) as error:
+                usage.refuse("sglang", error)
+                raise
             if all(hook is not cls for _, hook, _ in registry._hooks.get(target, ())):
                 registry.register(target, cls, replace)
 
@@ -402,10 +407,15 @@ def _backend(kind: str) -> type:
             if missing := [x for x in _PLACES if not hasattr(dispatcher, x)]:
                 why = f"its dispatcher has no {', '.join(missing)}"
                 logger.warning("slipstream: SGLang's own %s runs: %s", name, why)
+                usage.refuse("sglang", f"{name}: {why}")
                 return
             kernel = GDNKernel()
             if kind == "kda":
                 kernel = _KDAKernelWithTrees(dispatcher.verify_kernel)
+            for method in ("decode", "extend", "target_verify"):
+                where = "sglang", f"{name}.{method}"
+                usage.site(*where)
+                setattr(kernel, method, usage.counted(*where)(getattr(kernel, method)))
             for place in _PLACES:
                 setattr(dispatcher, place, kernel)
             # what SGLang has read of the kernels that were there before

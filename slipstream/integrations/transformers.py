@@ -28,7 +28,7 @@ try:
 except ModuleNotFoundError as error:
     raise extras.missing("slipstream.integrations.transformers", error, "interop") from None
 
-from slipstream.integrations import linear_mixers, masks
+from slipstream.integrations import linear_mixers, masks, usage
 from slipstream.integrations.context import call_in_context
 from slipstream.integrations.masks import Query, Rule, build_mask, cuts_by_position, is_rule_mask
 from slipstream.integrations.patching import patch, unpatch
@@ -132,6 +132,7 @@ def slipstream_mask(
     )
 
 
+@usage.counted("transformers", "attn_implementation")
 def slipstream_attention(
     module: torch.nn.Module,
     query: Tensor,

@@ -22,6 +22,7 @@ from torch import Tensor
 from slipstream.compat.mamba_ssm.ops.triton.selective_state_update import (
     selective_state_update as update_states,
 )
+from slipstream.integrations import usage
 from slipstream.integrations.serving import packed, slots_of, step, step_drafts, unpacked
 from slipstream.kernels.elementwise.copy_states import copy_states
 from slipstream.ops import chunk_gated_delta_rule as chunk_rule
@@ -224,4 +225,8 @@ def register() -> None:
         NotImplementedError: its calls have other arguments. AssertionError: another plugin has
             registered the layer. Nothing is registered then.
     """
-    import_module("slipstream.integrations.vllm_classes")
+    try:
+        import_module("slipstream.integrations.vllm_classes")
+    except Exception as error:
+        usage.refuse("vllm", error)
+        raise

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from slipstream.integrations import vllm
+from slipstream.integrations import usage, vllm
 
 _LAYERS = "vllm.model_executor.layers.mamba"
 custom_op: Any = import_module("vllm.model_executor.custom_op")
@@ -38,6 +38,7 @@ class ChunkGatedDeltaRule(qwen_gdn_linear_attn.ChunkGatedDeltaRule):
         custom_op.CustomOp.__init__(self)
         self.gdn_prefill_backend = "slipstream"
 
+    @usage.counted("vllm", "ChunkGatedDeltaRule")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return vllm.chunk_gated_delta_rule(*args, **kwargs)
 
@@ -54,6 +55,7 @@ class SSUBackend(ssu_dispatch.MambaSSUBackend):
     def name(self) -> str:
         return "slipstream"
 
+    @usage.counted("vllm", "MambaSSUBackend")
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         vllm.selective_state_update(*args, **kwargs)
 
@@ -63,3 +65,5 @@ _check(vllm.selective_state_update, ssu_dispatch.MambaSSUBackend.__call__)
 table, triton = ssu_dispatch._BACKEND_REGISTRY, ssu_dispatch.MambaBackendEnum.TRITON
 custom_op.CustomOp.register_oot(name="ChunkGatedDeltaRule")(ChunkGatedDeltaRule)
 table[triton] = SSUBackend
+for _name in ("ChunkGatedDeltaRule", "MambaSSUBackend"):
+    usage.site("vllm", _name)

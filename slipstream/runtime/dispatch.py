@@ -71,7 +71,8 @@ class FallbackWarning(RuntimeWarning):
     """A call on a GPU runs in plain torch, since no kernel takes it."""
 
 
-_reported: set[tuple[str, str]] = set()
+# what ran in plain torch instead of kernels, and why
+reported: set[tuple[str, str]] = set()
 _fallbacks = 0  # how many calls have fallen back
 
 
@@ -110,8 +111,8 @@ def report_fallback(plan: Selection, family: str, x: Any) -> None:
     if fallback_is_error():
         raise NotImplementedError(f"{family}: no kernel takes this call ({reasons})")
     forget_choice()
-    if (family, reasons) not in _reported:
-        _reported.add((family, reasons))
+    if (family, reasons) not in reported:
+        reported.add((family, reasons))
         text = f"{family} runs in plain torch on the GPU, which is slow ({reasons})"
         warnings.warn(f"{text}; {FALLBACK}=error raises instead", FallbackWarning, stacklevel=4)
 

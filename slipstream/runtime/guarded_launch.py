@@ -127,6 +127,7 @@ class Guard:
                 "this one ends the run; the next one uses other kernels on this machine"
             )
         here.warn_fallback(kind, reason)
+        dispatch.reported.add((describe(kind), reason))
         dispatch.forget_choice()
         return True
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.integrations import sglang
+from slipstream.integrations import report, sglang, usage
 from tests.support.engine_plugins import everywhere, install, loader, warned
 from tests.support.engines import Absent, loaded
 from tests.support.serving_calls import HV, SLOTS, Call, H, K, N, T, V
@@ -297,8 +297,11 @@ def test_hooks_reach_models_of_sglang(
         assert found is getattr(sglang, name) and issubclass(found, theirs[kind])
         call = Call.decode(kind == "kda")
         backend, (want, _) = built(engine, call, found), call.expected()
+        counted = usage.site("sglang", f"{name}.decode")
+        before = counted.calls()
         got = backend.forward_decode(layer(call, None), batch(call), mixed(call), call.a, call.b)
         near(got[:, call.valid_rows(N)], want[:, call.valid_rows(N)])
+        assert counted.calls() == before + 1
 
 
 def test_registry_of_external_models(engine: SimpleNamespace) -> None:
@@ -350,6 +353,7 @@ def test_release_without_a_class_keeps_its_own(
     loader(engine.plugins, monkeypatch)()
     (said,) = warned(caplog)
     assert re.search("sglang kda is not used: .*KDAAttnBackend", said)
+    assert any("KDAAttnBackend" in why for _, why in report().not_replaced)
     assert engine.modules["gdn"].GDNAttnBackend is sglang.GDNAttnBackend
 
 
@@ -373,3 +377,4 @@ def test_another_dispatcher_keeps_its_kernels(
         assert type(kernel).__name__ == f"Triton{kind.upper()}Kernel"
         (said,) = warned(caplog)
         assert said == f"slipstream: SGLang's own {name} runs: its dispatcher has no verify_kernel"
+        assert ("sglang", f"{name}: its dispatcher has no verify_kernel") in report().not_replaced

@@ -50,7 +50,7 @@ class Given:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Given:
     monkeypatch.setattr(plan.backends, "is_plain_call", lambda x: True)
-    monkeypatch.setattr(plan, "_reported", set())
+    monkeypatch.setattr(plan, "reported", set())
     monkeypatch.delenv(plan.FALLBACK, raising=False)
     return Given()
 

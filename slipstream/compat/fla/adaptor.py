@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.compat.fla.ops.cp.context import plan_of
+from slipstream.integrations.usage import counted
 
 Arguments = dict[str, Any]
 
@@ -123,7 +124,7 @@ def adapt(row: Operator) -> Callable[..., Any]:
         "whose arguments it has under fla's names and in fla's order."
     )
     function.__signature__ = signature  # type: ignore[attr-defined]
-    return function
+    return counted("fla", f"{row.path}.{row.name}")(function)
 
 
 def autograd_function(name: str, function: Callable[..., Any], signature: str) -> type:
