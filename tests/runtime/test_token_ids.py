@@ -57,7 +57,7 @@ def test_earlier_wrong_id_is_raised_while_recording() -> None:
     assert watch.word.value == 0 and not watch.slots.any()
 
 
-def test_a_device_is_waited_for_before_its_slots_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_is_waited_for_before_slots_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     watch = object.__new__(token_ids._Watch)

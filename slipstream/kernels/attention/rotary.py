@@ -57,7 +57,7 @@ class _SoftmaxOfRotated(autograd.Function):
     ) -> Tensor:
         qk, v = qkv.detach().split([sizes[0] + sizes[1], sizes[2]], 2)
         if in_place and qkv.is_contiguous():
-            _call_turn(qk, cos, sin)
+            _call_rotation(qk, cos, sin)
         else:
             qk = rotary._call(
                 qk, cos, sin, None, interleaved=False, back=False, impl=dispatch.TRITON_OR_EAGER
@@ -147,5 +147,5 @@ def _mismatch(q: Tensor) -> str | None:
     )
 
 
-_call_turn = custom_op.DirectCall(_turn, written={0: "qkv"})
+_call_rotation = custom_op.DirectCall(_turn, written={0: "qkv"})
 _call_backward = custom_op.DirectCall(_backward, replay=True)
