@@ -35,7 +35,7 @@ from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear, projections, rounded
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
 from slipstream.ops import _fp32, norm
-from slipstream.runtime import autograd, consistent, context_parallel
+from slipstream.runtime import autograd, consistent, context_parallel, rank_sums
 
 MODES = ("chunk", "fused_recurrent", None)
 # on one CPU core at B 1, D 256, H 4 token by token is faster up to 16 tokens, chunks from 32 on
@@ -183,6 +183,10 @@ class Mixer(nn.Module):
     leaves_states: ClassVar[bool] = False
     # tensors of token_states that a cache may keep in 8 bits
     rounded_keys: ClassVar[tuple[str, ...]] = ()
+    # of tensor parallelism (models/tensor_parallel.py): which part of the heads this rank has, and
+    # whether the norm of the output is over the channels of all ranks
+    head_shard: rank_sums.HeadShard | None = None
+    norms_across = False
     norm_weight: Any  # of _add_norm
 
     def __init__(self, mode: str | None = None, layer_idx: int = 0) -> None:
@@ -299,6 +303,13 @@ class Mixer(nn.Module):
         """Whether `decode` takes `norm` and `residual` too."""
         return False
 
+    @property
+    def first_head(self) -> int:
+        """The first head of this rank, which has num_heads of them."""
+        shard: Any = self.head_shard
+        heads: Any = getattr(self, "num_heads", 0)
+        return 0 if shard is None else shard.rank * heads
+
     def _norm_of_all_heads(
         self,
         o: Tensor,
@@ -308,12 +319,19 @@ class Mixer(nn.Module):
         group_size: int | None = None,
     ) -> Tensor:
         """rms_norm, or with a gate rms_norm_gated with silu, of o [B, T, channels], by norm_weight
-        and norm_eps."""
+        and norm_eps; over the channels of all ranks where these have a part of the heads each."""
         own: Any = self
-        if gate is None:
-            return norm.rms_norm(o, self.norm_weight, eps=own.norm_eps)
-        order: dict[str, Any] = {"norm_before_gate": norm_before_gate, "group_size": group_size}
-        return norm.rms_norm_gated(o, gate, self.norm_weight, eps=own.norm_eps, **order)
+        weight, eps, shard = self.norm_weight, own.norm_eps, self.head_shard
+        if shard is None or not self.norms_across:
+            if gate is None:
+                return norm.rms_norm(o, weight, eps=eps)
+            order: dict[str, Any] = {"norm_before_gate": norm_before_gate, "group_size": group_size}
+            return norm.rms_norm_gated(o, gate, weight, eps=eps, **order)
+        y = o if gate is None or norm_before_gate else _fp32.widen(o) * F.silu(_fp32.widen(gate))
+        y = rank_sums.norm_of_parts(y, eps, shard)
+        y = y if weight is None else y * weight
+        y = y * F.silu(_fp32.widen(gate)) if gate is not None and norm_before_gate else y
+        return y.to(o.dtype)
 
     def _call_in_place(
         self, x: Tensor, state: State, positions: Tensor | None, **options: Any

@@ -1,11 +1,19 @@
 """Lightning attention: a constant decay for each head and layer, as in MiniMax-01's layers."""
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.layers.base import Mixer, NormalLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall
-from slipstream.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_lightning_attn
+from slipstream.ops._decay_tables import per_head
+from slipstream.ops.lightning_attn import (
+    chunk_lightning_attn,
+    decay_of_heads,
+    fused_recurrent_lightning_attn,
+)
+from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 
 class LightningAttention(Mixer):
@@ -59,6 +67,11 @@ class LightningAttention(Mixer):
         is_recurrent = self.recurrent(x, call.context)
         lightning = fused_recurrent_lightning_attn if is_recurrent else chunk_lightning_attn
         q, k, v = qkv.unbind(2)
+        if self.head_shard is not None:  # the operator would take its heads for all of them
+            simple = fused_recurrent_simple_gla if is_recurrent else chunk_simple_gla
+            share, heads = 1 - depth[0] / depth[1], self.num_heads * self.head_shard.size
+            decay = per_head(v, decay_of_heads, share, self.first_head, heads)
+            lightning, depth = partial(simple, g_gamma=decay), ()
         o, recurrent = lightning(q, k, v, *depth, **call.sequence(call.past("recurrent")))
         o = self._norm_of_all_heads(o.flatten(-2))
         return self.o_proj(o * self.g_proj(x).sigmoid()), call.new_state(recurrent=recurrent)

@@ -1,5 +1,6 @@
 """Multi-scale retention, the layer of RetNet."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from slipstream.layers import base
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear
-from slipstream.ops import rotary
+from slipstream.ops import rotary, simple_gla
 from slipstream.ops._decay_tables import per_head
 from slipstream.ops.retention import chunk_retention, fused_recurrent_retention, log_decay
 
@@ -99,6 +100,9 @@ class MultiScaleRetention(base.Mixer):
         k, v = self._repeated(k, v)
         short = self.recurrent(x, call.context)
         retention = fused_recurrent_retention if short else chunk_retention
+        if self.head_shard is not None:  # the operator would take its heads for all of them
+            simple = simple_gla.fused_recurrent_simple_gla if short else simple_gla.chunk_simple_gla
+            retention = partial(simple, g_gamma=per_head(v, log_decay, self.first_head))
         o, recurrent = retention(q, k, v, **call.sequence(call.past("recurrent")))
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         length = call.next_lengths(x) if call.use_cache else None

@@ -24,6 +24,8 @@ from slipstream.models.graphs import Decoding as Decoding
 from slipstream.models.model import SlipstreamForCausalLM as SlipstreamForCausalLM
 from slipstream.models.model import SlipstreamModel as SlipstreamModel
 from slipstream.models.prefixes import PrefixCache as PrefixCache
+from slipstream.models.tensor_parallel import shard_heads as shard_heads
+from slipstream.models.tensor_parallel import whole_state_dict as whole_state_dict
 
 # the entry that integrations/auto_models.py made is replaced
 AutoConfig.register(SlipstreamConfig.model_type, SlipstreamConfig, exist_ok=True)

@@ -62,6 +62,9 @@ CONSISTENT_MLPS = ("none", "rwkv7", "swiglu")
 
 NORMS = ("rms", "zero_centered_rms", "layer", "layer_without_bias")
 
+TP_STYLE = "slipstream_heads"
+"""What transformers' plan of tensor parallelism calls ours (models/tensor_parallel.py)."""
+
 REMOTE_CODE = "modeling_slipstream"
 AUTO_MAP = {
     "AutoConfig": f"{REMOTE_CODE}.SlipstreamConfig",
@@ -139,6 +142,11 @@ class SlipstreamConfig(PreTrainedConfig):
     model_type = "slipstream"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
+    base_model_tp_plan: ClassVar[dict[str, str]] = {
+        "embed_tokens": TP_STYLE,
+        "layers.*.mixer": TP_STYLE,
+        "layers.*.mlp": TP_STYLE,
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 512

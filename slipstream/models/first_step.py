@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.common.checks import autocast_dtype
-from slipstream.models import packing
+from slipstream.models import packing, tensor_parallel
 from slipstream.models.block import Block, apply_norm, make_norm
 from slipstream.nn import Embedding
 from slipstream.nn.linear import plain_linear, plain_module
@@ -134,6 +134,8 @@ def compile_once(
     if kind in known:
         return
     known.add(kind)
+    if tensor_parallel.is_sharded(model):
+        return
     loss = _next.loss
 
     def run() -> None:

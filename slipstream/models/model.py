@@ -4,6 +4,7 @@ Every sequence has a state per layer, so padding and packing are one thing: a pa
 as its sequences packed one after another (packing.py), and one decoding step of it needs nothing.
 """
 
+from os import PathLike
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ from slipstream.models.packing import (
     next_tokens,
     text_positions,
 )
+from slipstream.models.tensor_parallel import is_sharded, shard_planned_heads, whole_state_dict
 from slipstream.nn import Embedding, decoding, linear
 from slipstream.ops._fp32 import widen
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
@@ -64,6 +66,27 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
         return find_sequences(
             batch, tokens, attention_mask, position_ids, offsets, packing.get("seq_idx"), past
         )
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **options: Any) -> Any:
+        """Loads as transformers' does, whose distributed_config=DistributedConfig(tp_size=n)
+        divides the heads among n processes (shard_heads); each reads the whole checkpoint."""
+        found = super().from_pretrained(*args, **options)
+        shard_planned_heads(found[0] if isinstance(found, tuple) else found)
+        return found
+
+    def save_pretrained(
+        self, save_directory: str | PathLike[str], *args: Any, **options: Any
+    ) -> Any:
+        """Saves as transformers' does. Where heads are sharded every rank calls it, and the first
+        writes whole tensors."""
+        if is_sharded(self):
+            whole = whole_state_dict(self, options.get("state_dict"))
+            if self.config.tie_word_embeddings:  # transformers knows it by their memory
+                whole.pop("lm_head.weight", None)
+            options["state_dict"] = whole
+            options.setdefault("is_main_process", torch.distributed.get_rank() == 0)
+        return super().save_pretrained(save_directory, *args, **options)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -440,10 +463,15 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         head = self.lm_head
         reduction = "mean" if num_items is None else "sum"
         options: dict[str, Any] = {"ignore_index": IGNORED, "reduction": reduction}
-        if linear.plain_linear(head):
+        group = head.__dict__.get("vocabulary_group")  # of shard_heads
+        if linear.plain_linear(head) or group is not None:
             rows, target = blocks.head_input(head, h).flatten(0, 1), target.flatten().to(h.device)
+            weight: Any = head.weight
             bias: Any = head.bias
-            loss = linear_cross_entropy(rows, head.weight, target, bias, **options)
+            if group is not None:
+                weight, bias = weight.to_local(), None if bias is None else bias.to_local()
+            options["group"] = group
+            loss = linear_cross_entropy(rows, weight, target, bias, **options)
         else:
             loss = cross_entropy(y := head(h), target.to(y.device), **options)
         return arguments.per_item(loss, num_items)

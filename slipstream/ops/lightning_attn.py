@@ -111,9 +111,12 @@ def _decay(v: Tensor, layer_idx: int, num_layers: int) -> Tensor:
         raise ValueError(f"num_layers: want at least 1, got {num_layers}")
     if not 0 <= layer_idx <= num_layers:
         raise ValueError(f"layer_idx: want from 0 to num_layers = {num_layers}, got {layer_idx}")
-    return per_head(v, _decay_of_heads, 1 - layer_idx / num_layers)
+    return per_head(v, decay_of_heads, 1 - layer_idx / num_layers)
 
 
-def _decay_of_heads(h: Tensor, share: float) -> Tensor:
-    """-(8 / HV) (1 - layer_idx / num_layers) h, of which share is the second factor."""
-    return -8 * share / max(len(h), 1) * h
+def decay_of_heads(h: Tensor, share: float, first: int = 0, heads: int | None = None) -> Tensor:
+    """-(8 / HV) (1 - layer_idx / num_layers) h, of which share is the second factor.
+
+    first, heads: the number of the first of h, and HV, where h are not all heads.
+    """
+    return -8 * share / max(heads or len(h), 1) * (h + first)

@@ -99,6 +99,9 @@ def fused_recurrent_retention(
     )
 
 
-def log_decay(h: Tensor) -> Tensor:
-    """log(1 - 2^(-5-h)); 1 - 2^(-5-h) itself is 1 in float32 from head 20 on."""
-    return torch.log1p(-torch.exp2(-5 - h))
+def log_decay(h: Tensor, first: int = 0) -> Tensor:
+    """log(1 - 2^(-5-h)); 1 - 2^(-5-h) itself is 1 in float32 from head 20 on.
+
+    first: the number of the first of h, where h are not all heads.
+    """
+    return torch.log1p(-torch.exp2(-5 - h - first))

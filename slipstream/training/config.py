@@ -99,14 +99,16 @@ class Parallel:
     data: read rows of their own and have copies of the model; 0 is as many as are left.
     shard: read rows of their own and have a part of the model each, of FSDP2.
     context: read the same rows, and have a part of their tokens and of the model each.
+    tensor: read the same rows, and compute some heads of every layer each.
     """
 
     data: int = 0
     shard: int = 1
     context: int = 1
+    tensor: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("data", 0), ("shard", 1), ("context", 1)):
+        for name, least in (("data", 0), ("shard", 1), ("context", 1), ("tensor", 1)):
             if getattr(self, name) < least:
                 raise ValueError(
                     f"parallel.{name}: want at least {least}, got {getattr(self, name)}"

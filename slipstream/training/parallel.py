@@ -1,9 +1,9 @@
 """A run whose model is sharded over the processes of torchrun, and whose rows may be cut.
 
-`parallel: {data, shard, context}` in a config are dimensions of a DeviceMesh: processes of `data`
-have whole copies of what `shard` and `context` have in parts (FSDP2), and processes of `context`
-read the same rows and have a part of each row's tokens. data alone is DDP, which transformers'
-Trainer does.
+`parallel: {data, shard, context, tensor}` in a config are dimensions of a DeviceMesh: processes of
+`data` have whole copies of what `shard` and `context` have in parts (FSDP2), processes of
+`context` read the same rows and have a part of each row's tokens, and processes of `tensor` get the
+same tokens and compute a part of the heads. data alone is DDP, which transformers' Trainer does.
 Checkpoints are torch.distributed.checkpoint's, and can be continued by another number of processes.
 """
 
@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import TrainingArguments
 
-from slipstream.models import SlipstreamForCausalLM
+from slipstream.models import SlipstreamForCausalLM, shard_heads, whole_state_dict
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.training import config, ranks, rows, trainer
 
@@ -42,30 +42,33 @@ def expect_processes(parallel: config.Parallel, processes: int) -> config.Parall
     Raises:
         ValueError: the dimensions are not those of so many processes.
     """
-    inner = parallel.shard * parallel.context
+    inner = parallel.shard * parallel.context * parallel.tensor
     data = parallel.data or max(processes // inner, 1)
     if data * inner != processes:
+        tensor = f" x tensor {parallel.tensor}" if parallel.tensor > 1 else ""
         raise ValueError(
-            f"parallel: data {data} x shard {parallel.shard} x context {parallel.context} "
+            f"parallel: data {data} x shard {parallel.shard} x context {parallel.context}{tensor} "
             f"are {data * inner} processes, and {processes} were started; start torchrun "
             f"--nproc-per-node {data * inner} -m slipstream train"
         )
-    return config.Parallel(data, parallel.shard, parallel.context)
+    return config.Parallel(data, parallel.shard, parallel.context, parallel.tensor)
 
 
 def is_sharded(parallel: config.Parallel) -> bool:
-    return parallel.shard * parallel.context > 1
+    return parallel.shard * parallel.context * parallel.tensor > 1
 
 
 def make_mesh(parallel: config.Parallel, device: torch.device) -> DeviceMesh:
-    names = ("data", "shard", "context")
+    names = ("data", "shard", "context", "tensor")
     sizes = tuple(getattr(parallel, name) for name in names)
     return init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
 
 def shard_model(model: SlipstreamForCausalLM, mesh: DeviceMesh, device: torch.device) -> None:
-    """Shards a model in place: each block and the rest are units of FSDP2."""
+    """Shards a model in place: heads over ranks; each block and the rest are units of FSDP2."""
     nn.Module.to(model, device)
+    if mesh["tensor"].size() > 1:
+        shard_heads(model, mesh["tensor"])
     over = mesh["shard", "context"]._flatten("shard_context")
     if mesh["data"].size() > 1:
         over = mesh["data", "shard_context"]
@@ -85,7 +88,8 @@ class ShardedTrainer(trainer.LMTrainer):
         # it is sharded already: no DDP around it
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = functools.partial(prepare, evaluation_mode=True)
-        size = mesh["context"].size()  # the last dimension of the mesh
+        self.computing_alike = mesh["tensor"].size()
+        size = mesh["context"].size() * self.computing_alike  # the last dimensions of the mesh
         self.readers = dist.get_rank() // size, dist.get_world_size() // size
 
     @property
@@ -98,7 +102,8 @@ class ShardedTrainer(trainer.LMTrainer):
         for batch in batch_samples:
             self._cut(batch)
         if torch.is_tensor(count) and self.args.average_tokens_across_devices:
-            # all ranks of a context have counted the same rows
+            # all ranks of a context have counted the same rows; so have those of `tensor`, of whom
+            # each has the whole loss
             count = count / self.context_size
         return count
 
@@ -158,6 +163,7 @@ class ShardedTrainer(trainer.LMTrainer):
         whole = get_model_state_dict(self.model, options=options)
         every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         tied = every - {name for name, _ in self.model.named_parameters()}
+        whole = whole_state_dict(self.model, whole)
         whole = {name: x for name, x in whole.items() if name not in tied}
         if self.args.should_save:
             self._save(output_dir, state_dict=whole)

@@ -95,6 +95,7 @@ class LMTrainer(Trainer):
         super().__init__(callbacks=callbacks, **options)
         # which of how many read rows of their own
         self.readers = self.args.process_index, self.args.world_size
+        self.computing_alike = 1  # processes that get the same tokens of the same rows
         self._bytes = self._targets = 0  # since the last log
         self._tokens, self.tokens_per_second = 0, 0.0  # of this process's steps
 
@@ -104,7 +105,7 @@ class LMTrainer(Trainer):
         self._targets += tally.targets
         self._bytes += tally.text_bytes
         tokens = inputs["input_ids"].numel() * self.args.world_size
-        self._tokens += tokens
+        self._tokens += tokens // self.computing_alike
         return super().training_step(model, inputs, *args, **kw)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -103,6 +103,9 @@ def test_dimensions_are_those_of_the_processes() -> None:
         expect_processes(Parallel(context=2), 1)
     with pytest.raises(ValueError, match="are 3 processes, and 2 were started"):
         expect_processes(Parallel(3), 2)
+    assert expect_processes(Parallel(tensor=2), 4) == Parallel(2, 1, 1, 2)
+    with pytest.raises(ValueError, match="x tensor 2 are 2 processes, and 3 were started"):
+        expect_processes(Parallel(tensor=2), 3)
     with pytest.raises(ValueError, match=r"parallel\.shard: want at least 1, got 0"):
         Parallel(shard=0)
     with pytest.raises(ValueError, match=r"did you mean parallel\.context"):
@@ -118,17 +121,24 @@ def test_saved_files_are_there_for_all_ranks(tmp_path: Path) -> None:
     assert ends == ["end of 0", "end of 1"] and random == ["random of 0", "random of 1"]
 
 
-def test_parts_train_like_the_whole(tmp_path: Path) -> None:
-    """Rows cut: packed documents, an odd number of tokens. Exported weights are plain ones."""
+@pytest.mark.parametrize("kind", ["context", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_parts_train_like_the_whole(kind: str, tmp_path: Path) -> None:
+    """Rows cut, or heads sharded: packed documents, an odd number of tokens. Exported weights are
+    plain ones."""
     data = {"packing": "reset"}
     want = alone(tmp_path / "one", data=data)
-    config = raw(tmp_path / "two", data=data, parallel={"context": 2})
+    config = raw(tmp_path / "two", data=data, parallel={kind: 2})
     text = finish_forked(config, tmp_path)
     assert text.count("on all held-out text") == 1
     assert "[rank1]" not in text  # of torch's own warnings
     assert_same(tmp_path / "two", want)
     model, _ = load(tmp_path / "two")
     assert type(model).__name__ == "SlipstreamForCausalLM"
+    if kind == "tensor":
+        for name in ("result.json", "model.safetensors"):
+            (tmp_path / "two" / name).unlink()
+        with pytest.raises(AssertionError, match="Missing key in checkpoint"):
+            finish(raw(tmp_path / "two", data=data, parallel={"shard": 2}), tmp_path)
 
 
 @pytest.mark.slow

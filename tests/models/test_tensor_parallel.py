@@ -1,0 +1,100 @@
+"""Tensor parallelism by heads: processes on a CPU beside one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slipstream.layers import Attention, GatedDeltaNet, Mamba2
+from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM, shard_heads
+from slipstream.models.head_layouts import heads_of
+from tests.support.processes import in_processes
+from tests.support.tensor_runs import DEFAULT, FOUR, TWO, run_cases
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    """Losses, gradients, logits and tokens; with FSDP2 around."""
+    in_processes(2, tmp_path, run_cases, DEFAULT, tmp_path)
+
+
+@pytest.mark.slow
+def test_checkpoint_that_transformers_deals_out(tmp_path: Path) -> None:
+    in_processes(2, tmp_path, run_cases, [], tmp_path)
+
+
+@pytest.mark.slow
+def test_every_mixer_on_two_processes(tmp_path: Path) -> None:
+    in_processes(2, tmp_path, run_cases, TWO, tmp_path)
+
+
+@pytest.mark.slow
+def test_four_processes_equal_one(tmp_path: Path) -> None:
+    """With FSDP2 and context parallelism beside."""
+    in_processes(4, tmp_path, run_cases, FOUR, tmp_path)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_every_parameter_with_heads_is_sharded(mixer: str) -> None:
+    """Parameters that stay whole are small: ranks of gates, norms of a head, mixes of tokens."""
+    config = SlipstreamConfig(mixers=[mixer], hidden_size=256, num_heads=4)
+    layer: Any = SlipstreamForCausalLM(config).model.layers[0].mixer
+    heads = heads_of(layer, 2)
+    assert heads is not None
+    named = dict(layer.named_parameters())
+    for name, layout in heads.layouts.items():
+        if name in named:
+            assert named[name].shape[layout.dim] == sum(layout.blocks), name
+    layer.requires_grad_(False)
+    whole = sum(p.numel() for name, p in named.items() if name not in heads.layouts)
+    share = whole / sum(p.numel() for p in named.values())
+    # of mla the latents of all heads, of rwkv and the others their low-rank gates
+    limit = 0.75 if mixer == "mla" else 0.45
+    assert share < limit, (mixer, share)
+
+
+def test_heads_that_are_no_multiple_are_named() -> None:
+    with pytest.raises(ValueError, match="GatedDeltaNet: num_heads: want a multiple of 2 ranks"):
+        heads_of(GatedDeltaNet(24, 3), 2)
+    with pytest.raises(ValueError, match="Attention: num_kv_heads: want a multiple of 2 ranks"):
+        heads_of(Attention(16, 4, 1), 2)
+    with pytest.raises(ValueError, match="n_groups: want 1 or a multiple of 4 ranks, got 2"):
+        heads_of(Mamba2(16, 4, n_groups=2), 4)
+
+
+def test_nothing_changes_where_a_layer_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+        model = torch.nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="mesh: want one dimension, got 2"):
+            shard_heads(model, mesh)
+        with pytest.raises(TypeError, match="mesh: want a DeviceMesh, got str"):
+            shard_heads(model, "cpu")  # pyright: ignore[reportArgumentType]
+        assert type(model.weight) is torch.nn.Parameter
+        layer = shard_heads(GatedDeltaNet(16, 2), mesh["a"])
+        with pytest.raises(ValueError, match="model: is already sharded"):
+            shard_heads(layer, mesh["a"])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_head_with_a_bias_is_sharded() -> None:
+    config = SlipstreamConfig(vocab_size=6, hidden_size=8, mixers=["gated_deltanet"])
+    model: Any = SlipstreamForCausalLM(config)
+    model.lm_head = torch.nn.Linear(8, 6)
+    ids = torch.tensor([[1, 5, 2]])
+    want = model(ids, labels=ids)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shard_heads(model, dist.init_device_mesh("cpu", (1,)))
+        got = model(ids, labels=ids)
+        torch.testing.assert_close(got.logits, want.logits)
+        torch.testing.assert_close(got.loss, want.loss)
+        got.loss.backward()
+        assert model.lm_head.bias.grad.full_tensor().abs().sum() > 0
+    finally:
+        dist.destroy_process_group()
