@@ -123,21 +123,6 @@ def test_process_of_a_state_of_the_sources(
     assert len(times) == 2 and all(x["us"] > 0 for x in times)
 
 
-@pytest.mark.slow
-def test_first_calls_in_processes(capsys: pytest.CaptureFixture) -> None:
-    script("bench/first_calls").main(["--small", "--only", "^rms_norm$"])
-    (row,) = rows(capsys.readouterr().out)
-    assert float(row["cold_s"]) >= 0 and float(row["again_ms"]) > 0
-
-
-@pytest.mark.slow
-def test_two_states_of_the_sources_take_turns(capsys: pytest.CaptureFixture) -> None:
-    given = ["--before", str(BENCH.parent), "--name", "same", "--starts", "1"]
-    script("bench/host").main([*given, "--small", "--only", "^rms_norm"])
-    found = rows(capsys.readouterr().out)
-    assert {x["before"] for x in found} == {"same"} and len(found) >= 2
-
-
 def test_tables_take_new_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rows as the scripts write them today, behind those that are there."""
     tables, specs = script("tools/tables"), script("tools/table_specs")
@@ -255,31 +240,6 @@ def test_kda_beside_peers(peers: None, capsys: pytest.CaptureFixture) -> None:
     found = [x for x in capsys.readouterr().out.splitlines() if x.startswith("shape")]
     assert [x.split("who ")[1].split(",")[0] for x in found] == ["slipstream", "fla"] * 2
     assert all(re.search(r"forward_ms \S+, both_ms .*error \S+e-0[78] ", x) for x in found)
-
-
-def test_missing_backward_is_noted(peers: None, capsys: pytest.CaptureFixture) -> None:
-    linear.main(["--small", "--only", "dplr"])
-    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("operator"))
-    assert "no backward: not on this GPU" in line and "fla fwd" in line and "fla both" not in line
-
-
-def test_linear_beside_flash_qla(peers: None, capsys: pytest.CaptureFixture) -> None:
-    linear.main(["--small", "--peer", "flash_qla", "--only", "rule (Q1|8x1024 16/64)$"])
-    linear.main(["--small", "--memory", "--peer", "flash_qla", "--only", "rule Q1$"])
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 3 and all("flash_qla_both_ms" in x for x in printed[:2])
-    assert "flash_qla_off 0e+00" in printed[0] and "FlashQLA both %" in printed[2]
-
-
-@pytest.mark.parametrize(("peer", "only"), [("flash_qla", "rule Q1$"), ("fla", "^gla A")])
-def test_errors_beside_a_peer(
-    peer: str, only: str, peers: None, capsys: pytest.CaptureFixture, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(linear, "take_first_tiles", lambda: None)
-    linear.main(["--small", "--peer", peer, "--errors", "--only", only])
-    ours, theirs = (x.partition(" out error ") for x in capsys.readouterr().out.splitlines())
-    assert ours[0].endswith("who ours,") and theirs[0].endswith(f"who {peer},")
-    assert ours[2].split(" after ")[0] == theirs[2].split(" after ")[0] != ""
 
 
 @pytest.mark.parametrize("got", [torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 3.0])])

@@ -112,18 +112,6 @@ def _named(path: Path) -> set[str]:
     return {*_defined(path), *_bound(path.read_text())}
 
 
-def test_words() -> None:
-    assert _words("_WalkBack") == {"", "walk", "back"}
-    assert _words("MAX_WALKS") == {"max", "walks"}
-
-
-def test_bound() -> None:
-    source = (
-        "class A:\n    slot: int\ndef f(kept, *parts, room=1):\n    made, (told,) = kept\n    g(1)"
-    )
-    assert _bound(source) == {"slot", "kept", "parts", "room", "made", "told"}
-
-
 def _imported(path: Path) -> Iterator[str]:
     """The modules that a file imports, wherever it does."""
     for node in ast.walk(ast.parse(path.read_text())):

@@ -1,6 +1,5 @@
 """tools/*.py are of the checkout that they measure (tools/own_checkout.py)."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked import run_code
 from tests.support.scripts import ROOT
 
 IMPORT = re.compile(r"^\s*(?:import|from) slipstream\b", re.MULTILINE)
@@ -38,27 +36,3 @@ def test_package_of_another_checkout_is_refused(tool: str, tmp_path: Path) -> No
     )
     assert found.returncode == 1 and found.stdout == ""
     assert f"that of {tmp_path}" in found.stderr and f"PYTHONPATH={ROOT}" in found.stderr
-
-
-def test_hashes_of_a_run_that_was_ended_are_refused(tmp_path: Path) -> None:
-    """They are written as they come, so that a file may have a part of them."""
-    whole, part = tmp_path / "whole.json", tmp_path / "part.json"
-    rows = [["sm_90 a_kernel", "0"], ["sm_90 b_kernel", "1"]]
-    lines = [json.dumps(x) + "\n" for x in (*rows, "complete")]
-    whole.write_text("".join(lines))
-    part.write_text("".join(lines[:1]))
-    tool = ROOT / "tools/kernel_hashes.py"
-    same = run_code(tool, "compare", whole, whole)
-    assert same.returncode == 0 and "2 before, 2 after, 0 lost, 0 new" in same.stdout
-    ended = run_code(tool, "compare", whole, part)
-    assert ended.returncode == 1 and "is not complete (1 hashes)" in ended.stderr
-
-
-def test_hashes_say_how_far_they_are(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    file = tmp_path / "one.json"
-    made = run_code(ROOT / "tools/kernel_hashes.py", "write", file, "l2_norm", "--level", "call",
-                    "--shapes", "1", "--jobs", "1")  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    assert "sm_90, operators traced: 1 of 1" in made.stderr and "hashes: 1 of" in made.stderr
-    assert json.loads(file.read_text().splitlines()[-1]) == "complete"

@@ -23,7 +23,6 @@ from slipstream.compiler.support_matrix import Row
 from slipstream.models.convert import convert
 from slipstream.models.convert.files import Weights
 from slipstream.runtime.files import read_text
-from slipstream.tools import terminal as terminal_tools
 from slipstream.tools.model_kernels import read
 from slipstream.training.config import load
 from tests.support.forked import run_code
@@ -82,43 +81,6 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]
     return found
 
 
-@pytest.mark.parametrize(
-    ("status", "exit_status", "families"),
-    [
-        ("ok", 0, ["norm"]),
-        ("slow", 0, ["norm"]),
-        ("refused", 0, []),
-        ("crash", 1, []),
-        ("hang", 1, []),
-    ],
-)
-def test_matrix_record_and_exit_status(
-    status: str,
-    exit_status: int,
-    families: list[str],
-    recorded: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    def compile(self: Any, release: Any, *args: Any) -> list[Row]:
-        self.without = {("3.6.0", x): {"squared_relu": "too plain"} for x in ("sm_80", "gfx942")}
-        return [row(status)]
-
-    monkeypatch.setattr(matrix.MatrixRun, "compile", compile)
-    archs = ["--arch", "sm_80,gfx942"]
-    assert matrix.main([*archs, "--kernels"]) == exit_status
-    assert f"{status:8}sm_80 some_kernel" in capsys.readouterr().out
-    assert recorded["DATA"].read_text() == EMPTY
-    assert matrix.main([*archs, "--record"]) == exit_status
-    data = support_page.read(recorded["DATA"])["3.6.0"]
-    plain = {"squared_relu": ["torch", "too plain"]}
-    assert data["sm_80"]["operators"] == {"rms_norm": [status, ""], **plain}
-    assert (data["gfx942"]["kernels"], data["gfx942"]["operators"]) == (0, plain)
-    assert f"| rms_norm | {status} |  |" in recorded["PAGE"].read_text()
-    (entry,) = json.loads(recorded["VERIFIED"].read_text()) or [{"families": {}}]
-    assert list(entry["families"]) == families
-
-
 def test_table_of_the_matrix_is_in_words() -> None:
     run = matrix.MatrixRun([], [], ["sm_80", "sm_90"], True, "flags")
     console = Console(width=120, record=True, file=io.StringIO())
@@ -134,16 +96,6 @@ def test_table_of_the_matrix_is_in_words() -> None:
     assert "{" not in line and "mma.sync" not in line
 
 
-def test_bar_shows_where_somebody_looks() -> None:
-    for terminal in (True, False):
-        file = io.StringIO()
-        with terminal_tools.bar(Console(file=file, force_terminal=terminal, width=80)) as progress:
-            task = progress.add_task("kernels", total=2)
-            progress.advance(task)
-            progress.refresh()
-        assert ("1/2" in file.getvalue()) == terminal
-
-
 def test_matrix_records_nothing_partial(
     recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -155,24 +107,6 @@ def test_matrix_records_nothing_partial(
     assert matrix.main(["--arch", "sm_80", "--record"]) == 1
     assert "not recorded" in capsys.readouterr().err
     assert recorded["DATA"].read_text() == EMPTY
-
-
-def test_matrix_records_some_operators_beside_the_others(
-    recorded: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def compile(self: Any, *args: Any) -> list[Row]:
-        self.without = {("3.6.0", "sm_80"): {}}
-        name = self.samples[0].op
-        return [replace(row("slow" if name == "swiglu" else "ok"), operators=(name,))]
-
-    monkeypatch.setattr(matrix.MatrixRun, "compile", compile)
-    for name in ("rms_norm", "swiglu"):
-        assert matrix.main([name, "--arch", "sm_80", "--record"]) == 0
-    found = support_page.read(recorded["DATA"])["3.6.0"]["sm_80"]["operators"]
-    assert found == {"rms_norm": ["ok", ""], "swiglu": ["slow", ""]}
-    assert json.loads(recorded["VERIFIED"].read_text()) == []
-    page = recorded["PAGE"].read_text()
-    assert "- rms_norm\n" not in page and "## Not recorded yet\n\n- attention\n" in page
 
 
 def test_records_of_other_machines_are_merged(
@@ -215,12 +149,6 @@ def test_records_of_other_machines_are_merged(
 def test_matrix_rejects_wrong_options(args: list[str], words: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(words)):
         matrix.main(args)
-
-
-@pytest.mark.parametrize("option", ["--tokens=0", "--temperature=-1", "--top-p=2"])
-def test_generate_refuses_values_by_the_name_of_the_option(option: str) -> None:
-    result = CliRunner().invoke(app, ["generate", "run", "a prompt", option])
-    assert result.exit_code == 2 and option.partition("=")[0] in result.output
 
 
 def test_command_help_and_version() -> None:

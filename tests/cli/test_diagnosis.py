@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from slipstream.cli.commands import app
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import SAMPLES
-from tests.support.scripts import script
 from tests.support.triton_release import HAS_GLUON, INTERPRETS
 
 needs_compiler = pytest.mark.skipif(
@@ -130,26 +129,6 @@ def test_doctor_finds_missing_and_nan() -> None:
     assert doctor_checks.from_json(json.loads(text)) == bad and bad.output == float("inf")
 
 
-def test_doctor_reports_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: no device, no ptxas, the interpreter's faults, and where things are kept."""
-    import torch
-
-    from slipstream.compiler import toolchain
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(toolchain, "triton_version", lambda: "3.6.0")
-    monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path / "verdicts"))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
-    status, text = invoke("doctor", "--no-checks", "--json")
-    report = json.loads(text)
-    assert status == 0 and report["checks"] == []
-    assert report["torch"] == torch.__version__ and report["triton"] == "3.6.0"
-    assert report["device"] is None and report["ptxas"] is None
-    assert [x["name"] for x in report["faults"]] == ["interpreter-bf16"]
-    places = {"triton cache": "kernels", "slipstream cache": "verdicts"}
-    assert report["places"] == {name: str(tmp_path / x) for name, x in places.items()}
-
-
 @pytest.fixture
 def sm90(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100 with driver 575.51.03, Triton 3.6.0 and ptxas 12.8.93."""
@@ -249,28 +228,6 @@ def test_doctor_compiles_ahead_what_it_examines(
     assert len(examined) > 1 and {*examined} <= {*compiled}
 
 
-def test_doctor_interprets_quick_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from slipstream.tools import doctor_checks
-    from slipstream.tools.catalog import QUICK_OPERATORS
-
-    asked: list[list[str]] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor_checks, "examine", lambda *args, **options: iter(()))
-    monkeypatch.setattr(
-        doctor_checks,
-        "interpreted",
-        lambda samples, *options: asked.append([x.op for x in samples]) or iter(()),
-    )
-    for args in ((), ("--thorough",), ("attention", "--quick")):
-        status, text = invoke("doctor", *args)
-        assert status == 0, text
-    everything = [x.op for x in SAMPLES]
-    attention = [x for x in everything if x == "attention"]
-    assert asked == [list(QUICK_OPERATORS), everything, attention]
-
-
 @needs_compiler
 def test_doctor_says_how_an_interpreter_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.tools import doctor_checks
@@ -334,37 +291,6 @@ def test_explain_says_what_was_learnt_here(
 
 
 @needs_compiler
-def test_explain_says_each_fact_once() -> None:
-    """Two ways to call it that run the same kernels, and one with others."""
-    status, text = invoke("explain", "chunk_kda", "--arch", "sm_90", "--shape", "K=64,V=64")
-    assert status == 0 and "chunk_kda (narrow): as chunk_kda" in text
-    # what is said of each way that has kernels of its own
-    of_a_way = ("    ", "  chosen", "  with")
-    facts = [x for x in text.splitlines() if x.strip() and not x.startswith(of_a_way)]
-    facts += [x for x in text.splitlines() if "known fault" in x]
-    assert len(facts) == len(set(facts)) and "232448 bytes of shared memory" in text
-
-
-def test_explain_refuses_unknown_architecture() -> None:
-    status, text = invoke("explain", "chunk_kda", "--arch", "sm_9")
-    assert status == 2 and text.startswith("error: arch: want one of sm_70")
-
-
-@needs_compiler
-def test_explain_says_what_a_backend_is_chosen_for() -> None:
-    """A gate's kernels are Triton's whatever the recurrence runs on."""
-    sizes = ("--shape", "K=128,V=128")
-    status, text = invoke("explain", "chunk_gated_delta_rule", "--arch", "sm_80", *sizes)
-    _, _, gated = text.partition("chunk_gated_delta_rule (gate)\n")
-    gated = gated.partition("\n\n")[0]
-    assert status == 0
-    assert "  chosen for decay_gate: triton, " in gated
-    assert "  chosen for linear attention: triton, " in gated
-    # said once, as rejected, and not again as impossible
-    assert text.count("impl='sm90': not possible") == 0
-
-
-@needs_compiler
 def test_explain_shows_gradient_backend() -> None:
     status, text = invoke("explain", "attention", "--arch", "sm_90", "--shape", "K=192,V=128")
     assert status == 0
@@ -390,27 +316,6 @@ def test_explain_is_of_the_dtype_asked_for() -> None:
     assert reason not in texts[0] and ("Gluon" in texts[0] or reason in texts[1])
     status, text = invoke(*run, "sm_90", "--dtype", "fp64")
     assert status == 2 and "--dtype: want one of" in text and "'fp64'" in text
-
-
-def test_support_page_shows_workarounds() -> None:
-    """Where an avoided one applies: by ptxas, not if it only costs time, not to what is refused."""
-    page = script("tools/support_page").page
-
-    def column(ptxas: str) -> dict:
-        cells = {"chunk_gla": ["ok", ""], "attention": ["refused", "too wide"]}
-        return {"ptxas": ptxas, "variants": "few", "kernels": 2, "operators": cells}
-
-    data = {
-        "3.8.0": {"sm_75": column("12.8.93"), "sm_90": column("12.8.93")},
-        "3.7.1": {"sm_80": column("12.8.93"), "sm_90": column("13.1.80")},
-    }
-    text = page(data)
-    new, _, old = text.partition("## Triton 3.7.1")
-    assert "| chunk_gla | ok | ok [2] |" in new and "| chunk_gla | ok | ok [3] |" in old
-    assert "2. with workarounds for narrow-dot, overwritten-tile\n" in text
-    assert "3. with workarounds for overwritten-tile\n" in text
-    assert text.count("with workarounds") == 2
-    assert "| attention | refused [1] | refused [1] |" in new
 
 
 @needs_compiler

@@ -12,7 +12,7 @@ from slipstream.cli.commands import app
 from slipstream.compiler import support_matrix
 from slipstream.models import SlipstreamConfig
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from slipstream.tools.model_kernels import find_model_kernels, read, trace_model
+from slipstream.tools.model_kernels import read, trace_model
 from slipstream.tools.precompile_cache import is_model
 
 needs_compiler = pytest.mark.skipif(
@@ -47,28 +47,6 @@ def test_kernels_of_a_step() -> None:
     assert sorted(few) == sorted(names)  # the other blocks are like these
     forward = {x.name for x in trace_model(small("kda"), BF16, (2, 512), "sm_90", False)}
     assert forward < {*names} and not any("bwd" in x for x in forward)
-
-
-@needs_compiler
-def test_steps_of_any_size_find_kernels(tmp_path: Path) -> None:
-    config = SlipstreamConfig(vocab_size=512, hidden_size=512, num_heads=4, mixers=["retention"])
-    config.save_pretrained(tmp_path)
-    found = {x.key for x, _ in find_model_kernels([str(tmp_path)], [BF16], (1, 512), "sm_90").tasks}
-    for size in ((1, 512), (3, 5000), (1, 30000), (40, 7)):
-        for packed in (False, True):
-            asked = trace_model(config, BF16, size, "sm_90", True, packed)
-            assert not [job.name for job in asked if job.key not in found], (size, packed)
-
-
-@needs_compiler
-def test_models_that_share_kernels_name_them_once(tmp_path: Path) -> None:
-    small("retention").save_pretrained(tmp_path)
-    names = [str(tmp_path), f"{CONFIGS}/retention.yaml"]
-    found = find_model_kernels(names, [BF16], (1, 256), "sm_90")
-    keys = [job.key for job, _ in found.tasks]
-    assert len(keys) == len({*keys})
-    assert {x for _, wanted in found.tasks for x in wanted} == {*names}
-    assert any(set(wanted) == {*names} for _, wanted in found.tasks)
 
 
 def test_configurations_are_read_from_folders_and_files(tmp_path: Path) -> None:

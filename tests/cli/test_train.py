@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -220,32 +219,3 @@ def test_two_ranks_equal_twice_the_batch(config, tmp_path) -> None:
             assert ours.get(key, 0) == pytest.approx(theirs.get(key, 0), rel=1e-4)
     status, text = torchrun("train", config, f"output_dir={two}", "training.learning_rate=1")
     assert status != 0 and "error: training.learning_rate: differs" in text
-
-
-@pytest.mark.slow
-def test_ranks_report_an_error_of_the_config(config, tmp_path) -> None:
-    for wrong, name in (
-        ("training.learning_rte", "learning_rte"),
-        ("model.hidden_size", "hidden_size"),
-    ):
-        status, text = torchrun("train", config, f"output_dir={tmp_path / 'two'}", f"{wrong}=-1")
-        assert status != 0 and "error: " in text and name in text
-
-
-@pytest.mark.slow
-def test_run_killed_while_saving(config, trained, tmp_path) -> None:
-    """At several moments from the first file of checkpoint-5 on."""
-    for i, name in enumerate(("", "model.safetensors", "optimizer.pt", "trainer_state.json")):
-        out = tmp_path / str(i)
-        with start("train", config, f"output_dir={out}") as process:
-            while process.poll() is None and not (out / "checkpoint-5" / name).exists():
-                time.sleep(0.001)
-            process.kill()
-        assert process.returncode == -signal.SIGKILL
-        finish("train", config, f"output_dir={out}")
-        whole, parts = (
-            load_file(trained / "model.safetensors"),
-            load_file(out / "model.safetensors"),
-        )
-        assert all(torch.equal(whole[key], parts[key]) for key in whole)
-        assert loss_log(out) == loss_log(trained)

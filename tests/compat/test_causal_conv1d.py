@@ -1,6 +1,5 @@
 """slipstream.compat.causal_conv1d beside torch's own convolution."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,10 +9,6 @@ from torch import Tensor
 
 from slipstream.compat import install
 from slipstream.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-from slipstream.compat.causal_conv1d.causal_conv1d_interface import (
-    causal_conv1d_ref,
-    causal_conv1d_update_ref,
-)
 from slipstream.compat.causal_conv1d.causal_conv1d_varlen import (
     causal_conv1d_varlen_states,
     causal_conv1d_varlen_states_ref,
@@ -94,19 +89,6 @@ def test_fn_with_states_matches_torch(T: int, activation: str | None) -> None:
     assert final is place
 
 
-def test_fn_keeps_packed_sequences_apart_and_padding_zero() -> None:
-    weight, bias = weights(6, 4)
-    x = torch.randn(1, 6, 12, dtype=torch.float64, requires_grad=True)
-    seq_idx = torch.tensor([[-1] * 2 + [0] * 3 + [1] * 5 + [-1] * 2], dtype=torch.int32)
-    y = causal_conv1d_fn(x, weight, bias, seq_idx, activation="silu")
-    for begin, end in pairwise((2, 5, 10)):
-        want = formula(x[..., begin:end], weight, bias, activation="silu")
-        torch.testing.assert_close(y[..., begin:end], want)
-    assert y[..., [0, 1, 10, 11]].abs().max() == 0
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    assert grad[..., [0, 1, 10, 11]].abs().max() == 0
-
-
 @pytest.mark.parametrize("state_dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("W", [1, 2, 4])
 @pytest.mark.parametrize("T", [1, 3, 9])
@@ -137,32 +119,6 @@ def test_states_of_packed_rows_are_the_first_sequences(
     torch.testing.assert_close(got, grads)
 
 
-def test_states_that_are_not_read_may_be_nan() -> None:
-    """Of a row that begins with padding: gradients too are those of any other state."""
-    seq_idx = torch.tensor([[-1, -1, 0, 0, 0, 0], [2, 2, -1, 3, 3, 3]], dtype=torch.int32)
-    x, (weight, bias) = torch.randn(2, 6, 6, dtype=torch.float64), weights(6, 4)
-    before = torch.randn(2, 6, 3, dtype=torch.float64)
-    unread = before.clone()
-    unread[0] = torch.nan
-
-    def results(state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        leaves = [t.detach().requires_grad_() for t in (x, weight, bias, state)]
-        y = causal_conv1d_fn(*leaves[:3], seq_idx, leaves[3], activation="silu")
-        return y, *torch.autograd.grad(y.sum(), leaves)
-
-    torch.testing.assert_close(results(unread), results(before))
-
-
-def test_results_can_be_changed_in_place() -> None:
-    """As those of causal_conv1d; they were views of what a Function had made."""
-    x = torch.randn(2, 6, 9).mT.contiguous().mT.requires_grad_()
-    weight = torch.randn(6, 4, requires_grad=True)
-    y, _ = causal_conv1d_fn(x, weight, return_final_states=True)
-    y += 1
-    y.sum().backward()
-    assert x.grad is not None
-
-
 @pytest.mark.parametrize("T", [1, 3, 6])
 @pytest.mark.parametrize("S", [3, 4, 5])
 def test_update_matches_formula(S: int, T: int) -> None:
@@ -174,53 +130,11 @@ def test_update_matches_formula(S: int, T: int) -> None:
     torch.testing.assert_close((got, ours), (want, theirs))
 
 
-@pytest.mark.parametrize("none", [-1, 6])
-def test_update_of_a_pool(none: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes states of a pool by index. An index below 0 or past the pool names no state: its rows
-    are 0, and nothing else changes. A device finds one past the pool later."""
-    for module in ("ops.causal_conv1d", "runtime.token_ids"):
-        monkeypatch.setattr(f"slipstream.{module}.expect_below", lambda *args: None)
-    weight, bias = weights(5, 3)
-    x, pool = torch.randn(4, 5, 2).double(), torch.randn(6, 5, 4).double()
-    indices = torch.tensor([4, none, 0, none], dtype=torch.int32)
-    own, ours = pool[[4, 0]], pool.clone()
-    want = step_formula(x[[0, 2]], own, weight, bias)
-    got = causal_conv1d_update(x, ours, weight, bias, None, None, indices)
-    torch.testing.assert_close((got[[0, 2]], ours[[4, 0]]), (want, own))
-    assert got[[1, 3]].abs().max() == 0
-    assert torch.equal(ours[[1, 2, 3, 5]], pool[[1, 2, 3, 5]])
-    unused = torch.full((4,), none)
-    assert causal_conv1d_update(x, ours, weight, bias, None, None, unused).abs().max() == 0
-
-
 def test_circular_states_are_refused() -> None:
     weight, bias = weights(5, 3)
     x, state = torch.randn(2, 5).double(), torch.randn(2, 5, 3).double()
     with pytest.raises(NotImplementedError, match="cache_seqlens: causal_conv1d_update does not"):
         causal_conv1d_update(x, state, weight, bias, None, torch.zeros(2).int())
-
-
-def test_no_keyword_is_swallowed() -> None:
-    weight, _ = weights(5, 3)
-    x: Any = torch.randn(1, 5, 8).double()
-    for function, first in (
-        (causal_conv1d_fn, (x, weight)),
-        (causal_conv1d_update, (x, x, weight)),
-    ):
-        with pytest.raises(TypeError, match="query_start_loc"):
-            function(*first, query_start_loc=torch.tensor([0, 8]))  # pyright: ignore
-
-
-def test_references_match_formulas() -> None:
-    """Those with the peer's arguments, whose order is another."""
-    weight, bias = weights(5, 4)
-    x, before = torch.randn(2, 5, 9).double(), torch.randn(2, 5, 3).double()
-    given = x, weight, bias, before, True, None, "silu"
-    torch.testing.assert_close(causal_conv1d_ref(*given), formula(*given))
-    ours, theirs = before.clone(), before.clone()
-    got = causal_conv1d_update_ref(x, ours, weight, bias)
-    want = step_formula(x, theirs, weight, bias)
-    torch.testing.assert_close((got, ours), (want, theirs))
 
 
 @pytest.mark.parametrize("state_len", [1, 3, 9])

@@ -83,15 +83,3 @@ def test_imports_leave_members_alone() -> None:
         after = members()
     assert {x: after[x] for x in before} == before
     assert inspect.isfunction(before[f"{ROOT}.modules.conv", "causal_conv1d"])
-
-
-def test_old_package_of_convolutions() -> None:
-    """As fla 0.5 has it, and torchtitan 0.3.0 imports it."""
-    with install("fla"):
-        scope: dict[str, Any] = {}
-        exec("from fla.modules.conv.triton.ops import CausalConv1dFunction", scope)
-        exec("from fla.modules.conv.causal_conv1d import causal_conv1d", scope)
-        exec("from fla.modules.conv import ShortConvolution", scope)
-        exec("from fla.modules.conv.triton import causal_conv1d_update", scope)
-        exec("from fla.modules.conv.cp.ops import causal_conv1d_cp", scope)
-    assert scope["CausalConv1dFunction"].__module__ == f"{ROOT}.modules.convolution"

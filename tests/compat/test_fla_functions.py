@@ -1,6 +1,5 @@
 """fla.ops.utils and small functions of fla.ops, beside formulas written out in torch."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -142,34 +141,3 @@ def test_elementwise_functions_of_rwkv7() -> None:
     y, last = functions.channel_mixing_rwkv7(x, before, each[0], key, value)
     close(y, F.relu((x + (shifted - x) * each[0]) @ key) ** 2 @ value, 1e-4)
     assert torch.equal(last, x[-1])
-
-
-@pytest.mark.parametrize(
-    ("function", "shapes", "many"),
-    [
-        (functions.fused_addcmul_rwkv7, [(2, 40, 64)] * 2 + [(64,)] * 6, 1),
-        (functions.fused_k_rwkv7, [(2, 40, 64)] * 2 + [(64,)], 1),
-        (
-            functions.gate_output_correction,
-            [(2, 40, 64), *[(2, 40, 4, 16)] * 2, (4, 16), (2, 40, 4, 16), (2, 40, 64)],
-            1,
-        ),
-        # two products, each of factors that are rounded
-        (functions.channel_mixing_rwkv7, [(2, 40, 64), (2, 64), (64,), (64, 96), (96, 64)], 3),
-    ],
-)
-def test_elementwise_functions_of_rwkv7_round_once(
-    function: Callable, shapes: list[tuple[int, ...]], many: int
-) -> None:
-    """Results and gradients in bfloat16 beside float64; one rounding is 1.7e-3."""
-    narrow = [torch.randn(x).bfloat16() for x in shapes]
-    found = {}
-    for dtype in (torch.bfloat16, torch.float64):
-        given = [x.to(dtype).requires_grad_() for x in narrow]
-        results = function(*given)
-        y = torch.cat([x.flatten() for x in (results if type(results) is tuple else (results,))])
-        down = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-        found[dtype] = [y, *torch.autograd.grad(y, given, down.to(dtype))]
-    for got, want in zip(*found.values(), strict=True):
-        off = (got.double() - want).square().sum().sqrt() / want.square().sum().sqrt()
-        assert off < many * 2e-3

@@ -117,17 +117,6 @@ def test_wrong_positional_arguments() -> None:
         parallel_retention(x, x, k=x)
 
 
-def test_dtypes_are_promoted() -> None:
-    from slipstream.compat.fla.ops.gla import chunk_gla
-
-    q, k, v = (torch.rand(B, T, H, K) for _ in range(3))
-    g = -torch.rand(B, T, H, K)
-    o, _ = chunk_gla(q, k.bfloat16(), v.bfloat16(), g)
-    want, _ = ops.chunk_gla(q, k.bfloat16().float(), v.bfloat16().float(), g)
-    assert o.dtype == torch.bfloat16  # v's, as fla's kernels
-    torch.testing.assert_close(o, want.bfloat16(), rtol=0, atol=0)
-
-
 def test_keywords_behind_fla_kwargs_reach_the_operator() -> None:
     from slipstream.compat.fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -170,26 +159,6 @@ def test_linear_attention_takes_a_state_without_its_sum() -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("window", [None, 0, 1, 5])
-def test_attention_of_a_window(window: int | None) -> None:
-    from slipstream.compat.fla.ops.attn import parallel_attn
-
-    q, k, v = (torch.randn(B, T, H, K) for _ in range(3))
-    g, sinks = -torch.rand(B, T, H), torch.randn(H)
-    got = parallel_attn(q, k, v, g, 0.5, window, sink_bias=sinks)
-    sums = g.cumsum(1).transpose(1, 2)
-    scores = torch.einsum("bthk,bshk->bhts", q, k) * 0.5 + sums[..., None] - sums[..., None, :]
-    age = torch.arange(T)[:, None] - torch.arange(T)
-    seen = (age >= 0) & (age < (T if window is None else window))
-    scores = torch.cat([scores.masked_fill(~seen, float("-inf")), _column(sinks)], -1)
-    want = torch.einsum("bhts,bshk->bthk", scores.softmax(-1)[..., :-1], v)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-def _column(sinks: Tensor) -> Tensor:
-    return sinks[None, :, None, None].expand(B, H, T, 1)
-
-
 @pytest.mark.parametrize("window", [None, 0, 3])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_attn_decoding_one_step(window: int | None, scaled: bool) -> None:
@@ -225,12 +194,3 @@ def test_package_imports_as_it_is() -> None:
     assert chunk_gdn.__doc__ and "slipstream.ops.chunk_gated_delta_rule" in chunk_gdn.__doc__
     assert chunk_gated_delta_rule.__module__ == "slipstream.compat.fla.ops.gated_delta_rule.chunk"
     assert slipstream.compat.fla.ops.chunk_gdn is chunk_gdn
-
-
-def test_operators_compile_whole() -> None:
-    from slipstream.compat.fla.ops.gla import chunk_gla
-
-    q, k, v = (torch.rand(B, T, H, K) for _ in range(3))
-    g = -torch.rand(B, T, H, K)
-    compiled = torch.compile(lambda *args: chunk_gla(*args)[0], fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(q, k, v, g, 0.5), chunk_gla(q, k, v, g, 0.5)[0])

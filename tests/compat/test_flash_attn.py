@@ -37,27 +37,6 @@ def test_installs() -> None:
             from flash_attn_interface import get_scheduler_metadata  # noqa: F401
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_packed_tensors(causal: bool, with_sinks: bool) -> None:
-    qkv = torch.randn(2, 14, 3, 4, 8, requires_grad=True)
-    q, kv = torch.randn(2, 9, 4, 8), torch.randn(2, 14, 2, 2, 8)
-    sinks = torch.randn(4) if with_sinks else None
-    options: dict[str, Any] = {"causal": causal, "softcap": 3.0, "sinks": sinks}
-    got = flash_attn.flash_attn_qkvpacked_func(qkv, **options, return_attn_probs=True)
-    want = ops.flash_attn_func(*qkv.unbind(2), **options, return_attn_probs=True)
-    torch.testing.assert_close(got[:2], want[:2])
-    grads = [torch.autograd.grad(x[0].sum(), qkv)[0] for x in (got, want)]
-    torch.testing.assert_close(*grads)
-    got = flash_attn.flash_attn_kvpacked_func(q, kv, **options)
-    torch.testing.assert_close(got, ops.flash_attn_func(q, *kv.unbind(2), **options))
-    o, lse = ops.attention(
-        q, *kv.unbind(2), causal=causal, softcap=3.0, sinks=sinks, return_lse=True
-    )
-    torch.testing.assert_close(got, o)
-    assert lse.shape == (2, 4, 9)
-
-
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_packed_tensors_of_packed_sequences(with_sinks: bool) -> None:
     qkv, q, kv = torch.randn(14, 3, 4, 8), torch.randn(14, 4, 8), torch.randn(14, 2, 2, 8)
@@ -108,16 +87,6 @@ def test_used_tokens(window: tuple[int, int]) -> None:
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("which", ["seqused_q", "seqused_k"])
-def test_used_tokens_of_one_side(which: str) -> None:
-    q, k, v = (torch.randn(14, 2, 8) for _ in range(3))
-    used = torch.tensor([3, 0, 9], dtype=torch.int32)
-    got = flash_attn_interface.flash_attn_varlen_func(q, k, v, OFFSETS, OFFSETS, **{which: used})
-    both = {"seqused_q": OFFSETS.diff(), "seqused_k": OFFSETS.diff(), which: used}
-    want = flash_attn_interface.flash_attn_varlen_func(q, k, v, OFFSETS, OFFSETS, **both)
-    torch.testing.assert_close(got, want)
-
-
 def test_fa3_refuses_by_name() -> None:
     q = torch.randn(1, 4, 2, 8)
     for name in ("qv", "q_descale", "k_descale", "v_descale"):
@@ -152,19 +121,6 @@ def test_combine() -> None:
     assert nothing[0].abs().max() == 0
     place = torch.empty_like(want, dtype=torch.bfloat16)
     assert flash_attn_interface.flash_attn_combine(o, lse, place)[0] is place
-
-
-def test_pages_of_a_cache() -> None:
-    q, k, v = torch.randn(2, 1, 2, 8), torch.randn(6, 4, 2, 8), torch.randn(6, 4, 2, 8)
-    table = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
-    lengths = torch.tensor([6, 3], dtype=torch.int32)
-    got = flash_attn_interface.flash_attn_with_kvcache(
-        q, k, v, cache_seqlens=lengths, page_table=table, causal=True
-    )
-    want = ops.flash_attn_with_kvcache(
-        q, k, v, cache_seqlens=lengths, block_table=table, causal=True
-    )
-    torch.testing.assert_close(got, want)
 
 
 def test_packed_heads() -> None:

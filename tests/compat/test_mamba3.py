@@ -125,15 +125,3 @@ def test_mimo_is_its_steps() -> None:
     y = (y * F.silu(z) * x["MIMO_Out"].transpose(0, 1)).sum(2)
     normed = {"fuse_pregate_headwise_rms_norm": True, "outproj_norm_weight": weight}
     torch.testing.assert_close(mamba3_mimo(**x, **FIXED, **normed), y)
-
-
-def test_mimo_packed_is_its_sequences() -> None:
-    x: Any = {n: y[:1] if y.shape[0] == B else y for n, y in mimo_arguments().items()}
-    offsets = torch.tensor([0, 4, T], dtype=torch.int32)
-    got, *after = mamba3_mimo(**x, **FIXED, return_state=True, cu_seqlens=offsets)
-    for i, (begin, end) in enumerate([(0, 4), (4, T)]):
-        timed = {n: x[n][:, begin:end] for n in ("Q", "K", "V", "Angles", "Z")}
-        timed |= {n: x[n][:, :, begin:end] for n in ("ADT", "DT", "Trap")}
-        y, *states = mamba3_mimo(**(x | timed), **FIXED, return_state=True)
-        torch.testing.assert_close(got[:, begin:end], y)
-        torch.testing.assert_close([s[i : i + 1] for s in after], states)

@@ -13,7 +13,6 @@ from slipstream.compat.mamba_ssm.ops.selective_scan_interface import (
     mamba_inner_fn,
     mamba_inner_ref,
     selective_scan_fn,
-    selective_scan_ref,
 )
 from slipstream.compat.mamba_ssm.ops.triton.layernorm_gated import RMSNorm
 from slipstream.compat.mamba_ssm.ops.triton.selective_state_update import (
@@ -51,42 +50,12 @@ def scan_inputs(G: int | None, B: int = 2, D: int = 6, N: int = 3, T: int = 40) 
     return {n: (-x.abs() if n == "A" else x).requires_grad_() for n, x in made.items()}
 
 
-@pytest.mark.parametrize("G", [None, 2])
-def test_selective_scan_matches_formula(G: int | None) -> None:
-    args = scan_inputs(G)
-    got, want = (
-        scan(**args, delta_softplus=True, return_last_state=True)
-        for scan in (selective_scan_fn, selective_scan_ref)
-    )
-    torch.testing.assert_close(got, want)
-    assert got[0].shape == (2, 6, 40) and got[1].shape == (2, 6, 3)
-    weights = [torch.randn_like(x) for x in got]
-    grads = [torch.autograd.grad(x, list(args.values()), weights) for x in (got, want)]
-    torch.testing.assert_close(*grads)
-
-
 def test_selective_scan_refuses_by_name() -> None:
     args = scan_inputs(None)
     with pytest.raises(NotImplementedError, match="complex"):
         selective_scan_fn(**{**args, "A": args["A"] * 1j})
     with pytest.raises(TypeError, match="cu_seqlens"):
         selective_scan_fn(**args, cu_seqlens=torch.tensor([0, 40]))
-
-
-@pytest.mark.parametrize("constant", ["B", "C", "BC"])
-def test_constant_b_and_c_are_those_of_every_token(constant: str) -> None:
-    args = scan_inputs(None)
-    given = {x: normal(6, 3).requires_grad_() for x in constant}
-    every = {x: given[x][None, :, :, None] if x in given else args[x][:, None] for x in ("B", "C")}
-    every = {x: y.expand(2, 6, 3, 40) for x, y in every.items()}
-    got = selective_scan_fn(**{**args, **given}), selective_scan_ref(**{**args, **given})
-    want = selective_scan_fn(**{**args, **every})
-    for y in got:
-        torch.testing.assert_close(y, want)
-        grads = [
-            torch.autograd.grad(x.sum(), list(given.values()), retain_graph=True) for x in (y, want)
-        ]
-        torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("constant", ["B", "C", "BC"])

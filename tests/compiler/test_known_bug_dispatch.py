@@ -7,13 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from slipstream.compiler import compiler_state, support_matrix, toolchain
-from slipstream.compiler.aot import Compiled, Job
+from slipstream.compiler import compiler_state, toolchain
 from slipstream.compiler.arch import ARCHS
-from slipstream.compiler.compile_worker import Outcome
-from slipstream.compiler.kernel_key import features_of
 from slipstream.compiler.known_bugs import INTERPRETER, KNOWN_BUGS, applying, suspected
-from slipstream.runtime import backends, guarded_launch
+from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools import explain_text
 from slipstream.tools.backend_query import TracedKernels, trace_operator
@@ -122,12 +119,6 @@ def test_default_precision_avoids_tf32x3_on_hip() -> None:
         assert (arch.name in fault.archs) == ("tf32x3" not in arch.precisions)
 
 
-@pytest.mark.parametrize("name", AVOIDED)
-def test_avoided_fault_refuses_nothing(name: str) -> None:
-    fault = BY_NAME[name]
-    assert not any(fault.trigger in features_of(kind) for kind in KINDS)
-
-
 KINDS: list[tuple[Any, ...]] = [
     (x, *y, dtype, 64, 64)
     for x in ("linear.triton", "linear.sm90", "attention.triton", "attention.sm90", "matmul.sm90")
@@ -156,65 +147,6 @@ def test_probed_fault_is_probed_when_verified(name: str, monkeypatch: pytest.Mon
     assert suspected("sm_80", "3.6.0", "12.8.93", {BY_NAME[name].trigger}) is None
 
 
-def test_slow_fault_is_marked() -> None:
-    fault = BY_NAME["fma-dots"]
-    job = Job("module:kernel", {}, {}, {}, 4, 3, {}, fault.archs[0])
-    none: dict[str, int] = dict.fromkeys(("wgmma", "mma.sync", "tcgen05", "mfma"), 0)
-    made = Compiled(0, 0, 0, none, dots=1, dot_rows=0, seconds=0.0, hash="", asm={})
-    status, why = support_matrix.judge(job, Outcome("ok", compiled=made))
-    assert status == "slow" and "no tensor cores" in why
-    here = compiler_state.CompilerState(
-        fault.archs[0], "3.6.0", "12.8.93", passive=True, remembers=False
-    )
-    assert fault in applying(here.arch, here.triton, here.ptxas) and here.unguarded
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("spilled-vector-decay", ("linear.sm90", "none", "channel", BF16, 128, 128)),
-        ("spilled-gated-delta", ("linear.sm90", "delta", "scalar", BF16, 128, 128)),
-        ("spilled-wide-delta", ("linear.triton", "delta", "channel", BF16, 256, 256)),
-    ],
-)
-def test_slower_kernels_are_used(name: str, kind: tuple[Any, ...]) -> None:
-    """Triton 3.9's for sm_90, which are named where they are met, and nowhere else."""
-    fault = BY_NAME[name]
-    found = [x for x in KINDS if fault.trigger in features_of(x)]
-    assert {x[:3] for x in found} <= {kind[:3]} and fault.trigger in features_of(kind)
-    assert fault.trigger not in features_of(("linear.triton", *kind[1:4], 128, 128))
-    for triton, there in (("3.8.0", False), ("3.9.0", True), ("3.10.0", False)):
-        here = compiler_state.CompilerState("sm_90", triton, "13.4.59", remembers=False)
-        assert (fault in applying(here.arch, here.triton, here.ptxas)) == there
-        assert here.unusable(kind) is None
-
-
-@pytest.mark.parametrize(
-    ("arch", "width", "ordered"),
-    [("sm_90", 128, ["bwd"]), ("sm_90", 256, ["dstate", "fwd"]), ("sm_100", 256, [])],
-)
-def test_spilling_kernels_are_ordered_for_fewer_registers(
-    arch: str, width: int, ordered: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The delta rule's backward for sm_90, and Triton's scans of wide heads there: no others."""
-    # an option that every release knows
-    monkeypatch.setattr(backends, "FEWER_REGISTERS", {"launch_pdl": True})
-    shape = Shape(B=1, T=16384, H=16, K=width, V=width)
-    got = trace_operator(chosen(["chunk_gated_delta_rule"])[0], shape, arch, True)
-    found = {
-        x.name.partition("delta_chunk_")[2] for x in got.jobs[None] if "launch_pdl" in x.options
-    }
-    assert sorted(x.removesuffix("_kernel").removesuffix("_sm90") for x in found) == ordered
-
-
-def test_interpreter_refuses_masks_of_one_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for release, refused in (("3.8.0", False), ("3.9.0", True)):
-        monkeypatch.setattr(toolchain, "triton_version", lambda release=release: release)
-        said = guarded_launch.known_failure(lambda: ("norm.triton", HALF, 64), torch.device("cpu"))
-        assert ("interpreter-mask" in (said or "")) == refused
-
-
 def test_interpreter_fault_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "interpreter-bf16"
     cpu = torch.device("cpu")
@@ -226,7 +158,3 @@ def test_interpreter_fault_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
     assert guarded_launch.known_failure(lambda: ("norm.triton", BF16, 64), cpu) is None
     monkeypatch.setattr(toolchain, "triton_version", lambda: "3.10.0")
     assert guarded_launch.known_failure(lambda: ("linear.triton", BF16, 64), cpu) is None
-
-
-def test_faults_apply_to_similar_devices() -> None:
-    assert applying("sm_103", "3.6.0") == applying("sm_100", "3.6.0") != ()

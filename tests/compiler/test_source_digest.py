@@ -1,15 +1,11 @@
 """Digests of the kernels' code change with what it does and with nothing else."""
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from slipstream.compiler import compiler_state, source_digest
+from slipstream.compiler import source_digest
 from slipstream.compiler.source_digest import definitions, digests
-from tests.support.scripts import script
 
 SOURCE = '''"""A module."""
 import os
@@ -84,43 +80,3 @@ def test_digests_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     cache.write_text("{")  # damaged
     file.write_text("A = 1\n")
     assert digests({"linear": [file]}, cache) == first
-
-
-def test_packaged_digests_are_not_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    support_page = script("tools/support_page")
-    monkeypatch.setattr(support_page, "VERIFIED", tmp_path / "verified.json")
-    support_page.write_verified({})
-    packaged = tmp_path / source_digest.PACKAGED.name
-    expected = {gluon: compiler_state.families(gluon) for gluon in (True, False)}
-    with monkeypatch.context() as patch:
-        patch.setattr(source_digest, "PACKAGED", packaged)
-        patch.setattr(source_digest, "definitions", lambda text: pytest.fail("parsed"))
-        for gluon, want in expected.items():
-            found = digests(compiler_state.files_of(gluon), tmp_path / "absent.json")
-            assert found == want
-    # what is in the package is right wherever it is of these files
-    monkeypatch.setattr(source_digest, "PACKAGED", tmp_path / "none.json")
-    for gluon, want in expected.items():
-        assert digests(compiler_state.files_of(gluon), tmp_path / "new.json") == want
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("python", ["python3.10", "python3.12", "python3.13", "python3.14"])
-def test_definitions_agree_between_python_releases(python: str) -> None:
-    found = shutil.which(python)
-    if found is None or subprocess.run([found, "-c", ""]).returncode:
-        pytest.skip(f"no {python}")
-    file = Path(source_digest.__file__)
-    kernels = sorted((file.parents[1] / "kernels").rglob("*.py"))[:40]
-    script = (
-        "import runpy, sys; f = runpy.run_path(sys.argv[1])['definitions'];"
-        "print([f(open(x).read()) for x in sys.argv[2:]])"
-    )
-    command = ["-c", script, str(file), *map(str, kernels)]
-    said = [
-        subprocess.run([x, *command], capture_output=True, text=True, check=True).stdout
-        for x in (found, sys.executable)
-    ]
-    assert said[0] == said[1]

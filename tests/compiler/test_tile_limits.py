@@ -86,17 +86,6 @@ def test_tma_and_stage_limits() -> None:
     assert checked.closest_legal(0, lambda x: x, lambda x: "never", {}) is None
 
 
-def test_every_architecture_says_what_its_matrix_instruction_takes() -> None:
-    for arch in ARCHS.values():
-        assert (arch.matrix is None) == (arch.instruction is None) == (not arch.dots)
-        assert arch.wgmma == (arch.matrix is MATRICES["wgmma"])
-        assert arch.fp8 is None or arch.fp8 in arch.dots
-        assert arch.tma == (arch.name in ("sm_90", "sm_100", "sm_120"))
-    assert instruction(ARCHS["sm_90"], 64, 4) == "wgmma"
-    assert instruction(ARCHS["sm_90"], 64, 2) == instruction(ARCHS["sm_90"], 32, 4) == "mma.sync"
-    assert instruction(ARCHS["sm_70"], 64, 4) is None
-
-
 def products() -> Iterator[Any]:
     for arch in ARCHS.values():
         for rows, warps in ((64, 4), (32, 4), (64, 2)):

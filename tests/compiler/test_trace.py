@@ -49,30 +49,6 @@ def test_trace_finds_what_the_jit_would_compile(monkeypatch: pytest.MonkeyPatch,
         assert aot.source_of(job).hash() == want.hash(), job.name
 
 
-def test_trace_leaves_gradients_out_if_told() -> None:
-    from slipstream.compiler.trace import trace
-
-    names = {x.name for x in trace(gated_delta_rule, "sm_90", backward=False)}
-    assert "delta_chunk_fwd_kernel" in names and "delta_dqkg_kernel" not in names
-
-
-def test_trace_of_plain_torch() -> None:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    from slipstream.compiler.trace import PlainTorch, trace
-
-    before = torch.cuda.is_available, torch.autograd.Function.apply, dict(vars(FakeTensor))
-    with pytest.raises(PlainTorch):
-        trace(lambda device: gated_delta_rule(device, impl="eager"), "sm_90")
-    with pytest.raises(ValueError, match="arch: want one of"):
-        trace(gated_delta_rule, "sm_1")
-    after = torch.cuda.is_available, torch.autograd.Function.apply, dict(vars(FakeTensor))
-    assert after == before
-    q = torch.randn(1, 5, 2, 8, requires_grad=True)
-    ops.chunk_retention(q, q, q)[0].sum().backward()
-    assert q.grad is not None
-
-
 def test_cached_says_whether_a_first_call_would_compile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

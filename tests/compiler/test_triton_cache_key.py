@@ -62,16 +62,6 @@ def test_digest_follows_the_files(triton: Any, name: str) -> None:
     assert "2" not in triton.fresh()
 
 
-def test_unreadable_digest_is_computed(triton: Any, tmp_path: Path) -> None:
-    want = triton.fresh()
-    (tmp_path / "cache/triton_digest.json").write_text("{")
-    assert triton.fresh() == want
-    (tmp_path / "cache/triton_digest.json").unlink()
-    (tmp_path / "cache").rmdir()
-    (tmp_path / "cache").write_text("no folder")
-    assert triton.fresh() == want
-
-
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_digest_begins_with_a_model(
     gpus: int, triton: Any, monkeypatch: pytest.MonkeyPatch

@@ -97,21 +97,3 @@ def test_c_part_is_tried_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(RuntimeError, match="no C compiler"):
             ask()
     assert isinstance(config.active.utils, Utils)
-
-
-@pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize("place", ["_active", "_default"])
-def test_existing_driver_stays(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = object()
-    monkeypatch.setattr(config, place, there)
-    triton_driver.begin()()
-    assert config.active is there
-    assert Utils.made == 0
-
-
-@pytest.mark.usefixtures("untouched")
-def test_another_release_makes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_driver, "RELEASE", "0.")
-    triton_driver.begin()()
-    assert config._active is None
-    assert Utils.made == 0

@@ -6,7 +6,6 @@ leave a function as it is on one process.
 """
 
 import ast
-import importlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +16,10 @@ import torch.nn.functional as F
 
 from slipstream import ops
 from slipstream.compat import install
-from tests.support.engines import folder, imports, loaded
+from tests.support.engines import folder, loaded
 
 pytestmark = pytest.mark.slow
 TORCHTITAN = "torchtitan-0.3.0"
-# releases whose files import fla; those of vLLM, SGLang, transformers and trl do not
-RELEASES = [TORCHTITAN, "axolotl-0.19.0"]
-# what fla's own files have alone, which install() finds where they are installed
-OF_FLAS_FILES = "fla.layers"
 
 
 def test_gated_delta_net_of_torchtitan() -> None:
@@ -68,22 +63,3 @@ def test_example_imports_what_torchtitan_has() -> None:
             assert {x.name for x in node.names} <= names, node.module
             seen += len(node.names)
     assert seen > 10
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_imports_of_fla(release: str) -> None:
-    """In the order of the files, and each in the end again: none takes another's place."""
-    wanted = imports(release, "fla")
-    assert len(wanted) >= 6
-    found = {}
-    with install("fla"):
-        for _ in range(2):
-            for module, name in wanted:
-                if module.startswith(OF_FLAS_FILES):
-                    with pytest.raises(ModuleNotFoundError, match="from the files of flash-linear"):
-                        importlib.import_module(module)
-                    continue
-                member = getattr(importlib.import_module(module), name or "__name__")
-                assert callable(member) or name is None, (module, name)
-                assert found.setdefault((module, name), member) is member
-    assert found

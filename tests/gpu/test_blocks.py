@@ -13,7 +13,6 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.integrations.serving import prefill
 from slipstream.ops import chunk_kda
-from slipstream.ops.activation import glu_linear
 from slipstream.runtime.token_ids import WrongId, raise_pending
 from slipstream.tools.catalog import Sample
 from tests.gpu.waiting import waiting_is_an_error
@@ -226,19 +225,6 @@ def test_wrong_target_raises_at_next_call(linear: bool, reduction: str) -> None:
     raise_pending()
 
 
-def test_blocks_of_no_features_or_rows() -> None:
-    for shape in ((0, 64), (3, 0, 64)):
-        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        w = torch.ones(64, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        for y in (ops.rms_norm(x, w), ops.swiglu(x, x), ops.l2_norm(x)):
-            assert y.shape == x.shape
-        dw = torch.autograd.grad(ops.rms_norm(x, w).sum(), w)[0]
-        assert not dw.any()
-    logits = torch.randn(0, 9, device="cuda").requires_grad_()
-    loss = ops.cross_entropy(logits, torch.empty(0, dtype=torch.int64, device="cuda"))
-    assert float(loss.detach()) == 0
-
-
 # ---- Building blocks under torch.compile on a device: by their kernels and as they are chosen,
 # forward and backward, beside the same calls without it.
 
@@ -293,37 +279,6 @@ def test_update_moves_the_pool_on_under_compile() -> None:
             )
             assert torch.equal(got, want)
     assert torch.equal(*pools)
-
-
-@pytest.mark.parametrize("impl", [None, "eager"])
-def test_token_shift_with_nan_around(impl: str | None) -> None:
-    x = torch.randn(1, 3000, 1500, device="cuda", dtype=torch.bfloat16)
-    x[:, 700:800] = torch.nan
-    cu = torch.tensor([0, 0, 700, 800, 801, 3000, 3000], device="cuda")
-    state = torch.randn(6, 1500, device="cuda", dtype=torch.bfloat16)
-    given = {"initial_state": state, "cu_seqlens": cu, "output_final_state": True}
-    for got, want in zip(
-        ops.token_shift(x, **given, impl=impl), ops.token_shift(x, **given, impl="reference")
-    ):
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
-def test_glu_linear_gradients_on_cuda(activation: str) -> None:
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
-
-    gate, weight, bias = draw(300, 200), draw(70, 200), draw(70)
-    up = draw(300, 200) if activation == "swiglu" else None
-    given = [x for x in (gate, up, weight, bias) if x is not None]
-    y = glu_linear(gate, up, weight, bias, activation=activation)
-    h = ops.squared_relu(gate) if up is None else ops.swiglu(gate, up)
-    want = torch.nn.functional.linear(h, weight, bias)
-    torch.testing.assert_close(y, want)
-    dy = torch.randn_like(y)
-    found = (torch.autograd.grad(x, given, dy) for x in (y, want))
-    for got, good in zip(*found, strict=True):
-        torch.testing.assert_close(got, good, rtol=2e-2, atol=2e-2)
 
 
 def test_later_calls_are_played_and_give_the_same() -> None:

@@ -97,33 +97,6 @@ def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
     assert_same_weights(accelerator.unwrap_model(model), want)
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk", "device map"])
-def test_offloaded_model_generates_the_same(place: str, tmp_path: Path) -> None:
-    model, cpu = make("every").eval(), torch.device("cpu")
-    want = generated(model, IDS[:, :4])
-    with torch.no_grad():
-        logits = model(IDS).logits
-    if place == "cpu":
-        model = accelerate.cpu_offload(model, cpu, offload_buffers=True)
-    elif place == "disk":
-        model = accelerate.disk_offload(model, str(tmp_path), cpu)
-    else:
-        model.save_pretrained(tmp_path / "saved")
-        names = [f"model.layers.{i}" for i in range(len(model.model.layers))]
-        places = {n: "disk" if i % 2 else "cpu" for i, n in enumerate(names)}
-        places |= {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "disk"}
-        with accelerate.init_empty_weights():
-            model = make("every").eval()
-        model.tie_weights()
-        folder = str(tmp_path / "offloaded")
-        model = accelerate.load_checkpoint_and_dispatch(
-            model, str(tmp_path / "saved"), device_map=places, offload_folder=folder
-        )
-    with torch.no_grad():
-        torch.testing.assert_close(model(IDS).logits, logits)
-    assert torch.equal(generated(model, IDS[:, :4]), want)
-
-
 def _plugin(**options: Any) -> Any:
     return accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2,

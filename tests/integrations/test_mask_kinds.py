@@ -86,18 +86,6 @@ def test_bidirectional_windows_are_those_of_the_mask_function() -> None:
     assert_same(models, live=mask.bool(), input_ids=ids(2, 24), attention_mask=mask)
 
 
-def test_t5gemma_matches_eager() -> None:
-    part = {**TEXT, "sliding_window": 4, "attention_dropout": 0.0, "query_pre_attn_scalar": 8}
-    config = transformers.T5GemmaConfig(encoder=part, decoder=dict(part), dropout_rate=0.0)
-    models = pair("T5GemmaForConditionalGeneration", config)
-    mask = torch.ones(2, 12, dtype=torch.int64)
-    mask[1, :3] = 0
-    for padding in (None, mask):
-        assert_same(
-            models, input_ids=ids(2, 12), attention_mask=padding, decoder_input_ids=ids(2, 12)
-        )
-
-
 @pytest.mark.skipif(
     not hasattr(hf, "remap_positions_for_packed_sequence"), reason="not in this transformers"
 )
@@ -112,16 +100,6 @@ def test_chunks_stay_within_packed_sequences() -> None:
     assert_same(models, input_ids=given, position_ids=at, use_cache=False, **packed)
     with pytest.raises(ValueError, match="cu_seq_lens_q: want position_ids"):
         models[1](given, use_cache=False, **packed)
-
-
-def test_offsets_cut_a_model_that_takes_no_positions() -> None:
-    """With a cache transformers does not look at position_ids; the offsets alone cut."""
-    _, model = pair("LlamaForCausalLM", transformers.LlamaConfig(**TEXT))
-    given, offsets = ids(1, 12), torch.tensor([0, 5, 12], dtype=torch.int32)
-    at = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    got = model(given, position_ids=at, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets).logits
-    want = [model(given[:, a:b]).logits for a, b in ((0, 5), (5, 12))]
-    torch.testing.assert_close(got, torch.cat(want, 1), rtol=1e-4, atol=1e-4)
 
 
 def test_position_bias_matches_eager() -> None:
@@ -209,16 +187,6 @@ def test_told_sequences_stay_apart(told: str, bias: bool) -> None:
     torch.testing.assert_close(got, want)
 
 
-def test_attributes_of_a_layer_change_nothing() -> None:
-    """Who sees whom is in the mask alone: without one, every query sees every key."""
-    q = torch.randn(1, 2, 4, 8)
-    module = torch.nn.Identity()
-    want, _ = ours.slipstream_attention(module, q, q, q, None)
-    module.is_causal, module.sliding_window = True, 2  # pyright: ignore
-    got, _ = ours.slipstream_attention(module, q, q, q, None, sliding_window=2)
-    assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -248,58 +216,6 @@ def test_models_within_a_model_are_asked_by_themselves() -> None:
     assert not ours.uses_interface(sam.SamVisionModel)
 
 
-def test_gpt2_trains_at_its_default_dropout() -> None:
-    config = transformers.GPT2Config(
-        vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1,
-        eos_token_id=2, embd_pdrop=0.0, resid_pdrop=0.0,
-    )  # fmt: skip
-    eager, slip = pair("GPT2LMHeadModel", config)
-    given = ids(2, 12)
-    assert config.attn_pdrop == 0.1
-    with torch.no_grad():
-        want = eager(given).logits
-        slip.train()
-        torch.manual_seed(0)
-        draws = torch.stack([slip(given).logits for _ in range(40)])
-    assert draws.std(0).max() > 1e-3
-    # near the mean: dropout is unbiased in attention's output, though not in the logits
-    assert (draws.mean(0) - want).abs().mean() < 0.5 * draws.std(0).mean()
-    grads = []
-    for checkpointed in (False, True):
-        if checkpointed:
-            slip.gradient_checkpointing_enable({"use_reentrant": False})
-        torch.manual_seed(1)
-        loss = slip(given, labels=given, use_cache=False).loss
-        grads.append(torch.autograd.grad(loss, list(slip.parameters())))
-    for got, first_grad in zip(grads[1], grads[0]):
-        torch.testing.assert_close(got, first_grad)
-
-
-def dense(dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """By ours, by torch, and in float64, under a mask that has to be dense."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 64, 32, dtype=torch.float64) for _ in range(3))
-    q, k, v = (scale * q).to(dtype), (scale * k).to(dtype), v.to(dtype)
-    mask = torch.rand(1, 1, 64, 64) < 0.7
-    got, _ = ours.slipstream_attention(torch.nn.Identity(), q, k, v, mask)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    want = sdpa(*(x.double() for x in (q, k, v)), attn_mask=mask)
-    return got.transpose(1, 2), sdpa(q, k, v, attn_mask=mask), want
-
-
-def test_dense_scores_do_not_overflow_in_float16() -> None:
-    got, _, want = dense(torch.float16, 60.0)
-    torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_dense_error_in_bfloat16_is_that_of_torch(autocast: bool) -> None:
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        got, by_torch, want = dense(torch.bfloat16, 1.0)
-    error, allowed = ((x.double() - want).norm() for x in (got, by_torch))
-    assert error <= 1.1 * allowed
-
-
 def test_masks_of_another_shape_or_dtype_are_refused() -> None:
     q = torch.randn(1, 2, 4, 8)
     for mask, error in (
@@ -309,8 +225,3 @@ def test_masks_of_another_shape_or_dtype_are_refused() -> None:
     ):
         with pytest.raises(error, match="attention_mask: want"):
             ours.slipstream_attention(torch.nn.Identity(), q, q, q, mask)
-
-
-def test_window_is_in_the_mask() -> None:
-    mask = ours.slipstream_mask(1, 9, 9, mask_function=hf.sliding_window_causal_mask_function(3))
-    assert mask is not None and ours.Rule.of_size(mask.shape[1]) == (2, 0)

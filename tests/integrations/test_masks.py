@@ -103,31 +103,3 @@ def test_padding_of_ones_keeps_the_mask(name: str) -> None:
         )
         assert (got is None) == (want is None)
         assert got is None or want is None or torch.equal(got, want), (T, S, q0, k0)
-
-
-def test_cross_attention_without_a_mask_sees_every_key() -> None:
-    options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
-    function = hf.bidirectional_mask_function
-    assert slipstream_mask(1, 7, 13, mask_function=function, **options) is None
-
-
-def test_mask_of_blocks_is_dense() -> None:
-    blocks = hf.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, 1, 1]]).expand(ROWS, -1))
-    function = hf.or_masks(hf.causal_mask_function, blocks)
-    got = slipstream_mask(ROWS, 6, 6, mask_function=function)
-    assert got is not None and got.dtype == torch.bool
-    assert torch.equal(got, hf.sdpa_mask(ROWS, 6, 6, 0, 0, function, None, None, False))
-
-
-def test_rule_is_read_from_the_size() -> None:
-    for rule in (masks.Rule(), masks.Rule(right=0), masks.Rule(0, 0), masks.Rule(4095, 0)):
-        assert masks.Rule.of_size(rule.size) == rule
-    assert masks.Rule.of_size(masks.Rule(128, 128).size) == (128, 128)
-
-
-def test_mask_cannot_be_added_to_scores() -> None:
-    mask = slipstream_mask(1, 6, 6)
-    assert mask is not None
-    for heads in (2, 4096):
-        with pytest.raises(RuntimeError, match="must match"):
-            torch.zeros(1, heads, 6, 6) + mask

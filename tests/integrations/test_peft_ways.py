@@ -133,39 +133,6 @@ def test_method_trains_decodes_saves_and_merges(
     assert_near(logits(model.merge_and_unload()), want)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("prepared", [True, False])
-def test_lora_under_checkpointing(reentrant: bool, prepared: bool) -> None:
-    model = adapted(lora()).train()
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    names = [n for n, p in model.named_parameters() if p.grad is not None]
-    want = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    options = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    if prepared:
-        model = peft.prepare_model_for_kbit_training(model, **options)
-        for n, p in model.named_parameters():
-            p.requires_grad_("lora_" in n)
-    model.gradient_checkpointing_enable(**options)
-    model.enable_input_require_grads()
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    assert [n for n, p in model.named_parameters() if p.grad is not None] == names
-    got = [p.grad for p in model.parameters() if p.grad is not None]
-    for x, y in zip(got, want):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("autocast", [True, False])
-def test_lora_in_float32_on_a_model_in_bf16(autocast: bool) -> None:
-    model = peft.get_peft_model(small().to(torch.bfloat16), lora())
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        model(input_ids=IDS, labels=IDS).loss.backward()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert {p.dtype for p in trained} == {torch.float32}
-    assert all(p.grad is None or p.grad.isfinite().all() for p in trained)
-    assert generated(model.eval(), IDS[:, :4]).shape == (2, 7)
-
-
 def two() -> tuple[Any, dict[str, Tensor]]:
     model = adapted(lora(r=2), adapter_name="a")
     model.add_adapter("b", lora(r=2))
@@ -192,33 +159,6 @@ def test_adapters_of_rows() -> None:
         logits(model, attention_mask=mask, adapter_names=["a", "b"])
 
 
-@pytest.mark.parametrize("kind", ["linear", "cat", "svd"])
-def test_adapters_are_joined_and_deleted(kind: str) -> None:
-    model, found = two()
-    model.add_weighted_adapter(["a", "b"], [1.0, 0.0], "joined", combination_type=kind)
-    model.set_adapter("joined")
-    assert_near(logits(model), found["a"], 1e-2)
-    model.set_adapter("a")
-    model.delete_adapter("b")
-    assert_near(logits(model), found["a"])
-
-
-@pytest.mark.parametrize("cls", ["PromptTuningConfig", "PromptEncoderConfig"])
-def test_prompts_are_trained(cls: str) -> None:
-    more = {"encoder_hidden_size": 8} if cls == "PromptEncoderConfig" else {}
-    config = getattr(peft, cls)(task_type="CAUSAL_LM", num_virtual_tokens=3, **more)
-    model = peft.get_peft_model(small(), config).train()
-    loss = model(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS).loss
-    loss.backward()
-    assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
-    base = model.get_base_model()
-    embeds = torch.cat([model.get_prompt(2), base.get_input_embeddings()(IDS)], 1)
-    # the last of the prompt predicts the first token
-    found = base(inputs_embeds=embeds).logits[:, 2:-1].flatten(0, 1)
-    torch.testing.assert_close(loss, nn.functional.cross_entropy(found, IDS.flatten()))
-    assert generated(model.eval(), IDS[:, :4]).shape == (2, 7)
-
-
 def test_prefix_tuning_is_refused_by_name() -> None:
     """Its keys and values are not a state."""
     config = peft.PrefixTuningConfig(
@@ -227,11 +167,3 @@ def test_prefix_tuning_is_refused_by_name() -> None:
     )  # fmt: skip
     with pytest.raises(TypeError, match=r"want a slipstream\.models\.StateCache, got Dyn"):
         peft.get_peft_model(small(), config)(input_ids=IDS, labels=IDS)
-
-
-def test_features_are_extracted() -> None:
-    model = peft.get_peft_model(small().model, lora(task_type="FEATURE_EXTRACTION"))
-    moved(model)
-    found = model(input_ids=IDS, attention_mask=torch.ones_like(IDS)).last_hidden_state
-    found.sum().backward()
-    assert_near(model.merge_and_unload()(IDS).last_hidden_state, found)

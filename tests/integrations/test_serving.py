@@ -13,15 +13,11 @@ import torch.nn.functional as F
 
 from slipstream.integrations import sglang, vllm
 from slipstream.integrations.serving import (
-    packed,
     prefill,
-    rows_of_chunks,
-    rows_of_starts,
     step_drafts,
-    unpacked,
 )
 from slipstream.ops import chunk_gated_delta_rule, chunk_kda
-from tests.support.serving_calls import HV, Call, K, N, V
+from tests.support.serving_calls import HV, Call, K, V
 from tests.support.serving_checks import CHECKS, KERNELS, expect_states, near, sglang_snapshots
 
 kinds = pytest.mark.parametrize("is_kda", [False, True], ids=["gdn", "kda"])
@@ -37,13 +33,6 @@ def test_calls_match_recurrence(check: Callable[[bool], None], is_kda: bool) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sglang_snapshots(is_kda: bool, dtype: torch.dtype) -> None:
     sglang_snapshots(is_kda, dtype)
-
-
-def test_sglang_bounded_gates() -> None:
-    call = Call.decode(True)
-    want, _ = call.expected(-5.0)
-    got = KERNELS[True].decode(**call.sglang(), lower_bound=-5.0)
-    near(got[:, call.valid_rows(N)], want[:, call.valid_rows(N)])
 
 
 @kinds
@@ -63,16 +52,6 @@ def test_sglang_prefill(is_kda: bool, raw: bool) -> None:
         assert torch.equal(call.states, before)
     else:
         expect_states(call, states, before)
-
-
-def test_rows_of_chunks() -> None:
-    offsets = torch.tensor([0, 70, 70, 134, 200], dtype=torch.int32)
-    rows = rows_of_starts(offsets, 200)
-    assert rows.dtype == torch.int32
-    assert rows.tolist() == [[0, 1, -1, -1, -1], [-1] * 5, [2] + [-1] * 4, [3, 4, -1, -1, -1]]
-    chunks = torch.tensor([1, -1, 0, 3, 9])
-    rows = rows_of_chunks(chunks, offsets, 200)
-    assert rows.tolist() == [[-1, 0, -1, -1, -1], [-1] * 5, [2] + [-1] * 4, [-1, -1, -1, 3, -1]]
 
 
 RING = torch.zeros(1)
@@ -187,21 +166,6 @@ def test_vllm_refuses_by_name() -> None:
             vllm.delta_rule_update(**{**call.vllm(), name: value})
 
 
-def test_vllm_without_norms_of_q_and_k() -> None:
-    """Which is what no argument asks for in vLLM's function."""
-    call = Call.decode(False, 1)
-    for name in ("q", "k"):
-        setattr(call, name, F.normalize(getattr(call, name), dim=-1))
-    want, _ = call.expected()
-    given = call.vllm()
-    del given["use_qk_l2norm_in_kernel"]
-    got, _ = vllm.delta_rule_update(**given)
-    near(got[:, call.valid_rows(N)], want[:, call.valid_rows(N)])
-    call.q = 2 * call.q
-    twice, _ = vllm.delta_rule_update(**{**given, "q": call.q, "initial_state": call.states})
-    assert not torch.allclose(got, twice)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("slots", [[4, -1, 1], [-1, -1, -1]])
 def test_prefill_reads_and_writes_slots_of_a_pool(dtype: torch.dtype, slots: list[int]) -> None:
@@ -237,20 +201,3 @@ def test_slots_past_the_pool_are_refused() -> None:
         with pytest.raises(ValueError, match=f"^{name}: want less than the 3 states of the pool"):
             step_drafts(tokens, slots=slots, into=states, into_slots=into[:, None], **options)
     assert torch.equal(states, before)
-
-
-def test_prefill_gives_a_pool_no_gradient() -> None:
-    """Outside of no_grad too: a pool would keep all calls' graphs, and refuse the next call."""
-    q, k, v = torch.randn(3, 1, 9, 2, 16).unbind()
-    states, slots, cu = torch.randn(3, 2, 16, 16), torch.tensor([2]), torch.tensor([0, 9])
-    terms = [q.requires_grad_(), k, v, -torch.rand(1, 9, 2), torch.rand(1, 9, 2)]
-    for _ in range(2):
-        o = prefill(chunk_gated_delta_rule, *terms, states=states, slots=slots, cu_seqlens=cu)
-        assert o.requires_grad and not states.requires_grad
-
-
-def test_tokens_are_unpacked_and_packed() -> None:
-    x, offsets = torch.randn(1, 6, 2), torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32)
-    apart = unpacked(x, offsets, 3)
-    assert apart.shape == (4, 3, 2) and torch.equal(apart[3, :2], x[0, 4:])
-    assert torch.equal(packed(apart, offsets, 6), x)

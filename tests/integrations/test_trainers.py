@@ -169,41 +169,6 @@ def test_trl_sft_in_a_way_is_the_same(way: str) -> None:
     np.testing.assert_allclose(sft_losses(way), sft_losses(None), rtol=near)
 
 
-def _scores(completions: list[str], **_: Any) -> list[float]:
-    return [float(sum(map(ord, x)) % 7) for x in completions]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO"])
-def test_trl_of_preferences(kind: str, checkpointed: bool, tmp_path: Path) -> None:
-    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
-    options: dict[str, Any] = {"gradient_checkpointing": checkpointed}
-    others: dict[str, Any] = {"ref_model": small(*MODELS["every"])}
-    rows: dict[str, Any] = {"prompt": ["the "] * 4}
-    if kind == "DPO":
-        rows |= {"chosen": ["cat sat"] * 4, "rejected": ["dog"] * 4}
-    elif kind == "KTO":
-        rows |= {"completion": ["cat sat", "dog", "cat", "x"], "label": [True, False] * 2}
-    else:
-        others = {"reward_funcs": _scores}
-        options |= {"num_generations": 2, "max_completion_length": 5}
-    trainer = getattr(trl, f"{kind}Trainer")(
-        small(*MODELS["every"]),
-        args=arguments(tmp_path, getattr(trl, f"{kind}Config"), **options),
-        train_dataset=datasets.Dataset.from_dict(rows),
-        processing_class=tokenizer(),
-        **others,
-    )
-    before = [p.detach().clone() for p in trainer.model.parameters()]
-    trainer.train()
-    assert all(np.isfinite(losses(trainer)))
-    assert any(not torch.equal(p, q) for p, q in zip(trainer.model.parameters(), before))
-    if kind == "DPO":  # of two equal models, before the first step
-        assert losses(trainer)[0] == pytest.approx(np.log(2), rel=1e-4)
-        assert losses(trainer)[-1] < 0.6
-
-
 @pytest.mark.slow
 def test_trl_sft_of_a_saved_run_with_lora(tmp_path: Path) -> None:
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
@@ -233,25 +198,6 @@ def test_trl_sft_of_a_saved_run_with_lora(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["gated_deltanet", "kda", "rwkv7", "mamba2", "gla", "mla"])
-def test_peft_lora_by_task_type(mixer: str) -> None:
-    peft = pytest.importorskip("peft")
-    options = {"mla": {"kv_lora_rank": 8}, "mamba2": {"state_size": 8}}.get(mixer, {})
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
-    model = peft.get_peft_model(small({"type": mixer, **options}), lora)
-    ids = torch.tensor([tokenizer()(TEXTS[0])["input_ids"]])
-    before = model(input_ids=ids, labels=ids).loss.item()
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-2)
-    for _ in range(6):
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert model(input_ids=ids, labels=ids).loss.item() < before - 0.1
-    made = model.generate(input_ids=ids[:, :4], max_new_tokens=3, do_sample=False)
-    assert made.shape == (1, 7)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate_loop(precision: str) -> None:
     accelerate = pytest.importorskip("accelerate")
@@ -276,44 +222,6 @@ def test_accelerate_loop(precision: str) -> None:
     assert found[-1] < found[0] - 0.5
     state = accelerator.get_state_dict(model)
     assert state["lm_head.weight"].shape == (257, 32)
-
-
-@pytest.mark.slow
-def test_lightning_module(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = small()
-            self.found: list[float] = []
-
-        def training_step(self, ids: Tensor, index: int) -> Tensor:
-            loss = self.model(input_ids=ids, labels=ids).loss
-            self.found.append(loss.item())
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    rows = [torch.tensor(x["input_ids"][:32]) for x in examples()] * 4
-    module = Module()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_steps=8,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        gradient_clip_val=1.0,
-    )
-    trainer.fit(module, DataLoader(rows, batch_size=2))
-    assert module.found[-1] < module.found[0] - 0.5
-    trainer.save_checkpoint(tmp_path / "all.ckpt")
-    again = Module.load_from_checkpoint(tmp_path / "all.ckpt")
-    for name, x in module.model.state_dict().items():
-        assert torch.equal(again.model.state_dict()[name], x), name
 
 
 CHOICE = """

@@ -1,6 +1,5 @@
 """attn_implementation="slipstream" beside "eager", in tiny models of transformers."""
 
-import copy
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -143,27 +142,6 @@ def test_packed_positions_stay_apart(name: str, rows: int, beside: str) -> None:
     assert_same(_Apart(eager, lengths), slip, live, **given)
 
 
-def test_positions_that_go_on_are_one_sequence() -> None:
-    """They may begin anywhere and leave numbers out."""
-    eager, slip = make("llama")
-    ids = torch.randint(1, 61, (2, 16))
-    at = torch.tensor([*range(5, 12), *range(20, 29)])[None]
-    mask = torch.ones_like(ids)
-    assert_same(eager, slip, input_ids=ids, position_ids=at, attention_mask=mask, use_cache=False)
-
-
-def test_packed_offsets_match_packed_positions() -> None:
-    _, model = make("mistral")
-    at = torch.cat([torch.arange(n) for n in (3, 9, 4)])[None]
-    ids = torch.randint(1, 61, (1, 16))
-    offsets = torch.tensor([0, 3, 12, 16], dtype=torch.int32)
-    want = model(ids, position_ids=at, use_cache=False).logits
-    got = model(
-        ids, position_ids=at, use_cache=False, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets
-    ).logits
-    assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize("told", ["offsets", "seq_idx"])
 def test_offsets_of_text_are_not_those_of_images(told: str) -> None:
     """The layers of images get them too, and have tokens of their own."""
@@ -266,72 +244,8 @@ def test_user_mask_is_taken() -> None:
         torch.testing.assert_close(slip(ids, attention_mask=given).logits, want)
 
 
-def test_bidirectional_attention_matches_eager() -> None:
-    config = transformers.BertConfig(
-        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=48, attn_implementation="eager",
-    )  # fmt: skip
-    eager = transformers.BertModel(config).eval()
-    slip = copy.deepcopy(eager)
-    slip.set_attn_implementation("slipstream")
-    mask = torch.ones(2, 12, dtype=torch.int64)
-    mask[1, 8:] = 0
-    ids = torch.randint(1, 61, (2, 12))
-    for given in (None, mask):
-        want, got = (
-            model(ids, attention_mask=given).last_hidden_state[mask.bool()]
-            for model in (eager, slip)
-        )
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
 def test_unknown_mask_function_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "_say_dense", lambda: None)
     every: Callable = lambda batch, head, q, k: (q + k) % 2 == 0  # noqa: E731
     mask = ours.slipstream_mask(2, 5, 5, mask_function=every)
     assert mask is not None and mask.dtype == torch.bool and mask.shape == (2, 1, 5, 5)
-
-
-def test_chunks_are_packed_sequences() -> None:
-    """As Llama 4 has them."""
-    from transformers.masking_utils import chunked_causal_mask_function
-
-    chunks = chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))
-    mask = ours.slipstream_mask(2, 10, 10, mask_function=chunks)
-    assert mask is not None
-    assert mask[0, 0, :, 0].tolist() == [0, 4, 8, 10, 14, 18, 20] and mask.dtype == torch.int32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_model_compiles(name: str) -> None:
-    torch._dynamo.reset()
-    eager, slip = make(name)
-    ids = torch.randint(1, 61, (2, 19))
-    packed = torch.cat([torch.arange(8), torch.arange(11)])[None].expand(2, -1)
-    compiled = torch.compile(slip, backend="aot_eager", fullgraph=True)
-    mask = torch.ones_like(ids)
-    mask[1, :5] = 0
-    for at, padding in ((None, None), (packed, None), (None, mask)):
-        inputs = {"position_ids": at, "attention_mask": padding, "use_cache": False}
-        want, got = (model(ids, **inputs).logits[mask.bool()] for model in (eager, compiled))
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("padded", [False, True])
-def test_static_cache_step_compiles(padded: bool) -> None:
-    """As generate does it: the mask is made outside of the graph."""
-    torch._dynamo.reset()
-    eager, slip = make("gemma2")
-    ids, mask = torch.randint(1, 61, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
-    mask[1, :3] = 1 - int(padded)
-    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    slip.forward = torch.compile(slip.forward, backend="aot_eager", fullgraph=True)
-    want, got = (
-        model.generate(
-            ids, attention_mask=mask, cache_implementation="static", disable_compile=True, **options
-        )
-        for model in (eager, slip)
-    )
-    assert torch.equal(got, want)

@@ -1,7 +1,6 @@
 """Layers' decoding steps by ops.mixer_step, which they take off the host, beside their forward."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -109,27 +108,6 @@ def test_bias_is_added_within_its_product(
     with Recorded():
         layer.step(torch.randn(rows, 1, D), state)
     assert readers == [product]
-
-
-@pytest.mark.parametrize("name", ["gla", "kda", "gdn2"])
-@torch.no_grad()
-def test_linears_with_hooks_see_tokens_in_steps_too(
-    name: str, operators: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """[N, T, ...] as in every other call: a hook may read tokens from the second dimension."""
-    monkeypatch.setattr(projections, "_on_device", lambda x: True)
-    layer = LAYERS[name]().eval()
-    _, state = layer(torch.randn(3, 5, D), use_cache=True)
-    linears = {n: m for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)}
-    seen: dict[str, tuple[int, ...]] = {}
-
-    def see(key: str, module: torch.nn.Module, args: Any, y: torch.Tensor) -> None:
-        seen[key] = y.shape[:2]
-
-    for key, linear in linears.items():
-        linear.register_forward_hook(partial(see, key))
-    layer.step(torch.randn(3, 1, D), state)
-    assert seen == dict.fromkeys(linears, (3, 1))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -257,20 +235,6 @@ def test_hooks_of_norms_see_sums_in_every_way(
         torch.testing.assert_close(z, y[:, 5:], rtol=0, atol=0.1)
 
 
-@pytest.mark.parametrize(("size", "each"), [(63, 0), (64, 4)])
-@torch.no_grad()
-def test_wide_rows_have_norms_of_their_own(
-    size: int, each: int, operators: list[str], monkeypatch: Any
-) -> None:
-    """Shares of K are slower there."""
-    assert projections.MAX_SHARED_SIZE == 2048
-    monkeypatch.setattr(projections, "MAX_SHARED_SIZE", size)
-    model, calls = stepped_model("gated_deltanet").half(), []
-    logits = step_logits(model, calls, monkeypatch)
-    assert len(calls) == 2 * each
-    torch.testing.assert_close(logits[1], logits[0], rtol=1e-2, atol=1e-2)
-
-
 @pytest.mark.parametrize("hooked", ["", "mlp", "mlp.gate_proj", "mixer.q_proj"])
 @pytest.mark.parametrize("fp32", [False, True])
 @torch.no_grad()
@@ -294,32 +258,6 @@ def test_float32_norms_in_models_of_16_bits(
         steps += [model(input_ids=ids[:, t : t + 1], cache=cache).logits for t in (5, 6)]
         torch.testing.assert_close(torch.cat(steps, 1).float(), want, rtol=0, atol=0.1)
         assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (3, 10)
-
-
-@pytest.mark.parametrize(
-    ("mixer", "wide"),
-    [
-        ("gla", ["model.embed_tokens.weight"]),
-        ("mamba3", ["model.layers.0.mixer.B_bias", "model.layers.0.mixer.C_bias"]),
-    ],
-)
-@pytest.mark.parametrize("norms", [False, True])
-def test_float32_tables_in_models_of_16_bits(mixer: str, wide: list[str], norms: bool) -> None:
-    """Norms make the dtype of linear layers, whatever other matrices have."""
-    options: Any = {"residual_in_fp32": True, "tie_word_embeddings": False}
-    with torch.no_grad():
-        model, ids = stepped_model(mixer, **options).bfloat16(), torch.randint(97, (2, 5))
-    names = ("mixer_norm.weight", "mlp_norm.weight", "model.norm.weight")
-    want = model(input_ids=ids).logits.detach()
-    for name, p in model.named_parameters():
-        if name in wide or (norms and name.endswith(names)):
-            p.data = p.data.float()
-    logits = model(input_ids=ids).logits
-    assert logits.dtype == torch.bfloat16
-    torch.testing.assert_close(logits, want, rtol=0, atol=0.1)
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
-    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (2, 7)
 
 
 class Around(torch.nn.Module):

@@ -103,26 +103,3 @@ def test_absorbed_decoding_has_gradients() -> None:
         found.append([y, *torch.autograd.grad(y.sin().sum(), [x, *ours.parameters()])])
     for a, b in zip(*found):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_mla_is_a_mixer_of_the_model() -> None:
-    pytest.importorskip("transformers")
-    from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
-
-    mla = {"type": "mla", "kv_lora_rank": R, "nope_head_dim": 6, "rope_head_dim": 4}
-    config = SlipstreamConfig(
-        vocab_size=50, hidden_size=32, num_heads=2, mixers=[mla, "gated_deltanet"]
-    )
-    model = SlipstreamForCausalLM(config).eval()
-    assert isinstance(model.model.layers[0].mixer, MLA)
-    ids = torch.randint(0, 50, (2, 12))
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
-    alone = model.generate(ids[1:, 4:], max_new_tokens=5, do_sample=False)
-    assert torch.equal(out[1, 12:], alone[0, 8:])
-
-
-def test_mla_rejects_an_odd_width() -> None:
-    with pytest.raises(ValueError, match="rope_head_dim: want an even number, got 5"):
-        MLA(D, rope_head_dim=5)

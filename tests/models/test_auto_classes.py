@@ -13,7 +13,6 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from tests.support.byte_tokenizer import tokenizer
 from tests.support.forked import run_code
 
-ROOT = Path(__file__).parents[2]
 LOAD = """
 import sys
 from pathlib import Path
@@ -144,13 +143,3 @@ def test_model_and_config_are_copied_and_pickled() -> None:
         assert other.model.embed_tokens.weight is not m.model.embed_tokens.weight
     for other in (copy.deepcopy(m.config), pickle.loads(pickle.dumps(m.config))):
         assert other.to_dict() == m.config.to_dict()
-
-
-@torch.no_grad()
-def test_functional_call_takes_other_weights() -> None:
-    m, ids = small(), torch.randint(17, (2, 5))
-    other = {n: torch.randn_like(p) for n, p in m.named_parameters()}
-    got = torch.func.functional_call(m, other, (ids,)).logits
-    for n, p in m.named_parameters():
-        p.copy_(other[n])
-    torch.testing.assert_close(got, m(ids).logits)

@@ -53,24 +53,6 @@ def test_configs_that_cannot_be(options: dict[str, Any], message: str) -> None:
         SlipstreamConfig(mixers=["gla", "gla"], **options)
 
 
-@pytest.mark.parametrize(
-    ("mlp", "message"),
-    [
-        ({"type": "swiglu", "experts": 3}, r"mlps\[0\]\.experts: no such option of swiglu"),
-        ({"type": "none", "intermediate_size": 3}, "intermediate_size: no such option of none"),
-        ({"type": "qwen3_next_moe", "expert": 3}, "expert: no such option of Qwen3NextConfig"),
-    ],
-)
-def test_options_of_mlps_that_cannot_be(mlp: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SlipstreamForCausalLM(SlipstreamConfig(hidden_size=32, mixers=["gla"], mlps=[mlp]))
-
-
-def test_blocks_without_an_mlp_have_no_norm_for_it() -> None:
-    block: nn.Module = model("mamba2 blocks").model.layers[0]
-    assert not [n for n, _ in block.named_parameters() if n.startswith("mlp")]
-
-
 def test_norms_of_mixers_may_be_hooked_or_others() -> None:
     made, ids = model("mamba2 blocks"), torch.randint(VOCAB, (2, 21))
     made.model.config.residual_in_fp32 = False

@@ -201,34 +201,3 @@ def test_methods_agree_where_rows_are_padded(name: str, layout: str) -> None:
     methods = {**METHODS, "call": lambda h: call(m, h, 2, seed=7)}
     for first, second in product(methods, methods):
         assert_holds(m, methods[second](methods[first](copy.deepcopy(start))), found)
-
-
-@pytest.mark.parametrize("name", ["hybrid", "gla", "attention"])
-@pytest.mark.parametrize("pad", ["left", "right"])
-@torch.no_grad()
-def test_crop_and_copy_after_padding(name: str, pad: str) -> None:
-    """The last call has padding, and goes as a whole."""
-    m, found = model(name), {}
-    start = call(m, _held(m, "plain"), 5, pad, seed=4)
-    ways = (
-        _crop,
-        lambda h, n: METHODS["copy"](_crop(h, n)),
-        lambda h, n: _crop(METHODS["copy"](h), n),
-    )
-    for way, rows in product(ways, ([0, 1, 2], [0, 2, 1])):
-        held = copy.deepcopy(start)
-        held = _changed(held, lambda c, r=rows: c.reorder_cache(torch.tensor(r)), rows)
-        assert_holds(m, way(held, 5), found)
-
-
-@pytest.mark.parametrize("key_dtype", [torch.int8, torch.float8_e4m3fn])
-@torch.no_grad()
-def test_caches_in_8_bits_are_copied_and_pickled(key_dtype: torch.dtype) -> None:
-    m, ids = model("hybrid"), tokens(2, 12)
-    cache = StateCache(len(m.model.layers), key_dtype=key_dtype)
-    m(ids[:, :9], cache=cache, use_cache=True)
-    others = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
-    assert [x.key_dtype for x in others] == [key_dtype] * 2
-    want = m(ids[:, 9:], cache=cache, use_cache=True).logits
-    for other in others:
-        assert torch.equal(m(ids[:, 9:], cache=other, use_cache=True).logits, want)

@@ -39,12 +39,6 @@ def test_logits_have_equal_bits(mixer: str) -> None:
     assert differing(model_of(mixer, mixer), 3) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mixers", [("gated_deltanet", "attention"), ("kda", "mamba2")], ids=str)
-def test_thousand_batches_have_equal_bits(mixers: tuple[str, ...]) -> None:
-    assert differing(model_of(*mixers), 1000) == 0
-
-
 def test_options_keep_equal_bits() -> None:
     options = {"residual_in_fp32": True, "embedding_norm": True, "attention_residuals": 1}
     model = model_of("gla", {"type": "attention", "window_size": 70}, **options)  # pyright: ignore[reportArgumentType]
@@ -61,24 +55,6 @@ def trained_copy(model: SlipstreamForCausalLM, *, consistent: bool = True) -> An
     other: Any = type(model)(config)  # pyright: ignore[reportArgumentType]
     other.load_state_dict(model.state_dict())
     return other.requires_grad_().train()
-
-
-def test_default_model_differs() -> None:
-    model = model_of("gated_deltanet", "attention")
-    assert differing(trained_copy(model, consistent=False).eval(), 5) > 0
-
-
-def test_values_are_those_of_the_default() -> None:
-    model = model_of("gated_deltanet", "attention")
-    plain = trained_copy(model, consistent=False)
-    ids = sequences(2)
-    for one in (model, plain):
-        loss = one(ids, labels=ids).loss
-        loss.backward()
-    pairs = zip(model.named_parameters(), plain.parameters())
-    for (name, x), y in pairs:
-        assert x.grad is not None and y.grad is not None
-        torch.testing.assert_close(x.grad, y.grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
 def test_generate_equals_prompts_again() -> None:
@@ -255,18 +231,6 @@ def test_steps_give_the_logits_of_prompts(mixers: tuple[str, str]) -> None:
         torch.testing.assert_close(logits, want[:, t], rtol=1e-4, atol=1e-5)
 
 
-def test_graphs_of_another_dtype_have_their_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that generate keeps has states in the dtype without autocast."""
-    monkeypatch.setattr(consistent_models, "runs_kernels", lambda device: True)
-    monkeypatch.setattr(graphs, "graph_on", lambda device: _Again())
-    model, prompt = model_of("kda", "attention"), sequences(2)[:, :60]
-    found = []
-    for dtype in (None, torch.bfloat16) * 2:
-        with torch.autocast("cpu", dtype, enabled=dtype is not None):
-            found.append(model.generate(prompt, max_new_tokens=10, do_sample=False))
-    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
-
-
 @pytest.mark.parametrize("mixers", PAIRS[:3], ids=str)
 def test_drafts_change_no_token(mixers: tuple[str, ...]) -> None:
     """In bfloat16, over ends of blocks, with drafts that are right, wrong, and partly right."""
@@ -336,15 +300,6 @@ def test_other_models_are_refused() -> None:
     model.model.gradient_checkpointing = True
     with pytest.raises(NotImplementedError, match="gradient checkpointing"):
         model(sequences(1))
-
-
-def test_linear_rows_are_their_own() -> None:
-    x, weight, bias = torch.randn(150, 40), torch.randn(30, 40), torch.randn(30)
-    whole = linear(x, weight, bias)
-    torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight, bias))
-    for n in (1, 3, 64, 100):
-        assert torch.equal(linear(x[7 : 7 + n], weight, bias), whole[7 : 7 + n])
-    assert linear(x[:0], weight, bias).shape == (0, 30)
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
-from slipstream.models.convert import FAMILIES, convert, families, files
+from slipstream.models.convert import FAMILIES, convert, families
 from tests.support.conversion import randomize
 
 # the keys of a small config of each family; test_convert_fla.py has more of fla's
@@ -160,24 +160,6 @@ def test_every_family_there_and_back(name: str, shard_bytes: int, tmp_path: Path
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_progress_goes_to_the_end(tmp_path: Path) -> None:
-    saved(tmp_path / "ours", "gla")
-    steps: list[tuple[int, int]] = []
-    target = tmp_path / "folder" / "theirs"  # the folder is not there yet
-    convert(tmp_path / "ours", target, "gla", shown=lambda *x: steps.append(x))
-    count = steps[0][1]
-    assert count > 3 and steps == [(i, count) for i in range(count + 1)]
-
-
-def test_files_are_filled_up_to_their_bound(tmp_path: Path) -> None:
-    tensors = [(name, torch.zeros(2)) for name in "abc"]
-    for shard_bytes, counts in ((24, [3]), (16, [2, 1]), (15, [1, 1, 1])):
-        folder = tmp_path / str(shard_bytes)
-        folder.mkdir()
-        assert files.write(folder, iter(tensors), shard_bytes) == 24
-        assert [len(load_file(x)) for x in sorted(folder.glob("*.safetensors"))] == counts
-
-
 def test_dtypes_stay(tmp_path: Path) -> None:
     model = saved(tmp_path / "ours", "gated_deltanet").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "narrow")
@@ -228,15 +210,6 @@ def test_configs_without_a_place_are_refused(
     with pytest.raises(ValueError, match=message):
         convert(change(tmp_path / "theirs", **keys), tmp_path / "again")
     assert sorted(x.name for x in tmp_path.iterdir()) == ["ours", "theirs"]
-
-
-def test_ignored_keys(tmp_path: Path) -> None:
-    saved(tmp_path / "ours", "gla")
-    convert(tmp_path / "ours", tmp_path / "theirs", "gla")
-    change(tmp_path / "theirs", new_option=3)
-    convert(tmp_path / "theirs", tmp_path / "again", ignore=["new_option"])
-    with pytest.raises(ValueError, match="ignore: other is not in"):
-        convert(tmp_path / "theirs", tmp_path / "more", ignore=["other"])
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,13 @@
 """Decoding: steps as graphs, drafts, chunked prefill. Caches are in test_state_cache.py."""
 
-import copy
 import itertools
 import sys
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -33,17 +30,6 @@ pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
 # one of each kind of state: recurrent, with a convolution, a shift, a value of an earlier layer's,
 # positions, two states, none that is fixed, latents
 KINDS = ("gla", "gated_deltanet", "rwkv7", "retention", "gsa", "attention", "mla", "hybrid")
-
-
-class NoGraph:
-    """A model that something in it keeps from being captured."""
-
-    def capture(self, run: Any) -> Tensor:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-
-def addresses(cache: StateCache) -> list[int]:
-    return [x.data_ptr() for layer in cache.layers for x in (layer.state or {}).values()]
 
 
 every_kind = pytest.mark.parametrize("name", KINDS)
@@ -73,17 +59,6 @@ def test_prompts_by_graphs_give_the_same_tokens(name: str, monkeypatch: pytest.M
     for _ in range(3):
         assert torch.equal(generate(m, long, **few), found)
     assert made == [key for key, x in cache.graphs.items() if key[0] == graphs.PROMPT and x]
-
-
-def test_few_graphs_of_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MAX_PROMPTS", 2)
-    m = model("gla")
-    for n in (6, 5, 4, 3):
-        for _ in range(4):
-            generate(m, tokens(2, n))
-    (cache,) = m.decoding.caches.values()
-    made = [key[1][0][1] for key, x in cache.graphs.items() if key[0] == graphs.PROMPT and x]
-    assert made == [4, 3]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -133,23 +108,6 @@ def test_generate_goes_on_where_a_capture_failed_halfway(monkeypatch: pytest.Mon
     monkeypatch.setattr(m.model, "step", refusing)
     with pytest.warns(RuntimeWarning, match="no mode"):
         torch.testing.assert_close(step_logits(m, ids), want)
-
-
-def test_step_that_failed_is_not_captured_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels may not have been compiled, which a capture does not allow."""
-    m, ids = model("hybrid"), tokens(1, 6)
-
-    def failing(*args: Any) -> Tensor:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(m.model, "step", failing)
-        with pytest.raises(MemoryError):
-            generate(m, ids)
-    assert m.decoding.captures == 0
-    want = without_graphs(m, ids)
-    assert torch.equal(generate(m, ids), want)
-    assert (m.decoding.captures, m.decoding.eager, m.decoding.replays) == (1, 2, 7)
 
 
 def test_generate_by_graphs_with_padding_and_eos() -> None:
@@ -258,18 +216,6 @@ def step_logits(m: Any, ids: Tensor, **options) -> Tensor:
     return torch.stack(seen)
 
 
-@pytest.mark.parametrize("name", ["gla", "retention", "rwkv7"])
-def test_generate_captures_anew_under_autocast(name: str) -> None:
-    m, ids = model(name), tokens(1, 6)
-    want = step_logits(m, ids)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = step_logits(m, ids)
-        m.decoding.free()
-        assert torch.equal(got, step_logits(m, ids))
-    assert not torch.equal(got, want)
-    assert torch.equal(step_logits(m, ids), want)
-
-
 def test_generate_captures_anew_for_the_callers_cache() -> None:
     m, ids = model("hybrid"), tokens(1, 6)
     other = model("hybrid", initializer_range=0.3)
@@ -309,45 +255,6 @@ def test_generate_in_several_threads() -> None:
     assert m.decoding.replays > replays
 
 
-def test_generate_within_a_streamer() -> None:
-    m, ids = model("hybrid"), tokens(1, 6)
-    want, inner = generate(m, ids), generate(m, ids.flip(1))
-
-    class Streamer:
-        def put(self, value: Tensor) -> None:
-            assert torch.equal(generate(m, ids.flip(1)), inner)
-
-        def end(self) -> None:
-            pass
-
-    assert torch.equal(generate(m, ids, streamer=Streamer()), want)
-    assert torch.equal(generate(m, ids), want)
-
-
-def test_generate_gives_away_a_returned_cache() -> None:
-    m, ids = model("hybrid"), tokens(1, 6)
-    out = generate(m, ids, return_dict_in_generate=True)
-    generate(m, ids.flip(1))
-    assert out[CACHE].get_seq_length() == 14
-    more = torch.cat([out.sequences, tokens(1, 2, seed=9)], 1)
-    got = generate(m, more, **{CACHE: out[CACHE]})
-    assert torch.equal(got, generate(m, more))
-
-
-@pytest.mark.filterwarnings("error")
-def test_generate_falls_back_once(monkeypatch) -> None:
-    m, ids = model("gla"), tokens(2, 6)
-    want = without_graphs(m, ids)
-    monkeypatch.setattr(graphs, "graph_on", lambda device: NoGraph())
-    with pytest.warns(RuntimeWarning, match="without graphs.*not permitted"):
-        assert torch.equal(generate(m, ids), want)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(generate(m, ids), want)
-    assert m.decoding.captures == m.decoding.replays == 0
-    assert "not permitted" in (m.decoding.reason or "")
-
-
 def test_generate_without_graphs_beside_hooks() -> None:
     m, ids, seen = model("gla"), tokens(1, 6), []
     handle = m.get_submodule("model.layers.1.mixer.q_proj").register_forward_hook(
@@ -366,15 +273,6 @@ def test_generate_without_graphs_beside_hooks() -> None:
     handle.remove()
     generate(m, ids)
     assert m.decoding.captures == 1
-
-
-def test_model_with_graphs_is_copied_without_them() -> None:
-    m, ids = model("gla"), tokens(1, 6)
-    want = generate(m, ids)
-    other = copy.deepcopy(m)
-    assert other.decoding.captures == 0
-    assert not other.decoding.caches
-    assert torch.equal(generate(other, ids), want)
 
 
 # what transformers does with a cache that can forget
@@ -416,23 +314,6 @@ def test_chunked_prefill_gives_the_same_tokens(name: str) -> None:
         assert torch.equal(generate(m, ids, attention_mask=mask, prefill_chunk_size=size), want)
 
 
-@torch.no_grad()
-def test_step_compiles() -> None:
-    torch.compiler.reset()
-    m, ids = model("hybrid"), tokens(2, 12)
-    want = m(ids).logits
-    cache = StateCache(len(m.model.layers), max_length=32)
-    m(ids[:, :6], cache=cache, use_cache=True)
-    at, counter = addresses(cache), CompileCounterWithBackend("aot_eager")
-    step = torch.compile(m.model.step, backend=counter, fullgraph=True)
-    for t in range(6, 12):
-        h = step(ids[:, t : t + 1], cache)
-        cache.step_on(1)
-        assert_same(m.lm_head(h), want[:, t : t + 1])
-    assert counter.frame_count == 1
-    assert addresses(cache) == at
-
-
 @pytest.mark.parametrize("name", ["gla", "hybrid"])
 @pytest.mark.parametrize("records", [False, True])
 @torch.no_grad()
@@ -445,22 +326,3 @@ def test_call_without_tokens_leaves_a_cache_as_it_is(name: str, records: bool) -
         assert m(part, cache=cache, use_cache=True).logits.shape[1] == part.shape[1]
     got = m(more, cache=cache, use_cache=True).logits
     assert_same(got, m(torch.cat([ids, more], 1)).logits[:, -2:])
-
-
-def test_crop_takes_a_call_with_gradients_as_a_whole() -> None:
-    m, ids = model("hybrid"), tokens(2, 8)
-    cache = StateCache(len(m.model.layers))
-    cache.activate_past_recording()
-    m(ids[:, :4], cache=cache, use_cache=True)
-    with pytest.raises(ValueError, match="no call without padding and gradients was recorded"):
-        cache.crop(-1)
-    with torch.no_grad():
-        m(ids[:, 4:6], cache=cache, use_cache=True)
-    m(ids[:, 6:], cache=cache, use_cache=True)
-    with pytest.raises(ValueError, match="a call with padding or gradients"):
-        cache.crop(-1)
-    with torch.no_grad():
-        for kept in (6, 5):
-            cache.crop(kept)
-            got = m(ids[:, kept:], cache=cache, use_cache=True).logits
-            assert_same(got, m(ids).logits[:, kept:])

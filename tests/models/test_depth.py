@@ -51,17 +51,3 @@ def test_residuals_in_float32_are_no_narrower_than_the_weights() -> None:
                 x(step, past_key_values=c).logits for x, c in zip((wide, plain), reversed(caches))
             )
             torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
-
-
-def test_layers_get_the_mean_at_first() -> None:
-    made, ids = model(attention_residuals=1), torch.randint(20, (1, 5))
-    depth: Any = made.model.depth
-    v = torch.randn(3, 1, 5, 16).double()
-    torch.testing.assert_close(depth(2, list(v)), v.mean(0))
-    made(ids, labels=ids).loss.backward()
-    assert depth.query.grad.any() and not depth.weight.grad.any()
-
-
-def test_config_refuses_no_layers() -> None:
-    with pytest.raises(ValueError, match="attention_residuals: want at least 1"):
-        SlipstreamConfig(**SIZES, attention_residuals=0)

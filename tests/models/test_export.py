@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
-from slipstream.ops import chunk_gsa
 from tests.support.forked import run_code
 
 MODELS = {name: [name] for name in MIXERS}
@@ -43,46 +42,6 @@ def test_exported_model_runs_with_gradients(name: str, strict: bool) -> None:
         torch.testing.assert_close(grads.get(n), want_grad, rtol=1e-4, atol=1e-4, msg=n)
     with torch.no_grad():
         torch.testing.assert_close(exported(ids).logits, want)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in ("rwkv7", "mamba3") else pytest.mark.slow) for n in MODELS],
-)
-def test_exported_model_takes_two_tokens_and_more(name: str) -> None:
-    config = SlipstreamConfig(
-        vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=MODELS[name]
-    )
-    model = SlipstreamForCausalLM(config).eval()
-    sizes = {0: torch.export.Dim("batch", min=2), 1: torch.export.Dim("tokens", min=2)}
-    program = torch.export.export(
-        model,
-        (torch.randint(17, (3, 7)),),
-        {"use_cache": False},
-        dynamic_shapes={"input_ids": sizes, "use_cache": None},
-        strict=False,
-    )
-    for shape in ((2, 2), (4, 3), (2, 70)):
-        ids = torch.randint(17, shape)
-        got = program.module()(ids, use_cache=False).logits
-        torch.testing.assert_close(got, model(ids).logits)
-
-
-def test_exported_slots_take_two_tokens_and_more() -> None:
-    """chunk_gsa without g, whose decays are differences of neighbours."""
-
-    class Slots(nn.Module):
-        def forward(self, q: Tensor, s: Tensor) -> Tensor:
-            return chunk_gsa(q, q, q, s)[0]
-
-    def given(tokens: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(2, tokens, 2, 4), torch.randn(2, tokens, 2, 3)
-
-    sizes = {1: torch.export.Dim("tokens", min=2)}
-    program = torch.export.export(Slots(), given(7), dynamic_shapes=(sizes, sizes), strict=False)
-    for tokens in (2, 3, 70):
-        args = given(tokens)
-        torch.testing.assert_close(program.module()(*args), Slots()(*args))
 
 
 def test_saved_export_loads_by_the_guides_imports(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.op import Extras, forward_impl, linear
@@ -54,34 +53,6 @@ def test_each_kind_of_block_runs_once(
     model = small(*mixers)
     assert launches(model, monkeypatch) == blocks
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_hooks_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small("gla", "kda")
-    called: list[Any] = []
-    model.model.layers[0].mlp.register_forward_hook(lambda *args: called.append(args))
-    model.model.layers[1].mixer.o_proj.weight.register_hook(called.append)
-    assert launches(model, monkeypatch) == [0, 1]
-    assert not called
-
-
-def test_tables_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.nn import decoding
-
-    calls: list[Any] = []
-    tables = decoding.rotary_tables
-
-    def counted(*args: Any, **named: Any) -> Any:
-        calls.append(args)
-        return tables(*args, **named)
-
-    monkeypatch.setattr(decoding, "rotary_tables", counted)
-    model, ids = small("attention", "attention", "attention"), torch.randint(0, 50, (2, 20))
-    loss = model(input_ids=ids, labels=ids).loss
-    assert len(calls) == 1
-    first = model.model.layers[0].mixer(torch.randn(2, 20, 32))[0]
-    assert len(calls) == 2
-    assert loss.isfinite() and first.isfinite().all()
 
 
 def test_replicas_of_data_parallel_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,16 +141,6 @@ def test_embedding_is_compiled_too(packed: bool, monkeypatch: pytest.MonkeyPatch
     assert seen == ["begin", "embedding", "block", "end"]
 
 
-def test_fake_tensors_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small("gla").model
-    calls: list[Any] = []
-    monkeypatch.setattr(first_step, "compile_once", lambda *args: calls.append(args))
-    with FakeTensorMode():
-        h = torch.empty(2, 20, 32, device="cuda")
-        first_step.compile_blocks(model, h, None, None, None, None)
-        assert not calls
-
-
 @pytest.mark.parametrize("trained", [True, False])
 def test_block_is_like_the_models(trained: bool) -> None:
     """In dtypes, and in which parameters are trained; whatever wraps the model's."""
@@ -196,17 +157,6 @@ def test_block_is_like_the_models(trained: bool) -> None:
         assert name == other
         assert (p.shape, p.dtype, p.device) == (q.shape, q.dtype, q.device), name
         assert p.requires_grad == q.requires_grad and p.data_ptr() != q.data_ptr(), name
-
-
-def test_compiling_writes_no_memory_that_was_there() -> None:
-    """By position, by name or in a list."""
-    x, own = torch.zeros(2), torch.ones(2)
-    with _ProtectInputs():
-        x[1] = 3
-        torch.add(own, own, out=x)
-        torch._foreach_add_([x], [own])
-        mine = torch.mul(own, 2, out=torch.empty(2)).add_(own)
-    assert x.tolist() == [0, 0] and mine.tolist() == [3, 3]
 
 
 def test_delta_rule_saves_as_its_step_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, lookup
 from slipstream.models.generation import DRAFTS, HOLES
@@ -95,17 +94,6 @@ def test_pad_token_in_the_prompt_ends_drafts(last: bool) -> None:
         assert model.decoding.reason == HOLES
 
 
-@pytest.mark.parametrize("at", [1, 2, 5])
-def test_pad_token_among_new_tokens_keeps_drafts(at: int) -> None:
-    """In transformers' loop, where the assistant is told what is padding: nothing."""
-    model, prompt = make("mamba2", "mla")
-    assistant, _ = make("mamba2")
-    options = {**GREEDY, "attention_mask": torch.ones_like(prompt), "eos_token_id": None}
-    want = model.generate(prompt, **options)
-    options["pad_token_id"] = int(want[0, prompt.shape[1] + at])
-    assert torch.equal(model.generate(prompt, assistant_model=assistant, **options), want)
-
-
 @pytest.mark.parametrize("padding", [0, 3])
 def test_assistant_forgets_all_of_a_short_prompt(padding: int) -> None:
     """transformers' loop has it draft again from one token before what the model accepted."""
@@ -144,30 +132,6 @@ def test_busy_assistant_is_asked_again_later() -> None:
     assistant.decoding.end()
     assert torch.equal(model.generate(prompt, assistant_model=assistant, **options), want)
     assert model.decoding.reason is None and assistant.decoding.captures
-
-
-def test_assistant_with_an_adapter_is_called_by_transformers() -> None:
-    """Graphs would keep on adding what has been switched off."""
-
-    class Adapted(nn.Linear):
-        pass
-
-    model, _ = make("gated_deltanet")
-    assistant = copy.deepcopy(model)
-    assert lookup.assists(assistant, model)
-    assistant.lm_head = Adapted(32, 40)
-    assert not lookup.assists(assistant, model)
-
-
-def test_assistant_that_verifies_nothing_is_called_by_transformers() -> None:
-    model, prompt = make("gated_deltanet", "attention")
-    options = {**GREEDY, "eos_token_id": None}
-    want = model.generate(prompt, **options)
-    assistant, _ = make("retention")
-    assert torch.equal(model.generate(prompt, assistant_model=assistant, **options), want)
-    assert model.decoding.reason == DRAFTS
-    assert torch.equal(model.generate(prompt, **options), want)
-    assert model.decoding.reason is None
 
 
 def test_wrong_drafts_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,25 +207,3 @@ def test_lookup_that_fails_leaves_it_to_the_other_loop(
         assert torch.equal(model.generate(prompt, **options), want)
     assert model.decoding.reason is None
     assert len(calls) == count
-
-
-def test_lookup_after_another_dtype() -> None:
-    model, prompt = make("gla", "kda")
-    options = {**GREEDY, "eos_token_id": None}
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        nn.Module.to(model, dtype)
-        want = model.generate(prompt, **options)
-        assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **options), want)
-        assert model.decoding.reason is None
-        drafts = model.decoding.caches[1].drafts._of_layer.values()
-        assert len(drafts) == 2  # none of states that are gone
-        assert {x.dtype for layer in drafts for x in layer.values()} == {dtype}
-
-
-def test_drafts_follow_the_longest_ngram() -> None:
-    tokens = [1, 2, 3, 9, 2, 4, 5, 1, 2]
-    assert lookup.drafts_after(tokens, 3, 2) == [3, 9, 2]
-    assert lookup.drafts_after([7, *tokens[1:]], 3, 2) == [3, 9, 2]
-    assert lookup.drafts_after([1, 2, 3], 3, 2) == []
-    assert lookup.drafts_after([5], 3, 2) == []
-    assert lookup.drafts_after([5, 5], 3, 2) == [5]

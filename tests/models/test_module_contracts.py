@@ -77,21 +77,6 @@ def test_model_applies_a_hook_on_the_embedding(tied: bool) -> None:
     torch.testing.assert_close(m(ids, labels=ids).loss, want)
 
 
-def test_model_input_gradients_with_frozen_weights() -> None:
-    """As adapters under reentrant checkpointing need."""
-    m, ids = model("gated_deltanet").requires_grad_(False), tokens(2, 9)
-    assert not m(ids).logits.requires_grad
-    m.enable_input_require_grads()
-    assert m(ids).logits.requires_grad
-
-
-def test_model_applies_a_hook_on_the_head() -> None:
-    m, ids = model("gated_deltanet"), tokens(2, 9)
-    m.lm_head.register_forward_hook(lambda module, args, y: y * 1.5)
-    want = F.cross_entropy(m(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    torch.testing.assert_close(m(ids, labels=ids).loss, want)
-
-
 def test_model_adds_the_bias_of_a_head() -> None:
     m, ids = model("gated_deltanet", tie_word_embeddings=False), tokens(2, 9)
     m.lm_head = nn.Linear(WIDTH, VOCAB)
@@ -166,32 +151,6 @@ def test_model_with_adapters_equals_merged_weights(name: str) -> None:
         torch.testing.assert_close(m(ids).logits, logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
-@every_model
-def test_model_with_peft_equals_merged_weights(name: str) -> None:
-    peft = pytest.importorskip("peft")
-    m, ids = model(name, tie_word_embeddings=False), tokens(2, 9)
-    lora = peft.LoraConfig(
-        r=3,
-        init_lora_weights=False,
-        target_modules=sorted(
-            {k.split(".")[-1] for k, x in m.named_modules() if isinstance(x, nn.Linear)}
-            | {"embed_tokens"}
-        ),
-    )
-    m = peft.get_peft_model(m, lora)
-    out = m(input_ids=ids, labels=ids, logits_to_keep=0)
-    want = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    torch.testing.assert_close(out.loss, want)
-    out.loss.backward()
-    grads = gradients(m)
-    assert {n for n, p in m.named_parameters() if p.requires_grad} == grads.keys()
-    assert all(grad.abs().max() > 0 for grad in grads.values())
-    merged = m.merge_and_unload()
-    torch.testing.assert_close(merged(ids).logits, out.logits, rtol=1e-4, atol=1e-4)
-
-
 class Called(nn.Module):
     """What a user puts in a module's place: a call, and none of its attributes."""
 
@@ -227,34 +186,6 @@ def test_model_reads_no_attribute_of_layers_in_its_place(name: str, dtype: torch
         torch.testing.assert_close(step, want[:, 8:], **near)
     m.train()(ids, labels=ids).loss.backward()
     assert len(gradients(m)) == trained
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@torch.no_grad()
-def test_norms_without_weights_stand_in_place(dtype: torch.dtype) -> None:
-    """The model's dtype is then that of its other weights."""
-    made: Any = model("gated_deltanet", residual_in_fp32=True)
-    m, ids = made.to(dtype).eval(), tokens(2, 9)
-    for norm in (m.model.norm, *(block.mixer_norm for block in m.model.layers)):
-        norm.weight.fill_(1)
-    want = m(ids).logits
-    for block in m.model.layers:
-        block.mixer_norm = nn.RMSNorm(WIDTH, m.config.norm_eps, elementwise_affine=False)
-    m.model.norm = nn.RMSNorm(WIDTH, m.config.norm_eps, elementwise_affine=False)
-    near = {"rtol": 0, "atol": 1e-4 if dtype == torch.float32 else 0.1}
-    out = m(ids[:, :8], use_cache=True)
-    step = m(ids[:, 8:], past_key_values=out.past_key_values).logits
-    torch.testing.assert_close(torch.cat([out.logits, step], 1), want, **near)
-
-
-@pytest.mark.parametrize("bad", [-1, VOCAB])
-def test_model_with_another_embedding_rejects_ids_outside_vocabulary(bad: int) -> None:
-    m, ids = model("gated_deltanet"), tokens(2, 9)
-    for table in (Adapter(m.model.embed_tokens), nn.Embedding(VOCAB, WIDTH)):
-        m.set_input_embeddings(table)
-        m(ids)
-        with pytest.raises(ValueError, match=rf"id {bad} at position \(1, 3\)"):
-            m(ids.index_put((torch.tensor(1), torch.tensor(3)), torch.tensor(bad)))
 
 
 # ---- the meta device and missing weights
@@ -407,25 +338,6 @@ def test_bfloat16_linears_with_float32_parameters(name: str, ranks: tuple[int, .
         assert made.shape == (2, 24)
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_bfloat16_model_with_float32_head(hooked: bool) -> None:
-    """As _keep_in_fp32_modules leaves it, and TRL with a hook that widens its input."""
-    m, ids = model("hybrid", tie_word_embeddings=False).bfloat16(), tokens(2, 9)
-    m.lm_head.float()
-    if hooked:
-        m.lm_head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
-    want = m.lm_head(m.model(ids).last_hidden_state.float())
-    out = m(ids, labels=ids, logits_to_keep=0)
-    torch.testing.assert_close(out.logits, want)
-    loss = F.cross_entropy(want[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    torch.testing.assert_close(out.loss, loss)
-    out.loss.backward()
-    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in m.parameters())
-    for options in ({}, {"use_cache": False}, {"prompt_lookup_num_tokens": 2}):
-        made = m.eval().generate(ids[:1], max_new_tokens=4, do_sample=False, **options)
-        assert made.shape == (1, 13) and made[0, 9] == want[0, -1].argmax()
-
-
 # ---- offloading
 
 
@@ -445,19 +357,3 @@ def test_model_with_cpu_offload(name: str, tied: bool) -> None:
         out = m(ids[:, :8], use_cache=True)
         step = m(ids[:, 8:], past_key_values=out.past_key_values, use_cache=True).logits
         torch.testing.assert_close(step, want.logits[:, 8:], rtol=1e-4, atol=1e-4)
-
-
-def test_model_with_weights_on_disk_is_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    m, ids = model("gated_deltanet").eval(), tokens(2, 9)
-    m.save_pretrained(tmp_path)
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "disk"}
-    again = AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        device_map={**places, "model.norm": "disk", "lm_head": "cpu"},
-        offload_folder=tmp_path / "offloaded",
-    ).eval()
-    with torch.no_grad():
-        want, got = (x(ids, labels=ids, logits_to_keep=0) for x in (m, again))
-    torch.testing.assert_close(got.loss, want.loss)
-    torch.testing.assert_close(got.logits, want.logits)

@@ -3,11 +3,9 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithFlattening
 
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.models.cache import CACHE
-from slipstream.nn import decoding
 
 VOCAB = 31
 LENGTHS = ((4, 1, 3), (2, 6))  # of the sequences in each of two rows
@@ -141,17 +139,6 @@ def test_positions_reach_rotary_layers() -> None:
 
 
 @torch.no_grad()
-def test_layers_share_packed_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Tensor] = []
-    make = decoding.positions_of
-    monkeypatch.setattr(decoding, "positions_of", lambda *x: made.append(make(*x)) or made[-1])
-    m = model(["attention", "retention", "mla", "attention"])
-    for _ in range(2):
-        m(torch.randint(VOCAB, (1, 6)), cu_seqlens=torch.tensor([0, 2, 6]))
-    assert [x.tolist() for x in made] == [[[0, 1, 0, 1, 2, 3]]] * 2
-
-
-@torch.no_grad()
 def test_loss_does_not_cross_borders() -> None:
     m, rows = model(HYBRID), [row_of(lengths) for lengths in LENGTHS]
     ids = torch.cat([torch.cat(row, 1) for row in rows])
@@ -160,23 +147,6 @@ def test_loss_does_not_cross_borders() -> None:
     targets = sum(x.shape[1] - 1 for x in sequences)
     want = sum(m(x, labels=x, num_items_in_batch=targets).loss for x in sequences)
     torch.testing.assert_close(m(ids, labels=ids, position_ids=at).loss, want)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("with_positions", [True, False])
-@pytest.mark.parametrize("said_by", ["flash", "seq_idx"])
-def test_flattening_collator_gives_the_separate_loss(said_by: str, with_positions: bool) -> None:
-    collate = DataCollatorWithFlattening(
-        return_position_ids=with_positions,
-        return_flash_attn_kwargs=said_by == "flash",
-        return_seq_idx=said_by == "seq_idx",
-    )
-    m, parts = model(HYBRID), row_of((4, 1, 5))
-    batch = collate([{"input_ids": x[0].tolist()} for x in parts])
-    out = m(**batch)
-    assert_same(out.logits, torch.cat([m(x).logits for x in parts], 1))
-    want = (m(parts[0], labels=parts[0]).loss * 3 + m(parts[2], labels=parts[2]).loss * 4) / 7
-    torch.testing.assert_close(out.loss, want)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +198,3 @@ def test_new_sequences_beside_a_cache_are_refused() -> None:
 def test_offsets_of_several_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="cu_seqlens: want a batch of one"):
         model(HYBRID)(torch.zeros(2, 3, dtype=torch.long), cu_seqlens=torch.tensor([0, 6]))
-
-
-def test_positions_are_integers() -> None:
-    with pytest.raises(TypeError, match="position_ids: want integers"):
-        model(HYBRID)(torch.zeros(1, 3, dtype=torch.long), position_ids=torch.zeros(1, 3))

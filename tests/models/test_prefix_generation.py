@@ -67,16 +67,6 @@ def test_prefix_gives_the_same_tokens(name: str, way: str, masked: bool) -> None
     assert cache.rows == options.get("num_beams", options.get("num_return_sequences", 1))
 
 
-@pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
-@pytest.mark.parametrize("word", ["cache", "past_key_values"])
-def test_cache_has_either_name(word: str) -> None:
-    """What transformers calls it: past_key_values before 5.24, and cache from there on."""
-    m, ids = model("hybrid"), _prompt()
-    want = _generated(m, ids)
-    cache = PrefixCache(m).prefill(ids)
-    assert torch.equal(_generated(m, ids, **{word: cache}), want)
-
-
 @pytest.mark.parametrize("way", ["lookup", "assistant"])
 def test_drafts_behind_a_turn_give_greedy_tokens(way: str) -> None:
     """A cache of an earlier turn, and new tokens behind it."""

@@ -123,19 +123,3 @@ def test_failed_capture_of_a_prompt_is_said_once(
     assert len(tries) == (3 if short else 1) and m.decoding.reason is None
     (cache,) = m.decoding.caches.values()
     assert [bool(x) for key, x in cache.graphs.items() if key[0] == graphs.PROMPT] == [short]
-
-
-def test_step_is_captured_again_after_short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    m, ids = model("gla"), tokens(2, 6)
-    want = without_graphs(m, ids)
-    m.decoding.free()
-
-    def capture(*given: Any) -> Any:
-        raise torch.OutOfMemoryError("none left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(graphs.Decoding, "_captured", staticmethod(capture))
-        with pytest.warns(RuntimeWarning, match="a step could not be captured: none left"):
-            assert torch.equal(generate(m, ids), want)
-    assert torch.equal(generate(m, ids), want)
-    assert m.decoding.reason is None and m.decoding.captures > 0

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, StateCache
 from slipstream.models.cache import LayerState
-from slipstream.nn import rounded
 from tests.support.language_models import model, tokens
 
 pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
@@ -22,10 +21,6 @@ def generate(m: Any, ids: Tensor, **options: Any) -> Tensor:
 
 def cache_of(m: Any) -> StateCache:
     return StateCache(len(m.model.layers), key_dtype=torch.int8)
-
-
-def is_rounded(cache: StateCache) -> bool:
-    return any(rounded.has_rounded(layer.state or {}) for layer in cache.layers)
 
 
 @pytest.mark.parametrize("key_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -93,32 +88,6 @@ def test_keys_in_8_bits_are_cropped_copied_and_reordered() -> None:
     cache.reorder_cache(torch.tensor([1, 1]))  # pyright: ignore[reportArgumentType]
     got = m(step[:2], cache=cache).logits
     torch.testing.assert_close(got[0], got[1])
-
-
-def test_gradients_want_wide_keys() -> None:
-    """A cache in int8 whose keys are wanted with gradients keeps them as they are."""
-    m, ids = model("hybrid"), tokens(1, 8)
-    cache = cache_of(m)
-    m(ids[:, :5], cache=cache)
-    m(ids[:, 5:], cache=cache).logits.sum().backward()
-    assert not is_rounded(cache)
-    assert all(x.grad is not None for x in m.parameters())
-
-
-def test_cache_rounds_after_a_call_with_gradients() -> None:
-    """Once a call wants none; so do copies of a row and pools."""
-    m, ids = model("hybrid"), tokens(1, 12)
-    cache = cache_of(m)
-    m(ids[:, :5], cache=cache)
-    assert not is_rounded(cache)
-    copied, pool = cache.copy(), cache.pool(2)
-    assert is_rounded(copied) and is_rounded(pool)
-    with torch.no_grad():
-        found = [m(ids[:, 5:], cache=x).logits for x in (cache, copied)]
-        want = m(ids).logits[:, 5:]
-    assert is_rounded(cache)
-    for logits in found:
-        assert (logits - want).norm() < 2e-2 * want.norm()
 
 
 def test_unknown_cache_dtypes_are_refused() -> None:

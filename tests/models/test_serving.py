@@ -177,23 +177,6 @@ def test_one_call_leaves_all_prefixes(name: str) -> None:
                 assert_same(x, its[key])
 
 
-@pytest.mark.parametrize("options", [{"consistent": True}, {"mode": "fused_recurrent"}])
-@torch.no_grad()
-def test_calls_leave_prefixes_where_one_cannot(options: dict) -> None:
-    mode = options.pop("mode", None)
-    m = model("gla", mixers=[{"type": "gla", "mode": mode}], **options)
-    ids = tokens(1, 200)
-    caches = PrefixCache(m), PrefixCache(m)
-    whole = caches[0].prefill(ids)
-    caches[1].prefill(ids[:, :129])
-    assert [len(x) for x in caches[0].caches] == [64, 128, 192]
-    for n in (64, 128):
-        first = tuple(ids[0, :n].tolist())
-        a, b = (m(ids[:, n : n + 1], cache=x.caches[first].copy()).logits for x in caches)
-        assert torch.equal(a, b)
-    assert whole.get_seq_length() == 192
-
-
 @torch.no_grad()
 def test_prefixes_in_8_bits() -> None:
     m, ids = model("hybrid"), tokens(1, 300)
@@ -235,17 +218,6 @@ def test_continuous_batching_is_refused_by_name() -> None:
     for call in calls:
         with pytest.raises(NotImplementedError, match="continuous batching: is not implemented"):
             call([[1, 2, 3]])
-
-
-@pytest.mark.parametrize("max_length", [None, 5])
-@torch.no_grad()
-def test_pools_grow_for_long_prompts(max_length: int | None) -> None:
-    m, ids = model("attention"), tokens(1, 301)
-    prompt = m(ids[:, :300], use_cache=True)[CACHE]
-    pool = prompt.pool(2, max_length)
-    pool.put(1, prompt)
-    last = m(ids[:, 300:].expand(2, 1), cache=pool, use_cache=True).logits
-    assert_same(last, torch.cat([m(ids[:, 300:]).logits, m(ids).logits[:, -1:]]))
 
 
 @pytest.mark.parametrize("name", ["attention", "hybrid"])

@@ -52,17 +52,6 @@ def test_cache_keeps_its_addresses(name: str) -> None:
 
 @every_kind
 @torch.no_grad()
-def test_cache_outgrows_its_room(name: str) -> None:
-    m, ids = model(name), tokens(1, 150)
-    cache = StateCache(len(m.model.layers))
-    parts = [m(ids[:, :60], cache=cache, use_cache=True).logits]
-    for begin, end in ((60, 63), (63, 64), (64, 65), (65, 149), (149, 150)):
-        parts.append(m(ids[:, begin:end], cache=cache, use_cache=True).logits)
-    assert_same(torch.cat(parts, 1), m(ids).logits)
-
-
-@every_kind
-@torch.no_grad()
 def test_cache_selects_and_repeats_rows(name: str) -> None:
     m, ids = model(name), tokens(3, 8)
     cache = m(ids, use_cache=True)[CACHE]
@@ -84,15 +73,6 @@ def test_cache_of_gradients_stays() -> None:
         m(ids[:, 8:], cache=out[CACHE], use_cache=True)
     more.logits.sum().backward()
     assert m.get_parameter("model.layers.0.mixer.qkv_proj.weight").grad is not None
-
-
-@torch.no_grad()
-def test_cache_goes_from_inference_mode_to_none() -> None:
-    m, ids = model("hybrid"), tokens(1, 9)
-    with torch.inference_mode():
-        cache = m(ids[:, :7], use_cache=True)[CACHE]
-    last = m(ids[:, 7:], cache=cache, use_cache=True).logits
-    assert_same(last, m(ids).logits[:, 7:])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -181,29 +161,6 @@ def test_cache_refuses_lengths(length: int) -> None:
         StateCache(2, max_length=length)
 
 
-@pytest.mark.parametrize(("room", "count"), [(8, 9), (None, 70), (None, 130)])
-@torch.no_grad()
-def test_prompt_outgrows_the_room_of_a_cache_that_records(room: int | None, count: int) -> None:
-    """Its last tokens are steps, which `crop` may want back; drafts come behind a prompt."""
-    m, ids = model("attention"), tokens(1, count)
-    cache = StateCache(len(m.model.layers), max_length=room)
-    cache.activate_past_recording()
-    assert_same(m(ids, cache=cache, use_cache=True).logits, m(ids).logits)
-
-
-@pytest.mark.parametrize("name", ["gla", "rwkv7", "attention"])
-@pytest.mark.parametrize("count", [1, 3])
-@torch.no_grad()
-def test_padding_alone_changes_no_recorded_state(name: str, count: int) -> None:
-    m, ids = model(name), tokens(1, 9)
-    cache = StateCache(len(m.model.layers))
-    cache.activate_past_recording()
-    m(ids[:, :5], cache=cache, use_cache=True)
-    padding = torch.zeros(1, count, dtype=torch.int64)
-    m(ids[:, :count], cache=cache, use_cache=True, attention_mask=padding)
-    assert_same(m(ids[:, 5:], cache=cache, use_cache=True).logits, m(ids).logits[:, 5:])
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 @torch.no_grad()
 def test_crop_takes_a_call_with_padding_as_a_whole(rows: int) -> None:
@@ -274,21 +231,6 @@ def test_crop_of_keys_forgets_columns_as_transformers_does(name: str, side: str,
         own = ids[source : source + 1, :kept][:, mask[source, :kept] == 1]
         whole = torch.cat([own, more[source : source + 1]], 1)
         assert_same(row[None], m(whole).logits[:, -2:])
-
-
-@torch.no_grad()
-def test_crop_changes_no_layer_where_one_refuses() -> None:
-    m, ids = model("hybrid"), tokens(2, 9)
-    cache = StateCache(len(m.model.layers))
-    cache.activate_past_recording()
-    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-    m(ids[:, :4], cache=cache, use_cache=True, attention_mask=mask)
-    m(ids[:, 4:7], cache=cache, use_cache=True)
-    with pytest.raises(ValueError, match="crop: the state after 3 tokens is gone"):
-        cache.crop(-4)
-    whole = torch.cat([mask, torch.ones(2, 5, dtype=torch.int64)], 1)
-    got = m(ids[:, 7:], cache=cache, use_cache=True).logits
-    assert_same(got, m(ids, attention_mask=whole).logits[:, 7:])
 
 
 @torch.no_grad()
@@ -380,29 +322,6 @@ def test_cache_of_inference_mode_is_changed_outside_of_it(name: str, change: str
         assert m.get_parameter("model.embed_tokens.weight").grad is not None
 
 
-@pytest.mark.parametrize("name", ["gla", "hybrid"])
-@pytest.mark.parametrize("mask", [[1, 1, 0], [1, 0, 1], [0, 1, 1]])
-@torch.no_grad()
-def test_crop_of_one_row_counts_columns_of_padding(name: str, mask: list[int]) -> None:
-    """Only padding before a row's tokens leaves them the last columns."""
-    m, ids = model(name), tokens(1, 8)
-    for back in (1, 2, 3):
-        cache = StateCache(len(m.model.layers))
-        cache.activate_past_recording()
-        m(ids[:, :4], cache=cache, use_cache=True)
-        m(ids[:, 4:7], cache=cache, use_cache=True, attention_mask=torch.tensor([mask]))
-        left = [int(ids[0, 4 + i]) for i in range(3 - back) if mask[i]]
-        if mask != [0, 1, 1] and back < 3:
-            with pytest.raises(ValueError, match="crop: "):
-                cache.crop(-back)
-            left = [int(ids[0, 4 + i]) for i in range(3) if mask[i]]
-        else:
-            cache.crop(-back)
-        got = m(ids[:, 7:], cache=cache, use_cache=True).logits
-        whole = torch.cat([ids[:, :4], torch.tensor([left]).long(), ids[:, 7:]], 1)
-        assert_same(got, m(whole).logits[:, -1:])
-
-
 # on a CPU a consistent model indexes by values, which a graph does not
 @pytest.mark.filterwarnings("ignore:generate runs without graphs")
 @pytest.mark.parametrize("name", [*KINDS, "consistent"])
@@ -418,38 +337,6 @@ def test_copy_of_a_generated_cache_goes_on(name: str) -> None:
     assert not any(copy.graphs for copy in copies)
     for given in (*copies, cache):
         assert torch.equal(generate(m, ids, **{CACHE: given}), want)
-
-
-@every_kind
-@torch.no_grad()
-def test_copy_of_a_recorded_cache_crops(name: str) -> None:
-    m, ids = model(name), tokens(2, 12)
-    cache = StateCache(len(m.model.layers))
-    cache.activate_past_recording()
-    m(ids[:, :9], cache=cache, use_cache=True)
-    other = deepcopy(cache)
-    other.crop(5)
-    mixers = {id(layer.mixer) for layer in m.model.layers}
-    kept = [r for x in other.layers if x.rollback for s in x.rollback.segments for r in s.records]
-    assert all(id(record.mixer) in mixers for record in kept)
-    assert cache.get_seq_length() == 9
-    for given, begin in ((other, 5), (cache, 9)):
-        got = m(ids[:, begin:], cache=given, use_cache=True).logits
-        assert_same(got, m(ids).logits[:, begin:])
-
-
-@pytest.mark.parametrize("name", [*KINDS, "consistent"])
-def test_copy_of_a_cache_with_gradients_has_none(name: str) -> None:
-    m = model("gla", consistent=True) if name == "consistent" else model(name)
-    ids, cache = tokens(2, 9), StateCache(len(m.model.layers))
-    m(ids[:, :5], cache=cache, use_cache=True)
-    other = deepcopy(cache)
-    states = [x for layer in other.layers for x in (layer.state or {}).values()]
-    states += [row.h for row in other.open_rows or ()]
-    assert states and not any(x.requires_grad for x in states)
-    for given in (other, cache):
-        got = m(ids[:, 5:], cache=given, use_cache=True).logits
-        assert_same(got, m(ids).logits[:, 5:])
 
 
 @every_kind

@@ -40,22 +40,6 @@ def test_trainer_predicts_and_computes_metrics(tmp_path: Path) -> None:
     assert trainer.evaluate()["eval_accuracy"] == found.metrics["test_accuracy"]
 
 
-def test_arguments_without_effect_are_taken() -> None:
-    m, ids = small().eval(), torch.randint(17, (2, 5))
-    out = m(
-        ids,
-        output_attentions=False,
-        cache_position=torch.arange(5),
-        token_type_ids=torch.zeros_like(ids),
-        max_length_q=5,
-        max_length_k=5,
-        anything=None,
-        return_dict=True,
-    )
-    assert torch.equal(out.logits, m(ids).logits)
-    assert torch.equal(m(ids, return_dict=False, use_cache=False)[0], out.logits)
-
-
 @pytest.mark.parametrize("labels", [False, True])
 def test_unknown_arguments_are_refused_by_name(labels: bool) -> None:
     m, ids = small(), torch.randint(17, (2, 5))
@@ -139,11 +123,6 @@ def test_places_of_logits_outside_are_reported_as_given() -> None:
     torch.testing.assert_close(m(IDS, logits_to_keep=[-5, 4]).logits, m(IDS).logits[:, [0, 4]])
 
 
-def test_number_of_a_sequence_is_an_integer() -> None:
-    with pytest.raises(TypeError, match=r"seq_idx: want integers, got torch\.float32"):
-        small()(IDS, seq_idx=torch.zeros(2, 5))
-
-
 def test_logits_are_kept_of_places_that_are_there() -> None:
     m = small()
     want = m(IDS).logits
@@ -163,13 +142,6 @@ def test_logits_are_kept_of_places_that_are_there() -> None:
         m(IDS, logits_to_keep=torch.ones(4, dtype=torch.bool))
 
 
-def test_places_may_have_fewer_bits_than_tokens() -> None:
-    m, ids = small(), IDS[:1].repeat(1, 60)
-    places = torch.tensor([-1, -128, 0, 127], dtype=torch.int8)
-    got = m(ids, logits_to_keep=places).logits
-    torch.testing.assert_close(got, m(ids).logits[:, places.long()])
-
-
 def test_batch_of_padding_or_nothing_has_a_loss() -> None:
     """As of ranks that have run out of rows: a gradient of 0 where the count is of all ranks."""
     for ids, mask in ((IDS, IDS * 0), (IDS[:0], None), (IDS[:, :0], None)):
@@ -187,13 +159,6 @@ def test_labels_of_other_rows_are_refused(embedded: bool) -> None:
     for labels in (IDS.T, IDS.reshape(1, -1), IDS[:, :-1]):
         with pytest.raises(ValueError, match=r"labels: want shape \(\d+, \d+\) of the tokens"):
             m(**given, labels=labels)
-
-
-@pytest.mark.parametrize("number", [np.int64(10), np.float32(10)])
-def test_count_of_numpy_is_a_number(number: Any) -> None:
-    model = small()
-    losses = [model(IDS, labels=IDS, num_items_in_batch=n).loss for n in (number, 10)]
-    assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize("mixer", ["gla", "attention", "mamba2"])

@@ -2,8 +2,6 @@
 anew before each call, shared, frozen, quantized or of another dtype. What looks at modules is in
 test_module_settings.py, ways of training in test_ways.py."""
 
-import copy
-import io
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +19,6 @@ from tests.support.small_modules import (
     LAYERS,
     SUBJECTS,
     Call,
-    Later,
     Module,
     Way,
     assert_same,
@@ -264,41 +261,6 @@ def test_parameters_of_one_shape_are_one(name: str) -> None:
         found = [want[1][n] for n in names if n in want[1]]
         if found:
             assert_same(([], {names[0]: got[1][names[0]]}), ([], {names[0]: sum(found)}))  # pyright: ignore
-
-
-@every_subject
-@sample
-def test_copies_of_a_used_module(name: str) -> None:
-    plain, used, given = modules(name)
-    results(used, used, given)
-    used.zero_grad()
-    copies = [copy.deepcopy(used)]
-    if not isinstance(used, Later) and name != "LinearKLDivLoss":
-        held = io.BytesIO()
-        torch.save(used, held)
-        held.seek(0)
-        copies.append(torch.load(held, weights_only=False))
-    want = results(plain, plain, given)
-    for x in copies:
-        assert_same(results(x, x, given), want)
-
-
-@every_subject
-@sample
-def test_state_dict_is_assigned(name: str) -> None:
-    plain, changed, given = modules(name)
-    called: list[str] = []
-    changed.register_state_dict_post_hook(lambda *_: called.append("saved"))
-    changed.register_load_state_dict_pre_hook(lambda *_: called.append("before"))
-    changed.register_load_state_dict_post_hook(lambda *_: called.append("after"))
-    weights = {n: x.clone() for n, x in changed.state_dict().items()}
-    for p in changed.parameters():
-        torch.nn.init.constant_(p, torch.nan)
-    assert changed.load_state_dict(weights, assign=True) == ([], [])
-    for (_, p), (_, q) in zip(changed.named_parameters(), plain.named_parameters(), strict=True):
-        p.requires_grad_(q.requires_grad)
-    assert called == ["saved", "before", "after"]
-    assert_same(results(changed, changed, given), results(plain, plain, given))
 
 
 @every_subject

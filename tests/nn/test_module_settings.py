@@ -3,7 +3,6 @@ runs in: hooks, modes, subclasses of Tensor, default dtypes, threads, torch.func
 
 import copy
 import itertools
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -109,28 +108,6 @@ def test_module_is_the_same(name: str, way: str) -> None:
     plain.given = given  # pyright: ignore
     call = WAYS[way](plain, changed)
     assert_same(results(changed, call, given), results(plain, plain, given))
-
-
-@every_subject
-@sample
-def test_threads_get_the_same(name: str) -> None:
-    plain, changed, given = modules(name)
-    want, found = results(plain, plain, given), []
-
-    def work() -> None:
-        mine = copy.deepcopy(changed)
-        for _ in range(2):
-            mine.zero_grad()
-            found.append(results(mine, mine, given))
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 6
-    for got in found:
-        assert_same(got, want)
 
 
 @every_subject

@@ -36,10 +36,8 @@ from tests.support.small_modules import (
     assert_same,
     flat,
     is_sample,
-    leaves,
     modules,
     results,
-    total,
 )
 
 pytestmark = [
@@ -298,17 +296,6 @@ def test_module_exports_with_gradients(name: str) -> None:
     with torch.no_grad():
         program.load_state_dict(changed.state_dict(), strict=False)
     assert_same(results(program, program, given), results(plain, plain, given))
-
-
-@every_subject
-@pytest.mark.sample(which=is_sample)
-def test_module_gives_gradients_twice(name: str) -> None:
-    plain, _, given = modules(name)
-    inputs = leaves(given)
-    wanted = [x for x in (*inputs, *plain.parameters()) if x.requires_grad]
-    loss = total(plain(*inputs))
-    first = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
-    torch.testing.assert_close(torch.autograd.grad(loss, wanted, allow_unused=True), first)
 
 
 @every_subject

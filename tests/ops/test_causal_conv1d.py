@@ -18,49 +18,6 @@ def whole(x: Tensor, weight: Tensor, bias: Tensor, before: Tensor | None = None)
     return F.silu(F.conv1d(padded, weight[:, None], bias, groups=x.shape[1]))
 
 
-def test_causal_conv1d_fn_matches_torch() -> None:
-    x, weight, bias = torch.randn(B, D, T), torch.randn(D, W), torch.randn(D)
-    got = causal_conv1d_fn(x, weight, bias, activation="silu", use_cache=None)
-    torch.testing.assert_close(got, whole(x, weight, bias))
-    before, out = torch.randn(B, D, W - 1), torch.empty(B, D, W - 1)
-    y, final = causal_conv1d_fn(
-        x, weight, bias, initial_states=before, return_final_states=True, final_states_out=out,
-        activation="swish",
-    )  # fmt: skip
-    torch.testing.assert_close(y, whole(x, weight, bias, before))
-    assert final is out and torch.equal(out, x[..., -W + 1 :])
-
-
-def test_causal_conv1d_fn_packed_equals_separate() -> None:
-    x, weight, bias = torch.randn(2, D, T), torch.randn(D, W), torch.randn(D)
-    lengths = ((5, 6), (1, 3, 7))
-    seq_idx = torch.stack(
-        [torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths]
-    )
-    got = causal_conv1d_fn(x, weight, bias, seq_idx=seq_idx.int(), activation="silu")
-    for row, y, sizes in zip(x, got, lengths):
-        parts = [whole(part[None], weight, bias)[0] for part in row.split(sizes, -1)]
-        torch.testing.assert_close(y, torch.cat(parts, -1))
-
-
-@pytest.mark.parametrize("S", [W - 1, W, W + 3])
-@pytest.mark.parametrize("indexed", [False, True])
-def test_causal_conv1d_update_continues(S: int, indexed: bool) -> None:
-    x, weight, bias = torch.randn(B, D, T), torch.randn(D, W), torch.randn(D)
-    pool = torch.randn(5, D, S)
-    index = torch.tensor([4, 0, 2]) if indexed else None
-    state = pool.clone() if indexed else pool[:B].clone()
-    mine = pool[index] if indexed else pool[:B]
-    options: dict[str, Any] = {"activation": "silu", "conv_state_indices": index}
-    first = causal_conv1d_update(x[..., 0], state, weight, bias, **options)
-    rest = causal_conv1d_update(x[..., 1:], state, weight, bias, **options)
-    want = whole(x, weight, bias, mine[..., S - W + 1 :])
-    torch.testing.assert_close(torch.cat([first[..., None], rest], -1), want)
-    torch.testing.assert_close(state[index] if indexed else state, x[..., -S:])
-    if indexed:
-        assert torch.equal(state[[1, 3]], pool[[1, 3]])
-
-
 @pytest.mark.parametrize("first", [0, 2])
 def test_causal_conv1d_update_takes_tokens_of_its_state(first: int) -> None:
     """They are read as they were, before any is overwritten."""

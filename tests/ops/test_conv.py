@@ -4,21 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from slipstream.kernels.conv import eager
 from slipstream.ops.conv import short_convolution, short_convolution_update
-
-
-@pytest.mark.parametrize("width", range(1, 9))
-def test_short_convolution_matches_conv1d(width: int) -> None:
-    x, weight, bias = torch.randn(2, 70, 6), torch.randn(6, width), torch.randn(6)
-    want = F.conv1d(F.pad(x.mT, (width - 1, 0)), weight[:, None], bias, groups=6).mT
-    torch.testing.assert_close(short_convolution(x, weight, bias)[0], want)
-    want = F.silu(want) + x
-    got, state = short_convolution(x, weight, bias, activation="silu", residual=x)
-    assert state is None
-    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, 9])
@@ -45,25 +33,6 @@ def test_short_convolution_update_continues_a_sequence_in_place() -> None:
         assert y.shape == token.shape
         torch.testing.assert_close(y.view(2, 6), whole[:, t])
     assert torch.equal(state, end)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("slots", [None, [2, -1, 0]])
-def test_short_convolution_update_compiles_fullgraph(slots: list[int] | None) -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(
-        short_convolution_update, fullgraph=True, dynamic=True, backend="aot_eager"
-    )
-    indices = None if slots is None else torch.tensor(slots)
-    weight = torch.randn(6, 4)
-    pools = [torch.ones(3, 6, 4), torch.ones(3, 6, 4)]
-    with torch.no_grad():
-        for _ in range(3):
-            x = torch.randn(3, 6)
-            y, want = (f(x, s, weight, activation="silu", state_indices=indices)
-                       for f, s in zip((compiled, short_convolution_update), pools))  # fmt: skip
-            torch.testing.assert_close(y, want)
-    torch.testing.assert_close(*pools)
 
 
 def test_short_convolution_keeps_packed_neighbours_apart() -> None:
@@ -102,22 +71,6 @@ def test_short_convolution_ignores_autocast() -> None:
     want = short_convolution(x, weight)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(short_convolution(x, weight)[0], want)
-
-
-def test_short_convolution_rejects_faults_by_name() -> None:
-    x, weight = torch.randn(2, 9, 6), torch.randn(6, 4)
-    offsets = torch.tensor([0, 9])
-    for call, error, word in [
-        (lambda: short_convolution(x, weight, cu_seqlens=offsets), ValueError, "batch size 1"),
-        (
-            lambda: short_convolution(x[:1], weight, cu_seqlens=torch.tensor([0, 8])),
-            ValueError,
-            "cu_seqlens: want offsets from 0 to the 9 tokens",
-        ),
-        (lambda: short_convolution_update(x, torch.zeros(2, 6, 4), weight), ValueError, "x: want"),
-    ]:
-        with pytest.raises(error, match=word):
-            call()
 
 
 def test_windows_past_the_pool_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,32 +182,6 @@ def test_cache_of_a_missing_sequence_is_left_alone(named: str, new: int) -> None
         assert torch.equal(got, expected), name
 
 
-def test_varlen_pages_that_are_missing_hide_their_sequence() -> None:
-    q, (_, k, v) = torch.randn(9, 4, 8), qkv()
-    pages, table = paged(k)
-    values = v.reshape(-1, PAGE, 2, 8)[table.flatten().long().argsort()]
-    cu_q, cu_k = torch.tensor([0, 2, 9]).int(), torch.tensor([0, 8, 19]).int()
-    call = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "causal": True}
-    want = flash_attn_varlen_func(q, pages, values, block_table=table, **call)
-    unused, missing = table.clone(), table.clone()
-    unused[0, -(-8 // PAGE) :] = 1 << 30  # behind the 8 keys in use
-    close(flash_attn_varlen_func(q, pages, values, block_table=unused, **call), want)
-    missing[1, 0] = -1
-    o = flash_attn_varlen_func(q, pages, values, block_table=missing, **call)
-    close(o[:2], want[:2])
-    assert not o[2:].any()
-
-
-@pytest.mark.parametrize("name", ["k", "v"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int8, torch.complex64])
-def test_cache_takes_new_keys_of_its_own_dtype(name: str, dtype: torch.dtype) -> None:
-    q, k, v = qkv(2, 1)
-    new = {"k": torch.randn(2, 1, 2, 8), "v": torch.randn(2, 1, 2, 8)}
-    new[name] = new[name].to(dtype)
-    with pytest.raises(TypeError, match=rf"^{name}: want torch.float32 like k_cache, got {dtype}"):
-        flash_attn_with_kvcache(q, k, v, **new, cache_seqlens=3)
-
-
 @pytest.mark.parametrize("B", [1, 2])
 def test_cache_takes_keys_that_are_a_part_of_it(B: int) -> None:
     """They are read as they were, before any is overwritten."""
@@ -226,22 +200,6 @@ def test_cache_is_left_alone_by_sparse_keys(name: str) -> None:
     with pytest.raises(TypeError, match=f"^{name}: want a dense tensor"):
         flash_attn_with_kvcache(q, *caches, **new, cache_seqlens=3)
     close(caches, (k, v))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_traced_cache_calls_take_other_lengths() -> None:
-    q, k, v = qkv(2, 1)
-    new = torch.randn(2, 1, 2, 8)
-
-    def step(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        return flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=lengths)
-
-    caches = [(k.clone(), v.clone()) for _ in range(3)]
-    traced = torch.jit.trace(step, (q, *caches[0], torch.tensor([7, 3])), check_trace=False)
-    lengths = torch.tensor([-1, 5])
-    close(traced(q, *caches[1], lengths), step(q, *caches[2], lengths))
-    close(caches[1], caches[2])
 
 
 def test_cache_calls_pass_opcheck_and_compile() -> None:

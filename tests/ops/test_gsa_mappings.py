@@ -78,13 +78,3 @@ def test_gsa_without_gate_refuses_what_it_cannot_continue() -> None:
     args = {name: x[:1] for name, x in args.items()}
     with pytest.raises(NotImplementedError, match=r"cu_seqlens: .* pass g"):
         ops.chunk_gsa(**args, cu_seqlens=torch.tensor([0, T]))
-
-
-def test_gsa_rejects_wrong_heads_and_states() -> None:
-    args, g = slots(), log_decay(B, T, H, M)
-    with pytest.raises(ValueError, match="heads of q: want a multiple of heads of k = 2, got 3"):
-        ops.chunk_gsa(**{**args, "q": randn(B, T, 3, K)}, g=g)
-    with pytest.raises(TypeError, match="initial_state: want a tuple"):
-        ops.chunk_gsa(**args, g=g, initial_state=randn(2, B, H, K, M))
-    with pytest.raises(ValueError, match=r"initial_state\[1\]: want"):
-        ops.chunk_gsa(**args, g=g, initial_state=(randn(B, H, K, M), randn(B, H, V, M)))

@@ -457,10 +457,3 @@ def _fuzz(data: st.DataObject) -> None:
 @given(st.data())
 def test_operator_refuses_wrong_arguments(data: st.DataObject) -> None:
     _fuzz(data)
-
-
-@pytest.mark.slow
-@settings(max_examples=5000, deadline=None, derandomize=True, database=None)
-@given(st.data())
-def test_operator_refuses_wrong_arguments_often(data: st.DataObject) -> None:
-    _fuzz(data)

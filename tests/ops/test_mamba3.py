@@ -97,15 +97,3 @@ def test_mamba3_without_angles_is_that_of_zeros(fn: Any) -> None:
         near(o, want)
         near(after[0], ends[0][:, :, :columns])
         assert after[3].shape == (B, HV, 0)
-
-
-def test_mamba3_rejects_what_does_not_fit() -> None:
-    fn, given = both("mamba3")[0], arguments(2)
-    with pytest.raises(ValueError, match="angles: want at most K / 2"):
-        fn(**{**given, "angles": randn(B, T, HV, K)})
-    with pytest.raises(ValueError, match="v: want"):
-        fn(**{**given, "v": given["v"][:, :, :, :1]})
-    with pytest.raises(TypeError, match="initial_state: want a tuple"):
-        fn(**given, initial_state=states(2)[:3])
-    with pytest.raises(ValueError, match=r"initial_state\[1\]: want"):
-        fn(**given, initial_state=states(1))

@@ -7,14 +7,13 @@ from unittest import mock
 import pytest
 import torch
 
-from slipstream import ops
 from slipstream.kernels.linear import dispatch
 from slipstream.runtime.dispatch import ValidationCache
 from slipstream.tools.catalog import Sample, family
 from tests.support import recurrences
 from tests.support.mappings import near
 from tests.support.operators import LINEAR
-from tests.support.recurrences import NAMED, ROWS, SIZE, K, arguments, log_decay, slots, trace
+from tests.support.recurrences import ROWS, SIZE, K, trace
 
 every_row = pytest.mark.parametrize("op", ROWS, ids=lambda op: op.name)
 
@@ -69,34 +68,3 @@ def test_operator_runs_by_chunks_or_tokens(op: Sample) -> None:
     ):
         op(op.inputs(SIZE))
     assert seen == {op.op.startswith("fused_recurrent_")}
-
-
-@pytest.mark.parametrize("op", [x for x in ROWS if family(x.op) in NAMED], ids=lambda op: op.name)
-def test_operator_with_many_tensors_wants_them_named(op: Sample) -> None:
-    with pytest.raises(TypeError, match="positional"):
-        op.fn(*op.inputs(SIZE).values())
-
-
-@pytest.mark.parametrize(
-    "op", [x for x in ROWS if family(x.op) not in NAMED], ids=lambda op: op.name
-)
-def test_operator_wants_options_named(op: Sample) -> None:
-    args = list(arguments(family(op.op)).values())[: 3 if family(op.op) == "gla" else None]
-    with pytest.raises(TypeError, match="positional"):
-        op.fn(*args, *op.options.values(), *[None] * 3, 0.5)
-
-
-def test_operator_errors_name_arguments_as_the_caller_does() -> None:
-    args = arguments("rwkv6")
-    with pytest.raises(ValueError, match=r"^w: want 4 dimensions \[B, T, HV, K\]"):
-        ops.chunk_rwkv6(**{**args, "w": args["w"][..., 0]})
-    with pytest.raises(ValueError, match=r"^r: want 4 dimensions"):
-        ops.chunk_rwkv6(**{**args, "r": args["r"][0]})
-    with pytest.raises(ValueError, match=r"^w: want shape"):
-        ops.chunk_rwkv7(**{**arguments("rwkv7"), "w": args["w"][:, 1:]})
-    args = arguments("dplr_delta_rule")
-    with pytest.raises(ValueError, match=r"^gk: want shape"):
-        ops.chunk_dplr_delta_rule(**{**args, "gk": args["gk"][..., 1:]})
-    args = slots()
-    with pytest.raises(ValueError, match=r"^s: want \[B = "):
-        ops.chunk_gsa(**{**args, "s": args["s"][:, 1:]}, g=log_decay(*args["s"].shape))

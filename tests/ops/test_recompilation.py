@@ -18,7 +18,6 @@ from tests.support.chunk_sizes import CHUNKED, PACKED, WAYS
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 # one of each transition
 EACH = {"chunk_simple_gla", "chunk_gla", "chunk_gsa", "chunk_gated_delta_rule", "chunk_rwkv7"}
-LONG_PACKED = ((4, 8192, 96), (3, 9001, 80), (5, 9000, 72))
 
 
 def kernels(sample: Sample, size: tuple[int, int, int], packed: bool) -> dict[str, str]:
@@ -48,9 +47,3 @@ def test_other_sizes_compile_nothing_new(sample: Sample, way: str) -> None:
 @pytest.mark.sample(which=lambda sample: sample.op in EACH)
 def test_other_packed_lengths_compile_nothing_new(sample: Sample) -> None:
     assert_same(sample, PACKED, True)
-
-
-@pytest.mark.parametrize("sample", CHUNKED, ids=lambda x: x.op)
-@pytest.mark.sample(which=lambda sample: sample.op in EACH)
-def test_other_long_packed_lengths_compile_nothing_new(sample: Sample) -> None:
-    assert_same(sample, LONG_PACKED, True)

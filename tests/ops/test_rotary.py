@@ -8,46 +8,10 @@ from slipstream.ops.rotary import packed_positions, rotary_embedding, rotary_tab
 from slipstream.runtime.backends import HAVE_TRITON
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_scores_depend_on_distance_alone(interleaved: bool) -> None:
-    q, k = torch.randn(1, 1, 2, 16).expand(1, 5, 2, 16), torch.randn(1, 1, 2, 16)
-    scores = []
-    for shift in (0, 100):
-        cos, sin = rotary_tables(torch.arange(5) + shift, 12)
-        turned = rotary_embedding(q, cos, sin, interleaved=interleaved)
-        key = rotary_embedding(k, cos[:1], sin[:1], interleaved=interleaved)
-        scores.append((turned * key).sum(-1))
-    torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(scores[0][:, 0], scores[0][:, 1])
-
-
-@pytest.mark.parametrize("impl", ["eager", "reference"])
-def test_xpos_scores_fade_with_distance_pair_by_pair(impl: str) -> None:
-    at = torch.arange(40)
-    q, k = (rotary_tables(at, 6, xpos=x, dtype=torch.float64) for x in (8.0, -8.0))
-    x = torch.randn(1, 40, 1, 6, dtype=torch.float64).expand(1, 40, 1, 6)
-    turned = rotary_embedding(x, *q, impl=impl)[0, :, 0].view(40, 2, 3)
-    keys = rotary_embedding(x, *k, impl=impl)[0, :, 0].view(40, 2, 3)
-    plain = rotary_embedding(x, *rotary_tables(at, 6, dtype=torch.float64))[0, :, 0].view(40, 2, 3)
-    got = torch.einsum("icp,jcp->ijp", turned, keys)
-    want = torch.einsum("icp,jcp->ijp", plain, plain)
-    fades = (torch.arange(3, dtype=torch.float64) / 3 + 0.4) / 1.4
-    want *= fades ** ((at[:, None] - at)[..., None] / 8.0)
-    torch.testing.assert_close(got, want)
-
-
 def test_xpos_has_gradients() -> None:
     x = torch.randn(1, 5, 2, 6, dtype=torch.float64, requires_grad=True)
     tables = rotary_tables(torch.arange(5), 4, xpos=-3.0, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: rotary_embedding(x, *tables), x)
-
-
-def test_rotary_keeps_lengths_and_what_does_not_turn() -> None:
-    x = torch.randn(2, 5, 3, 10)
-    y = rotary_embedding(x, *rotary_tables(torch.arange(5), 6))
-    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
-    assert torch.equal(y[..., 6:], x[..., 6:])
-    assert torch.equal(y[:, 0], x[:, 0])
 
 
 def test_rotary_tables_by_position_or_token() -> None:

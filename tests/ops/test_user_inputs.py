@@ -2,7 +2,6 @@
 in settings of torch that it has not made: the same numbers, or an error that names the argument."""
 
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -150,20 +149,6 @@ def test_fake_tensors_have_real_shapes(case: Case) -> None:
         assert steps[0] == steps[1]
 
 
-class Marked(Tensor):
-    """A subclass with nothing of its own."""
-
-
-@every_case
-@sample
-def test_one_input_of_a_subclass(case: Case) -> None:
-    problem = Problem(case)
-    want = problem.run(*problem.inputs)
-    for i in range(len(problem.inputs)):
-        given = [x.as_subclass(Marked) if i == j else x for j, x in enumerate(problem.inputs)]
-        assert_near([x.as_subclass(Tensor) for x in problem.run(*given)], list(want))
-
-
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "sparse": lambda x: x.to_sparse(),
     "complex": lambda x: x.to(torch.complex128),
@@ -270,34 +255,6 @@ def test_backward_within_autocast(case: Case) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = torch.autograd.grad(loss, given)
     assert_near(list(got), list(want), 0.05 if case.name in PLAIN_TORCH else 1e-4)
-
-
-@every_case
-@sample
-def test_inference_mode_then_training(case: Case) -> None:
-    problem = Problem(case)
-    want = problem.run(*problem.inputs)
-    with torch.inference_mode():
-        assert_near(list(problem.run(*(x.clone() for x in problem.inputs))), list(want))
-    assert_near(problem.gradient(), problem.gradient())
-
-
-@every_case
-@sample
-def test_threads_get_the_same(case: Case) -> None:
-    problem = Problem(case)
-    want, found = problem.gradient(), []
-    threads = [
-        threading.Thread(target=lambda: found.extend(problem.gradient() for _ in range(3)))
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 9
-    for got in found:
-        assert_near(got, want)
 
 
 @every_case

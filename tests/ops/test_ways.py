@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import slipstream
 from slipstream import ops
-from slipstream.kernels.norm import op as norm_op
-from slipstream.kernels.norm.inputs import NormInputs, NormOptions
 from tests.support.derivatives import CASES, WAYS, Case, Problem, assert_near
 from tests.support.operators import LINEAR
 
@@ -110,16 +108,6 @@ def test_gradient_under_activation_checkpointing(case: Case, reentrant: bool) ->
 
 
 @every_case
-def test_gradient_twice_of_one_graph(case: Case) -> None:
-    problem = Problem(case)
-    given = problem.leaves()
-    total = problem.value(*given)
-    first = [x.clone() for x in torch.autograd.grad(total, given, retain_graph=True)]
-    assert_near(first, problem.gradient())
-    assert_near(list(torch.autograd.grad(total, given)), first)
-
-
-@every_case
 @pytest.mark.parametrize("way", WAYS)
 def test_derivative_is_right_or_refused_by_name(case: Case, way: str) -> None:
     problem = Problem(case)
@@ -157,28 +145,6 @@ def test_gradient_of_a_strict_export(case: Case) -> None:
     assert_near(list(grads), problem.gradient())
 
 
-# what is exported from inputs without gradients has none, and says so
-WITHOUT_GRADIENTS = {"short_convolution_update-bias"}
-
-
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c.name not in WITHOUT_GRADIENTS], ids=lambda case: case.name
-)
-@pytest.mark.sample(which=lambda case: case.name in ("l2_norm", "chunk_gla"))
-def test_gradient_of_an_export_from_constants(case: Case) -> None:
-    """Whoever exports a part of a model gives it inputs that need no gradients."""
-    problem = Problem(case)
-
-    class Module(torch.nn.Module):
-        def forward(self, given: list[Tensor]) -> tuple[Tensor, ...]:
-            return problem.run(*given)
-
-    exported = torch.export.export(Module(), (problem.inputs,), strict=False).module()
-    given = problem.leaves()
-    grads = torch.autograd.grad(problem.of_outputs(tuple(exported(given))), given)
-    assert_near(list(grads), problem.gradient())
-
-
 @every_case
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_gradients_under_autocast_are_those_of_16_bits(case: Case, dtype: torch.dtype) -> None:
@@ -200,32 +166,6 @@ def test_gradients_under_autocast_are_those_of_16_bits(case: Case, dtype: torch.
         assert float((x.grad - y).norm()) <= 0.05 * float(y.norm()) + 1e-3
 
 
-@pytest.mark.parametrize("keep_h", [False, True], ids=["h dropped", "h returned"])
-def test_norm_second_derivative_without_input(keep_h: bool) -> None:
-    """The kernels' Function, by plain torch: it saves x + residual, and there is no weight."""
-    x, residual = (torch.randn(3, 6, requires_grad=True) for _ in range(2))
-    n = NormOptions(1e-5, keep_h=keep_h)
-    y, _ = norm_op.norm(NormInputs(x, residual=residual), n, "eager")
-    loss = y.pow(3).sum()
-    for given in (x, residual):
-        (first,) = torch.autograd.grad(loss, given, create_graph=True)
-        with pytest.raises(NotImplementedError, match="slipstream::norm: a second derivative"):
-            torch.autograd.grad(first.sum() + loss, given, retain_graph=True)
-
-
-def test_create_graph_without_second_derivative() -> None:
-    """create_graph=True alone: the gradients may be read, and changed in place."""
-    x, weight = torch.randn(2, 5, 6, requires_grad=True), torch.randn(6, requires_grad=True)
-    loss = ops.rms_norm(x, weight).pow(2).sum()
-    want = torch.autograd.grad(loss, (x, weight), retain_graph=True)
-    got = torch.autograd.grad(loss, (x, weight), create_graph=True)
-    assert_near([x.detach() for x in got], list(want), 1e-6)
-    with torch.no_grad():
-        for gradient in got:
-            gradient.mul_(2.0)
-    assert_near([x.detach() for x in got], [2 * x for x in want], 1e-6)
-
-
 def test_vmap_without_gradients_matches_a_loop() -> None:
     x = torch.randn(3, 2, 5, 6)
     calls: list[Callable[[Tensor], Tensor]] = [
@@ -236,38 +176,6 @@ def test_vmap_without_gradients_matches_a_loop() -> None:
     for call in calls:
         want = torch.stack([call(y) for y in x])
         torch.testing.assert_close(torch.func.vmap(call)(x), want)
-
-
-def test_transforms_within_each_other_refuse_by_name() -> None:
-    q, k, v = torch.randn(3, 1, 5, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4)
-
-    def one(q: Tensor) -> Tensor:
-        return ops.chunk_retention(q, k, v)[0].sum()
-
-    def three(q: Tensor) -> Tensor:
-        return torch.func.vmap(one)(q).sum()
-
-    for call in (
-        lambda: torch.func.jacfwd(one)(q[0]),
-        lambda: torch.func.hessian(one)(q[0]),
-        lambda: torch.func.vmap(torch.func.grad(one))(q),
-        lambda: torch.func.grad(three)(q),
-        lambda: torch.func.jvp(three, (q,), (q,)),
-    ):
-        with pytest.raises(NotImplementedError, match=r"^slipstream\.ops\.chunk_retention: "):
-            call()
-
-
-def test_transforms_around_an_operator() -> None:
-    """Its own inputs are constants to them."""
-    q, k, v = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4)
-    fixed = ops.chunk_retention(q, k, v)[0]
-
-    def value(x: Tensor) -> Tensor:
-        return (x * ops.chunk_retention(q, k, v)[0]).sum()
-
-    torch.testing.assert_close(torch.func.grad(value)(v), fixed)
-    torch.testing.assert_close(torch.func.jvp(value, (v,), (q,))[1], (q * fixed).sum())
 
 
 def test_functions_share_a_base() -> None:

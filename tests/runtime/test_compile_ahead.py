@@ -1,8 +1,6 @@
 """After an operator's first call, the kernels of other sizes are compiled in the background."""
 
-import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -117,43 +115,6 @@ def test_begin_waits_for_calls_that_wait_for_their_kernels() -> None:
         parallel_compile.idle.set()
     compile_ahead.finish()
     assert len(seen) == 3
-
-
-@pytest.mark.usefixtures("trusted")
-@pytest.mark.parametrize("theirs", [None, 0.02])
-def test_begin_shortens_turns_meanwhile(theirs: float | None) -> None:
-    """A program that sets the interval itself keeps what it has set."""
-    before, seen = sys.getswitchinterval(), []
-
-    def call(x: Tensor) -> None:
-        seen.append(sys.getswitchinterval())
-        if theirs is not None:
-            sys.setswitchinterval(theirs)
-
-    try:
-        compile_ahead.begin(call, (torch.zeros(16),), halves)
-        compile_ahead.finish()
-        assert seen[0] == pytest.approx(min(before, compile_ahead.TURN))
-        assert sys.getswitchinterval() == pytest.approx(theirs or before)
-    finally:
-        sys.setswitchinterval(before)
-
-
-@pytest.mark.usefixtures("trusted")
-def test_begin_leaves_the_warning_filters_of_other_threads() -> None:
-    """Whatever order the two threads' blocks begin and end in."""
-    from triton.compiler import code_generator
-
-    compile_ahead.begin(lambda x: None, (torch.zeros(16),), halves)
-    compile_ahead.finish()
-    with warnings.catch_warnings():
-        theirs = code_generator.warnings.catch_warnings()
-        theirs.__enter__()
-        code_generator.warnings.simplefilter("ignore", DeprecationWarning)
-        before = list(warnings.filters)
-        warnings.simplefilter("error", ResourceWarning)
-        theirs.__exit__(None, None, None)
-        assert warnings.filters[0][2] is ResourceWarning and warnings.filters[1:] == before
 
 
 @pytest.mark.usefixtures("trusted")

@@ -37,33 +37,6 @@ def test_without_locks_every_process_compiles(
     assert not list(tmp_path.rglob("*.json"))
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_longest_kernel_comes_first(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others in their order; one that fails keeps nobody waiting."""
-    came: list[str] = []
-
-    def compile_fn(name: str) -> None:
-        came.append(name)
-        if name == LONGEST[1]:
-            raise KeyError(name)
-
-    # which wants a GPU
-    monkeypatch.setattr(parallel_compile, "_with_launcher", lambda kernel: kernel)
-    later = _Later()
-    futures = {}
-    for name in ("some_kernel", LONGEST[1], "another_kernel", LONGEST[0]):
-        task = _Task(None, partial(compile_fn, name))
-        task.name = name
-        futures[name] = later.submit(task)
-    time.sleep(0.01)
-    assert not came
-    with ThreadPoolExecutor(threads) as pool:
-        later.start(pool)
-    assert came == [LONGEST[0], LONGEST[1], "some_kernel", "another_kernel"]
-    assert isinstance(futures[LONGEST[1]].exception(), KeyError)
-    assert futures[LONGEST[0]].exception() is None
-
-
 def test_warning_filters_outlive_compilations_side_by_side() -> None:
     """Of two calls, each in a thread of its own: Triton's visitor changes the process's filters,
     and sets those it found when it ends."""
@@ -133,18 +106,6 @@ def test_without_threads_kernels_are_compiled_by_their_launches(
     monkeypatch.setattr(parallel_compile, "ThreadPoolExecutor", lambda _: FewThreads(0))
     parallel_compile.compile_kernels(called.append, (1,))
     assert not called and active_mode.get() is None and of_thread.warmup is None
-
-
-def test_interrupted_compilation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next launch would wait for threads that are gone."""
-
-    def interrupted(futures: Any) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_async_compile, "as_completed", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        parallel_compile.compile_kernels(lambda: None, ())
-    assert active_mode.get() is None and of_thread.warmup is None
 
 
 def test_long_kernels_are_there() -> None:

@@ -4,9 +4,7 @@ meanwhile."""
 import inspect
 import multiprocessing
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,39 +74,6 @@ def test_one_process_compiles(fails: bool, tmp_path: Path, monkeypatch: pytest.M
         process.join(120)
     assert sorted(x.exitcode for x in started) == [0] * (PROCESSES - fails) + [1] * fails
     assert len(list(made.iterdir())) == 1 + fails
-
-
-def test_kernels_take_the_lock_of_python_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the call, however many threads there are."""
-    seen: list[int] = []
-
-    def compile_nth(n: int) -> None:
-        seen.append(n)
-        time.sleep(0.01)
-        seen.append(n)
-
-    monkeypatch.setattr(parallel_compile, "_with_launcher", lambda kernel: kernel)
-    later = parallel_compile._Later()
-    for n in range(4):
-        later.submit(parallel_compile._Task(n, partial(compile_nth, n)))
-    with ThreadPoolExecutor(4) as pool:
-        later.start(pool)
-    assert seen == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_calls_begin_after_what_every_key_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which takes several times as long beside the call."""
-    seen: list[str] = []
-
-    def finish() -> None:
-        time.sleep(0.05)
-        seen.append("ready")
-
-    monkeypatch.setattr(parallel_compile, "is_possible", lambda: True)
-    monkeypatch.setattr(parallel_compile.triton_driver, "begin", lambda: lambda: None)
-    monkeypatch.setattr(parallel_compile.triton_cache_key, "finish", finish)
-    parallel_compile.compile_kernels(lambda: seen.append("call"), ())
-    assert seen == ["ready", "call"]
 
 
 def _copy(desc, y_ptr, N: "triton.language.constexpr"):  # pyright: ignore

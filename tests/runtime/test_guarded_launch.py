@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.compiler import compiler_state, triton_hooks
+from slipstream.compiler import compiler_state
 from slipstream.compiler.aot import FUSION
 from slipstream.compiler.known_bugs import KNOWN_BUGS, applying
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.numeric_probe import relative_error
-from tests.support.planted_fault import plant
 
 CPU = torch.device("cpu")
 
@@ -75,14 +74,6 @@ def test_attempt_falls_back_says_so_once_and_remembers(
     assert "SIGABRT" in (guarded_launch.known_failure(lambda: KIND, CPU) or "")
     again.forget()
     assert attempt(lambda: "ran") == "ran"
-
-
-def test_verdict_is_per_kernel_kind(
-    here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here.mark_unusable(KIND, "it dies")
-    monkeypatch.setattr(compiler_state, "sources", lambda: "of another day")
-    assert make(monkeypatch).unusable(KIND) is None
 
 
 def test_attempt_keeps_named_impl(here: guarded_launch.CompilerState) -> None:
@@ -174,21 +165,6 @@ def test_probe_runs_once_and_demotes_a_mismatch(
         make(monkeypatch)
 
 
-def test_probe_keeps_rng_and_modes(here: guarded_launch.CompilerState) -> None:
-    def probe() -> str | None:
-        x = torch.randn(3, requires_grad=True)
-        (grad,) = torch.autograd.grad(x.sum(), x)
-        return None if bool((grad == 1).all()) else "no gradient"
-
-    torch.manual_seed(1)
-    want = torch.rand(1)
-    torch.manual_seed(1)
-    with torch.inference_mode():
-        assert attempt(lambda: "ran", probe=probe) == "ran"
-    assert KIND in here.accepted
-    assert torch.equal(torch.rand(1), want)
-
-
 def test_error_of_a_probe_counts_infinities() -> None:
     """As the log-sum-exp of a query without keys: they are to be where they are wanted."""
     want = torch.tensor([3.0, 4.0, -torch.inf])
@@ -255,33 +231,6 @@ def test_probe_leaves_wrong_ids_to_the_caller(here: guarded_launch.CompilerState
     assert attempt(lambda: "ran") == "ran"
 
 
-def test_scaled_fp8_is_not_tried_where_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_GUARD", "off")
-    monkeypatch.setenv("SLIPSTREAM_PROBE", "off")
-    here = guarded_launch.CompilerState("sm_90", "3.8.0", "13.3.33")
-    assert not here.unguarded
-    assert "fp8-scaled-mm" in (here.unusable(("matmul.sm90", torch.float8_e4m3fn)) or "")
-    assert here.unusable(("matmul.sm90", torch.bfloat16)) is None
-    other = guarded_launch.CompilerState("sm_90", "3.9.0", "13.4.59")
-    assert other.unusable(("matmul.sm90", torch.float8_e4m3fn)) is None
-
-
-def test_blocked_kernels_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ptxas 13 has no sm_70; the planted fault is of products of 16 bits, and of nothing else."""
-    plant(monkeypatch)
-    old = guarded_launch.CompilerState("sm_70", "3.6.0", "13.0.88", passive=True)
-    assert "ptxas13-volta" in (old.unusable(("norm.triton",)) or "")
-    new = guarded_launch.CompilerState("sm_75", "3.6.0", "12.8.93", passive=True)
-    kind = ("matmul.triton", torch.bfloat16, "tf32")
-    assert "planted-fault" in (new.unusable(kind) or "")
-    assert new.unusable(("norm.triton",)) is None and not new.unguarded
-
-
-def test_cpu_has_no_compiler_state() -> None:
-    assert guarded_launch.compiler_state(CPU) is None
-    assert attempt(lambda: "ran", None) == "ran"
-
-
 @pytest.mark.parametrize(
     ("capability", "name"), [((12, 1), "sm_121"), ((8, 7), "sm_87"), ((6, 1), "sm_61")]
 )
@@ -334,28 +283,6 @@ def test_guard_watches_its_device_and_package(monkeypatch: pytest.MonkeyPatch) -
     assert asked == ["slipstream.kernels.x 0"]
     undo()
     assert knobs.runtime.jit_cache_hook is None
-
-
-def test_guard_calls_earlier_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    where = SimpleNamespace(hook=lambda **told: told["stop"])
-    monkeypatch.setattr(triton_hooks, "compile_hook", lambda: (where, "hook"))
-    told: list[bool] = []
-    undo = triton_hooks.before_compiling(lambda stop: told.append(stop))
-    assert where.hook(stop=True) and not where.hook(stop=False)
-    assert told == [False]
-    undo()
-    assert where.hook(stop=True) and told == [False]
-
-
-@pytest.mark.parametrize("left", ["null", "[]", '{"x": []}', "{", '{"%s": {"unusable": 3}}'])
-def test_verdicts_that_are_none_count_for_nothing(
-    here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: str
-) -> None:
-    (tmp_path / "verdicts.json").write_text(left.replace("%s", here.name))
-    again = make(monkeypatch)
-    assert again.unusable(KIND) is None
-    again.mark_unusable(KIND, "it dies")
-    assert make(monkeypatch).unusable(KIND) == "it dies"
 
 
 _LEARNS = """
@@ -444,19 +371,6 @@ def test_failing_kernel_raises_without_fallback(
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=r"SIGABRT.*SLIPSTREAM_FALLBACK=error"):
             attempt(fails)
-
-
-def test_gradients_of_a_probe_need_no_other_thread() -> None:
-    """Autograd's one thread of a GPU may be the one that waits for the probe."""
-
-    def run() -> tuple[bool, torch.Tensor]:
-        x = torch.ones(3, requires_grad=True)
-        return torch._C._is_multithreading_enabled(), torch.autograd.grad(x.exp().sum(), x)[0]
-
-    within, grad = guarded_launch.run_isolated(run, CPU)
-    assert not within
-    assert torch._C._is_multithreading_enabled()
-    torch.testing.assert_close(grad, torch.ones(3).exp())
 
 
 def test_plain_gradients_of_nothing_are_zero() -> None:

@@ -1,9 +1,6 @@
 """Kernels that look for indices that are too large, under Triton's interpreter, against the rule
 that holds on the CPU."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -102,28 +99,6 @@ def test_indices_found_wrong_are_checked_again() -> None:
     with pytest.raises(ValueError, match="table: want less than 4, got 9"):
         token_ids.raise_pending()
     assert not token_ids._looked_at("table", x, 4)
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
-def test_scans_take_numbers_under_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.jit.trace makes tensors of sizes, which a launch does not take."""
-    sizes: list[Any] = []
-
-    def scan(name: str, ids: Tensor, size: int, *_: Any) -> None:
-        sizes.extend((ids.numel(), size))
-
-    kernels = SimpleNamespace(scan=scan, scan_offsets=scan)
-    monkeypatch.setattr(token_ids, "_kernels", lambda: kernels)
-
-    def look(x: Tensor, cu: Tensor) -> Tensor:
-        tokens = token_ids.plain_int(x.shape[0])
-        token_ids._scan("input_ids", cu, tokens, None)
-        token_ids._on_device("cu_seqlens", cu, "scan_offsets", (tokens,))
-        return x + 1
-
-    torch.jit.trace(look, (torch.zeros(8), torch.tensor([0, 3, 8])), check_trace=False)
-    assert sizes == [3, 8, 3, 8] and {type(n) for n in sizes} == {int}
 
 
 @interpreted

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from slipstream import kernels
 from slipstream.kernels.elementwise import rotary
-from slipstream.kernels.linear.modes import prefix_states as linear
 from slipstream.runtime import gradient
 from slipstream.runtime.autograd import Function
-from slipstream.runtime.custom_op import DirectCall, KernelOp
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.gradient import autograd_function
 
 
@@ -150,14 +149,6 @@ def test_versions_rise_whatever_is_run(
     op(*args)  # they have no version
 
 
-def test_version_of_prefix_states_rises(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = linear._call_with_prefix_states
-    assert isinstance(call, DirectCall)
-    monkeypatch.setattr(call, "impl", lambda *_: (torch.zeros(2), torch.zeros(2)))
-    args = [torch.zeros(2) for _ in range(4)]
-    assert risen(call, args, ["q", "k", "pool", "rows"]) == ["pool"]
-
-
 @cache
 def registered() -> tuple[KernelOp, KernelOp]:
     """y = scale x + b, total = sum(x), and, if kept, x^2, which no caller sees."""
@@ -217,22 +208,6 @@ def test_autograd_function_joins_names(
     torch.testing.assert_close(grads(found), grads(want))
     by_dispatcher = torch.ops.slipstream._scaled_and_sum(x, b, 3.0, True)
     torch.testing.assert_close(grads(by_dispatcher), grads(want))
-
-
-class _WithoutGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, total: Tensor) -> Tensor:
-        return y * total
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
-        return None, None
-
-
-def test_autograd_function_passes_no_gradient_on(scaled_and_sum: type[Function]) -> None:
-    x = torch.randn(3, 2, requires_grad=True)
-    loss = _WithoutGradient.apply(*scaled_and_sum.apply(x, None, 3.0)).sum()
-    assert torch.autograd.grad(loss, x, allow_unused=True) == (None,)
 
 
 @pytest.mark.parametrize("name", sorted(operators()))

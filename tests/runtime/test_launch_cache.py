@@ -1,6 +1,5 @@
 """Launches that do not ask Triton again: the kernel must be the one that Triton would take."""
 
-import gc
 import itertools
 import random
 import tempfile
@@ -23,7 +22,6 @@ from slipstream.runtime.launch_cache import (
     FusedKernel,
     cached,
     of_thread,
-    wrap_compiled,
 )
 from slipstream.runtime.symbolic_sizes import Size
 
@@ -120,14 +118,6 @@ def test_same_key_is_same_kernel(gpu: list[tuple]) -> None:
     assert told > 400 and len(set(same.values())) > 50
 
 
-def test_parameters_have_the_key_of_tensors(gpu: list[tuple]) -> None:
-    """A call is recorded with the tensor in a parameter's place (call_replay.py)."""
-    x, named = torch.zeros(64), {"W": 32, "FLAG": True}
-    given = [(x, x, z, 0.5, 5, 1) for z in (torch.zeros(64), torch.nn.Parameter(torch.zeros(64)))]
-    first, second = (CachedKernel(toy_kernel).key_of(args, named) for args in given)
-    assert first is not None and first == second
-
-
 def test_sizes_of_a_record_are_numbers(gpu: list[tuple]) -> None:
     """Of a kernel that is probed within a call that is recorded, in a thread of its own."""
     args = torch.zeros(64), torch.zeros(64), None, 0.5
@@ -155,18 +145,6 @@ def test_launches_what_triton_would(gpu: list[tuple]) -> None:
         assert gpu[-1] == gpu[-2]
         assert gpu[-1][:3] == (2, 3, 1)
     assert asked < 120
-
-
-def test_devices_have_kernels_of_their_own(gpu: list[tuple]) -> None:
-    """One that was loaded for a device does not run on another."""
-    remembering, asked = CachedKernel(toy_kernel), []
-    args, named = (torch.zeros(64), torch.zeros(64), None, 0.5, 5, 1), {"W": 32, "FLAG": True}
-    for device in (0, 1, 0, 1):
-        current = mock.patch.object(AbsentGPU, "get_current_device", return_value=device)
-        with current, mock.patch.object(toy_kernel, "run", wraps=toy_kernel.run) as run:
-            remembering[1,](*args, **named)
-            asked.append(run.called)
-    assert asked == [True, True, False, False] and len(gpu) == 4
 
 
 def test_profiler_sees_every_launch(gpu: list[tuple]) -> None:
@@ -316,44 +294,6 @@ def test_sources_are_read_in_order(gpu: list[tuple]) -> None:
     assert of_thread.warmup is None
 
 
-def test_python_collects_nothing_meanwhile(gpu: list[tuple]) -> None:
-    seen = []
-
-    def call(error: BaseException) -> None:
-        seen.append(gc.isenabled())
-        raise error
-
-    for enabled in (True, False):
-        (gc.enable if enabled else gc.disable)()
-        try:
-            parallel_compile.compile_kernels(call, (ValueError(),))
-            with pytest.raises(KeyboardInterrupt):
-                parallel_compile.compile_kernels(call, (KeyboardInterrupt(),))
-            assert gc.isenabled() == enabled
-        finally:
-            gc.enable()
-    assert seen == [False] * 4
-
-
-def test_wrong_indices_found_meanwhile_are_raised(gpu: list[tuple]) -> None:
-    def fails(error: type[Exception]) -> None:
-        raise error("of an earlier call")
-
-    parallel_compile.compile_kernels(fails, (ValueError,))
-    with pytest.raises(token_ids.WrongId, match="of an earlier call"):
-        parallel_compile.compile_kernels(fails, (token_ids.WrongId,))
-    assert of_thread.warmup is None
-
-
-def test_wrong_indices_are_told_once(gpu: list[tuple]) -> None:
-    watch = token_ids._Watch(-1)
-    name = token_ids.NAMES.index("cu_seqlens")
-    watch.slots[:6] = torch.tensor([1, 1 + 2, 9, 8, 0, name])
-    with pytest.raises(token_ids.WrongId, match=r"got 9 at position \(2,\)"):
-        parallel_compile.compile_kernels(watch.read, ())
-    assert watch.word.value == 0 and not watch.slots.any()
-
-
 def test_unchecked_indices_are_checked_later(gpu: list[tuple]) -> None:
     offsets, looked_at = torch.tensor([0, 5, 9]), []
 
@@ -364,16 +304,6 @@ def test_unchecked_indices_are_checked_later(gpu: list[tuple]) -> None:
     parallel_compile.compile_kernels(call, (offsets,))
     call(offsets)
     assert looked_at == [False, False, False, True]
-
-
-def test_keeps_nothing_that_was_stopped(gpu: list[tuple]) -> None:
-    args, named = (torch.zeros(64), torch.zeros(64), None, 0.5, 5, 1), {"W": 32, "FLAG": True}
-    remembering = CachedKernel(toy_kernel)
-    with mock.patch.object(knobs.runtime, "jit_cache_hook", mock.Mock(return_value=True)):
-        remembering[1,](*args, **named)
-    assert not gpu and wrap_compiled(None) is None
-    remembering[1,](*args, **named)
-    assert len(gpu) == 1
 
 
 def test_takes_only_kernels_of_the_jit() -> None:
@@ -408,23 +338,6 @@ def test_launch_says_that_products_are_fused(gpu: list[tuple], monkeypatch: Any)
 
 # of a launch, which are no arguments of the kernel
 OPTIONS = {"enable_fp_fusion", "num_warps", "num_stages", "maxnreg", "launch_pdl", "sched4reg"}
-
-
-def test_arguments_by_name_are_those_by_place(gpu: list[tuple]) -> None:
-    x, y = torch.zeros(64), torch.zeros(64)
-    named = {"FLAG": True, "scale": 0.5, "n": 5, "stride": 1, "W": 32, "y_ptr": y, "z_ptr": None}
-    args, options = CachedKernel(toy_kernel).in_order((x,), {**named, "num_warps": 2})
-    assert args[0] is x and args[1] is y and args[2:] == (None, 0.5, 5, 1, 32, True)
-    assert options == {"num_warps": 2}
-    remembering = CachedKernel(toy_kernel)
-    for _ in range(2):  # the second time from what Triton found
-        remembering[1,](x_ptr=x, **named)
-        FusedKernel(toy_kernel)[1,](x, y, None, 0.5, 5, 1, W=32, FLAG=True)
-    assert len(gpu) == 4 and all(launch[3:] == gpu[0][3:] for launch in gpu)
-    with pytest.raises(KeyError):
-        remembering[1,](x_ptr=x, **named, steps=3)
-    with pytest.raises(TypeError):
-        remembering[1,](x, y, None, 0.5, 5, W=32, FLAG=True)
 
 
 def test_compilations_count_variants(gpu: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:

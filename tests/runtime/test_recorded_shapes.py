@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.runtime.backends import HAVE_TRITON
-from slipstream.runtime.call_replay import record
 from slipstream.runtime.symbolic_sizes import Size
 from tests.support.recorded import Toy, launch, record_on_cpu
 
@@ -99,24 +98,6 @@ def test_parts_lie_in_their_tensor() -> None:
         got = toy.run(x)
         torch.testing.assert_close(got, (2 * x[2:], 2 * x[3] + 2, x[:2]))
     assert toy.calls == 2
-
-
-def test_other_numbers_of_parts_are_another_record() -> None:
-    toy = Toy(lambda x: list(x.split(4)))
-    for n in (8, 8, 8, 12, 12, 12, 6, 7, 8):
-        x = torch.randn(n, 2)
-        torch.testing.assert_close(toy.run(x), [*x.split(4)])
-    assert toy.calls == 4
-
-
-def test_sizes_that_are_too_few_are_refused() -> None:
-    """torch's own error comes where a record's sizes do not add up."""
-    toy = Toy(lambda x: list(x.split([3, 2])))
-    for _ in range(3):
-        toy.run(torch.randn(5))
-    with pytest.raises(RuntimeError, match="split_with_sizes"):
-        toy.run(torch.randn(6))
-    assert record(lambda x: x.nonzero(), (torch.ones(3),))[1] is not None
 
 
 def test_parameter_that_is_no_argument_is_refused() -> None:

@@ -13,7 +13,7 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.training.config import from_dict
 from slipstream.training.console import COLUMNS
 from slipstream.training.interrupt import Interrupt
-from slipstream.training.run import arguments, train
+from slipstream.training.run import train
 
 MODEL = {"hidden_size": 16, "num_heads": 1, "mixers": ["retention"]}
 
@@ -88,12 +88,6 @@ def test_reporters_of_transformers_get_the_logs(
         assert all(x[name] >= 0 for x in steps), name
 
 
-def test_reporters_that_are_not_known(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nonesuch is not supported, only .*wandb"):
-        go(raw(tmp_path, training={"report_to": "nonesuch"}))
-    assert arguments(from_dict(raw(tmp_path))).report_to == ["tensorboard"]
-
-
 def test_step_lines_are_a_table(tmp_path: Path) -> None:
     file = io.StringIO()
     go(raw(tmp_path / "out"), Console(file=file, width=80))
@@ -103,9 +97,3 @@ def test_step_lines_are_a_table(tmp_path: Path) -> None:
     assert [x.split()[0] for x in lines[at + 1 : at + 3]] == ["1", "2"]
     assert all(len(x) == len(lines[at]) and len(x.split()) == 6 for x in lines[at + 1 : at + 3])
     assert "%" not in file.getvalue()
-
-
-def test_bar_is_for_terminals(tmp_path: Path) -> None:
-    file = io.StringIO()
-    go(raw(tmp_path / "out"), Console(file=file, width=80, force_terminal=True))
-    assert "training" in file.getvalue() and "100%" in file.getvalue()

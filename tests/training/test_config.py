@@ -26,12 +26,6 @@ def test_config_reads_sections_and_overrides(path) -> None:
     assert config.model == {"mixers": ["kda", "gla"], "hidden_size": 32}
 
 
-def test_config_survives_its_dump(path, tmp_path) -> None:
-    config = load(path)
-    config.dump(tmp_path / "again.yaml")
-    assert load(tmp_path / "again.yaml") == config
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -80,10 +74,3 @@ def test_config_names_values_of_a_wrong_type(path, override: str, message: str) 
 def test_config_says_what_may_be_meant(path, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(path, [override])
-
-
-def test_config_files(path, tmp_path) -> None:
-    assert load(path, ["data.files=text"]).data.files == ("text",)
-    (tmp_path / "bad.yaml").write_text("data: {files: [\noutput_dir: x")
-    with pytest.raises(ValueError, match=r"bad\.yaml: cannot be read as YAML: .*line 2"):
-        load(tmp_path / "bad.yaml")

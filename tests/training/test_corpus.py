@@ -34,16 +34,6 @@ def test_find_takes_directories_globs_and_files_once(tree) -> None:
     assert len(find([str(tree)], data(tree, exclude=("d0/*",)))) == 26
 
 
-def test_find_knows_the_standard_library() -> None:
-    names = [f.name for f in find(["{stdlib}/json"], data("{stdlib}/json"))]
-    assert "decoder.py" in names
-
-
-def test_find_rejects_nothing_found(tree) -> None:
-    with pytest.raises(ValueError, match=r"data\.files"):
-        find([f"{tree}/*.nonesuch"], data(tree))
-
-
 @pytest.mark.parametrize("key", ["data.files", "data.eval_files"])
 def test_split_names_the_pattern_that_finds_nothing(tree, key: str) -> None:
     both = (f"{tree}/d1", f"{tree}/nonesuch.txt")
@@ -65,13 +55,6 @@ def test_find_refuses_compressed_files(tree) -> None:
     with pytest.raises(ValueError, match=r"data\.files: want text, got .*0\.txt\.gz, which"):
         find([f"{tree}/d0/*"], data(tree))
     assert len(find([str(tree)], data(tree))) == 40
-
-
-def test_half_characters_of_json_are_replaced(tmp_path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"text": "a\\ud800b\\ud83d\\ude00"}\n')
-    file = File(path, "x.jsonl")
-    assert [x.text for x in Corpus((file,)).pieces(file)] == ["a\ufffdb\U0001f600"]
 
 
 def test_split_is_by_document_and_stable(tree, tmp_path_factory) -> None:
@@ -130,13 +113,6 @@ def test_pieces_of_every_size_of_a_file(line: str, tmp_path, monkeypatch) -> Non
         assert "".join(p.text for p in pieces) == line[:size]
         assert len(pieces) == -(-size // 8)
         assert [p.ends for p in pieces] == [i == len(pieces) for i in range(1, len(pieces) + 1)]
-
-
-def test_fingerprint_changes_with_the_files(tree) -> None:
-    before = split(data(tree))[0].fingerprint()
-    assert split(data(tree))[0].fingerprint() == before
-    (tree / "d2" / "2.txt").write_text("changed")
-    assert split(data(tree))[0].fingerprint() != before
 
 
 @pytest.mark.parametrize(

@@ -76,18 +76,6 @@ def test_rows_of_lanes_are_those_of_their_files(corpus, tokenizer) -> None:
         assert 0.9 * whole < sum(map(len, rows)) * 3 / 4 < 1.3 * whole
 
 
-def test_rows_are_shuffled_anew_each_epoch(corpus, tokenizer) -> None:
-    orders = [Rows(corpus, tokenizer, 8, seed=s)._order(0, e) for s, e in ((0, 0), (0, 1), (1, 0))]
-    assert len({tuple(order) for order in orders}) == 3
-    assert all(sorted(order) == list(range(len(corpus.files))) for order in orders)
-
-
-def test_rows_deal_every_file_to_one_lane(corpus, tokenizer) -> None:
-    rows = Rows(corpus, tokenizer, 8, lanes=4, seed=0)
-    dealt = [number for lane in range(4) for number in rows._order(lane, 5)]
-    assert sorted(dealt) == list(range(len(corpus.files)))
-
-
 def test_rows_of_empty_files_are_an_error(tmp_path, tokenizer) -> None:
     for i in range(30):
         (tmp_path / f"{i}.md").write_text("")
@@ -137,15 +125,3 @@ def test_batches_are_each_row_once_in_order(corpus, tokenizer, workers: int, ran
     assert got == want and len(want) > 8
     size = 2 * ranks
     assert after == [cursors[min(i // size * size + size, len(want)) - 1] for i in range(len(want))]
-
-
-def test_tokenizer_trains_on_text_without_spaces(tmp_path, tokenizer) -> None:
-    """In seconds, since no word is long; the text comes back whole."""
-    (tmp_path / "long.txt").write_text("ab" * 150_000)
-    long = split(Data(files=(f"{tmp_path}/long.txt",), eval_files=(f"{tmp_path}/0*.txt",)))[0]
-    made = obtain(Tokenizer(vocab_size=300), long, tmp_path / "another")
-    assert len(made("ab" * 64)["input_ids"]) < 16
-    words = made.backend_tokenizer.pre_tokenizer.pre_tokenize_str("ü" * 99 + " x")
-    assert max(len(word) for word, _ in words) == 64
-    for text in ("ü" * 99 + "🦊" * 50, " " * 999 + "x"):
-        assert made.decode(made(text)["input_ids"]) == text

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from slipstream.kernels.attention import eager, op
-from slipstream.kernels.attention.inputs import DIFFERENTIABLE
+from slipstream.kernels.attention import eager
 from slipstream.ops.attention import attention
 from tests.support.attention_calls import CALLS, Call, check, got, incoming, want
 
@@ -29,45 +28,6 @@ def test_eager_matches_reference(call: Call, known: bool, monkeypatch: pytest.Mo
         do, dlse = incoming(terms)
         right = want(terms, call.options, do, dlse)
         check(got(eager, terms, call.options, do, dlse), right, limit, call.name)
-
-
-@every_call
-def test_softmax_gradcheck(call: Call) -> None:
-    terms = call.terms(torch.float64)
-    names = [n for n in DIFFERENTIABLE if getattr(terms, n) is not None]
-    if terms.g is not None:  # a step off a reset is none
-        terms = terms._replace(g=terms.g.clamp(min=-3.0))
-
-    def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        o, lse = op.softmax(terms._replace(**dict(zip(names, tensors))), call.options, "eager")
-        return o, torch.where(lse.isfinite(), lse, 0.0)
-
-    inputs = [getattr(terms, n).detach().clone().requires_grad_() for n in names]
-    torch.autograd.gradcheck(run, inputs, fast_mode=True)
-
-
-@pytest.mark.parametrize("call", CALLS[10:16], ids=lambda call: call.name)
-def test_softmax_ops_pass_opcheck(call: Call) -> None:
-    terms = call.terms()
-    torch.library.opcheck(op.call_forward.overload, (*terms, *call.options, "eager"))
-    do, dlse = incoming(terms)
-    o, lse = op.softmax(terms, call.options, "eager")
-    torch.library.opcheck(
-        op.call_backward.overload, (*terms, o, lse, do, dlse, *call.options, "eager")
-    )
-
-
-def test_softmax_ops_return_contiguous_gradients_of_any_strides() -> None:
-    call = CALLS[1]
-    terms = call.terms()
-    spread = terms._replace(k=terms.k.transpose(1, 2).contiguous().transpose(1, 2))
-    do, dlse = incoming(terms)
-    o, lse = op.softmax(spread, call.options, "eager")
-    torch.library.opcheck(
-        op.call_backward.overload, (*spread, o, lse, do, dlse, *call.options, "eager")
-    )
-    right = want(terms, call.options, do, dlse)
-    check(got(eager, spread, call.options, do, dlse), right, 5e-6, "strides")
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths on a device"])

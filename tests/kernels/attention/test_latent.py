@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.latent import _call, eager_latent_attention, latent_attention
+from slipstream.kernels.attention.latent import eager_latent_attention, latent_attention
 from slipstream.kernels.attention.reference import softmax_reference
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.interpreted import interpreted
 
 # B, T, S, H, page, width, rest
@@ -68,38 +66,6 @@ def test_latent_attention_reads_no_missing_page(grad: bool) -> None:
     missing[0, 1] = len(latent)
     with pytest.raises(ValueError, match=r"table: want less than the 6 pages of latent, got 6"):
         latent_attention(q, latent, lengths, table=missing, **given)
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_latent_attention_passes_opcheck(call: tuple) -> None:
-    q, latent, lengths, table = inputs(call, torch.float32)
-    torch.library.opcheck(_call.overload, (q, latent, lengths, table, call[5], 0.2, "eager"))
-
-
-@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler")
-@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_86", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("page", [0, 16, 64])
-def test_latent_decoding_compiles(arch: str, page: int) -> None:
-    from slipstream.compiler.trace import trace
-
-    def call(device: torch.device) -> None:
-        def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.empty(*shape, dtype=dtype, device=device)
-
-        latent = make(500, page, 576) if page else make(2, 3000, 576)
-        table = make(2, 200, dtype=torch.int32) if page else None
-        lengths = make(2, dtype=torch.int32)
-        latent_attention(
-            make(2, 1, 128, 576), latent, lengths, width=512, scale=0.1, table=table, impl="triton"
-        )
-
-    jobs = trace(call, arch, backward=False)
-    gluon = arch == "sm_90" and page % 64 == 0
-    assert any(job.name.endswith("latent_decode_sm90_kernel") for job in jobs) == gluon
-    for job in jobs:
-        got = job.compile()
-        assert got.shared <= ARCHS[arch].shared and got.stack <= 16, job.name
-        assert not got.instructions["atomic"], job.name
 
 
 @interpreted

@@ -1,7 +1,5 @@
 """The road of an attention call: its plan, its modes, and the pairs that exclude each other."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,12 +22,6 @@ def plan(terms: AttentionInputs, same_bits: bool = False, **asked: Any) -> Plan:
     return make_plan(terms, CAUSAL, Asked(**asked), same_bits, None)
 
 
-def test_plain_call_has_no_modes() -> None:
-    assert plan(inputs()) == Plan("eager", run._with_torch)
-    assert plan(inputs(), lse=True) == Plan("eager", run.softmax)
-    assert plan(inputs(), impl="reference").run is run._by_reference
-
-
 def test_modes_come_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "has_gradients", lambda impl, terms: False)
     monkeypatch.setattr(run, "_call_of", lambda *args: run.softmax)
@@ -45,23 +37,6 @@ def test_packed_rows_give_what_rows_give() -> None:
     o, lse = run.softmax(terms, CAUSAL, "eager")
     got = run._through_modes(call, Plan("eager", run.softmax, (run.PACKED_ROWS,)))
     torch.testing.assert_close(got, (o, lse))
-
-
-@contextmanager
-def _counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
-    made: list[Plan] = []
-    monkeypatch.setattr(run, "make_plan", lambda *args: made.append(make_plan(*args)) or made[-1])
-    yield made
-
-
-def test_plan_is_made_once_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _counted(monkeypatch) as made:
-        q, k, v = (torch.randn(1, 7, 2, 24) for _ in range(3))
-        for _ in range(3):
-            attention(q, k, v)
-        assert len(made) == 1
-        attention(q, k, v, softcap=2.0)
-        assert len(made) == 2
 
 
 def test_plan_tells_one_tensor_of_offsets_from_two() -> None:

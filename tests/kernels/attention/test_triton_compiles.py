@@ -75,16 +75,6 @@ def test_decoding_from_8_bits_compiles_for_amd(D: int, page: int) -> None:
     assert job.compile().shared <= ARCHS["gfx942"].shared
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_decoding_from_wide_heads_of_8_bits_compiles(dtype: torch.dtype) -> None:
-    from slipstream.compiler.trace import trace
-
-    for arch in ("sm_75", "sm_90", "sm_100"):
-        job, *_ = trace(rounded_call(256, dtype, 0), arch, backward=False)
-        assert job.compile().shared <= ARCHS[arch].shared, arch
-
-
 def _attention(device: torch.device, D: int, dropout_p: float) -> torch.Tensor:
     q, k, v = (torch.empty(2, 200, 4, D, device=device, dtype=torch.bfloat16) for _ in range(3))
     return ops.attention(q, k, v, dropout_p=dropout_p)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gated_scan import eager
-from slipstream.kernels.gated_scan import op as scan_op
 from slipstream.ops import chunk_hgrn
 
 C = eager.BLOCK
@@ -64,35 +63,6 @@ def test_hgrn_matches_reference(T: int, reverse: bool) -> None:
     near(run(args, reverse=reverse), run(args, reverse=reverse, impl="reference"))
 
 
-@pytest.mark.usefixtures("span")
-@pytest.mark.parametrize("lengths", [(40, 0, 3 * C, 1, C), (0, 0, 5 * C, 0), (2 * C, 2 * C)])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("state", [False, True])
-def test_hgrn_packed_matches_reference(
-    lengths: tuple[int, ...], reverse: bool, state: bool
-) -> None:
-    """That of packed sequences is of each alone in test_properties.py."""
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    args = inputs(B=1, T=sum(lengths), N=len(lengths))
-    if not state:
-        del args["initial_state"]
-    options = {"cu_seqlens": cu_seqlens, "reverse": reverse}
-    near(run(args, **options), run(args, **options, impl="reference"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_hgrn_in_16_bit_rounds_once(dtype: torch.dtype) -> None:
-    args = inputs(dtype=torch.float32)
-    low = {n: x.to(dtype) for n, x in args.items()}
-    h, final = chunk_hgrn(**low, output_final_state=True)
-    want, end = chunk_hgrn(**{n: x.double() for n, x in low.items()}, output_final_state=True)
-    assert (h.dtype, final.dtype) == (dtype, torch.float32)
-    torch.testing.assert_close(h.double(), want, rtol=torch.finfo(dtype).eps / 1.9, atol=1e-5)
-    torch.testing.assert_close(final.double(), end, rtol=1e-5, atol=1e-5)
-    _, grads = run(low)
-    assert all(x.dtype == dtype for x in grads)
-
-
 def test_hgrn_sequences_do_not_see_one_another() -> None:
     args = inputs(B=3)
     both, _ = chunk_hgrn(**args)
@@ -102,16 +72,3 @@ def test_hgrn_sequences_do_not_see_one_another() -> None:
     args["x"][1] = torch.nan
     h, _ = chunk_hgrn(**args)
     assert torch.equal(h[::2], both[::2])
-
-
-@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
-def test_hgrn_ops_pass_opcheck(is_packed: bool) -> None:
-    cu_seqlens = torch.tensor([0, 9, 9, 150]) if is_packed else None
-    args = inputs(B=1 if is_packed else 2, T=150, N=3 if is_packed else None, dtype=torch.float32)
-    x, g, state = args.values()
-    for given in (state, None):
-        torch.library.opcheck(scan_op._call_forward.overload, (x, g, given, cu_seqlens, "eager"))
-        for dh, dfinal in [(torch.randn_like(x), None), (None, torch.randn_like(state))]:
-            torch.library.opcheck(
-                scan_op._call_backward.overload, (g, x, given, cu_seqlens, dh, dfinal, "eager")
-            )

@@ -1,6 +1,5 @@
 """The scan's Triton kernels under Triton's interpreter, on a CPU, against the float64 reference."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -79,11 +78,6 @@ def check_alone_equals_packed() -> None:
     short, _ = chunk_hgrn(x[:, 3:8], g[:, 3:8], impl="triton")
     assert torch.equal(packed[:, 8:35], alone)
     assert torch.equal(packed[:, 3:8], short)
-
-
-def test_scan_refuses_the_cpu_by_name():
-    with pytest.raises(NotImplementedError, match="impl='triton'"):
-        chunk_hgrn(torch.randn(1, 2, 3), torch.zeros(1, 2, 3), impl="triton")
 
 
 @interpreted

@@ -1,9 +1,5 @@
 """The interface by which op.py calls all launches, and the fallback from one to another."""
 
-import inspect
-from importlib import import_module
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,31 +8,11 @@ from slipstream.common.varlen import ChunkMap, chunk_map
 from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import op
 from slipstream.kernels.linear.backend import SavedWY
-from slipstream.kernels.linear.inputs import BackwardCall, ChunkBackend, LinearInputs
+from slipstream.kernels.linear.inputs import BackwardCall, LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.memory import make
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
-MODULES = [
-    f"{impl}.{family}.backend"
-    for impl in ("triton", "sm90")
-    for family in ("scalar_decay", "vector_decay", "delta", "dplr")
-]
-BACKWARD = "gate_gradient", "saved", "exchange"
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_back_ends_take_every_option(name: str) -> None:
-    """Forward of one implementation, backward of the next: each takes what op.py passes.
-
-    The delta rule's raised a TypeError where its kernels in Gluon gave way between the two.
-    """
-    module = import_module(f"slipstream.kernels.linear.{name}")
-    assert isinstance(module.BACKEND, ChunkBackend)
-    for run, options in ((module.forward, op.Extras._fields), (module.backward, BACKWARD)):
-        inspect.signature(run).bind(
-            *[None] * (2 if run == module.forward else 4), **dict.fromkeys(options)
-        )
 
 
 @pytest.mark.parametrize("kind", ["delta_rule", "gated"])
@@ -52,32 +28,6 @@ def test_portable_backward_after_gluon_forward(kind: str) -> None:
 
     names = [x.name for x in trace(call, "sm_90", backward=False)]
     assert any("sm90" in x for x in names) and "delta_chunk_dstate_kernel" in names
-
-
-def test_unused_slots_add_nothing_to_u_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed sequences have room for more chunks than there are, of which no scan on sm_90 writes
-    how far they decay: from NaN there the gradient of u was NaN."""
-    from slipstream.kernels.linear.sm90.vector_decay import backend
-
-    made: list[Tensor] = []
-
-    def chunk_grads(self: object, problem: object, intra: Any, *args: Any, **named: Any) -> None:
-        made.append(intra.decay)
-
-    nothing = lambda *args, **named: None  # noqa: E731
-    for name in ("chunk_scan", "chunk_pairs"):
-        monkeypatch.setattr(backend.Sm90VectorDecay, name, nothing)
-    monkeypatch.setattr(backend.Sm90VectorDecay, "chunk_grads", chunk_grads)
-    for tile in ("_tile", "_chunk_tile"):
-        monkeypatch.setattr(backend.triton, "family_of", lambda device: "sm_90")
-        monkeypatch.setattr(backend.triton, tile, getattr(backend.triton, tile).__wrapped__)
-    x = torch.zeros(1, 130, 2, 128, dtype=torch.bfloat16)
-    cu = torch.tensor([0, 1, 65, 130], dtype=torch.int32)
-    terms = LinearInputs(x, x, x, g=x, u=torch.zeros(2, 128), cu_seqlens=cu)
-    backend.backward(terms, x, None, 1.0)
-    (decay,) = made
-    assert decay.shape[0] == 130 // 64 + 3
-    assert (decay == 1).all()
 
 
 def test_gates_far_apart_are_laid_side_by_side() -> None:

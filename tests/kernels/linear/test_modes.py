@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream import ops
 from slipstream.kernels.linear import dispatch, op
@@ -14,7 +13,7 @@ from slipstream.kernels.linear.dispatch import FORBIDDEN, MODES, Asked, make_pla
 from slipstream.kernels.linear.inputs import NUM_TERMS, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes import prefix_states
 from slipstream.kernels.linear.modes.autocast import Autocast
-from slipstream.kernels.linear.modes.call import Call, LinearOptions, Results
+from slipstream.kernels.linear.modes.call import LinearOptions, Results
 from slipstream.kernels.linear.modes.reverse import Reverse
 from slipstream.kernels.linear.modes.v_first import VFirst
 from slipstream.kernels.linear.modes.wide_heads import WideHeads
@@ -104,10 +103,6 @@ def terms() -> LinearInputs:
     return LinearInputs(**given)
 
 
-def test_plain_call_has_no_modes() -> None:
-    assert make_plan(terms(), {}, LinearOptions(), False, Asked()).modes == ()
-
-
 @pytest.mark.parametrize(("one", "other", "text"), FORBIDDEN, ids=lambda x: x[:20])
 def test_pairs_exclude_each_other(one: str, other: str, text: str) -> None:
     ways: dict[str, Any] = {"context": (False, None)}
@@ -121,22 +116,6 @@ def test_pairs_exclude_each_other(one: str, other: str, text: str) -> None:
     assert str(error.value) == text
     alone: dict[str, Any] = {one: True}
     make_plan(terms(), {}, LinearOptions(), False, Asked(**alone))
-
-
-@pytest.mark.parametrize("mode", [VFirst(), Reverse()], ids=["v first", "reverse"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_mode_twice_is_none(mode: Any, packed: bool) -> None:
-    given = inputs(1, 12, (5, 7) if packed else ())
-    how = ForwardCall(1.0, 32, "eager")
-    call = Call(LinearInputs(**given), LinearOptions(), {}, how, dispatch._ROAD)
-    again = mode.into(mode.into(call))
-    for x, y in zip(again.terms, call.terms, strict=True):
-        assert x is y is None or (x is not None and y is not None and torch.equal(x, y))
-    o, state = torch.randn(1, 12, HV, V), torch.randn(2 if packed else 1, HV, K, V)
-    inner: tuple[Tensor, Tensor | None] = mode.out(call, o, state)
-    outer: tuple[Tensor, Tensor] = mode.out(call, *inner)
-    for x, y in zip(outer, (o, state), strict=True):
-        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("module", [op, prefix_states], ids=["plain", "prefix states"])

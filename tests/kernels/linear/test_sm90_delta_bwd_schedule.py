@@ -1,7 +1,6 @@
 """The schedule of the delta rule's backward on sm_90 (sm90/delta/bwd_schedule.py)."""
 
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -91,28 +90,3 @@ def test_long_row_of_documents_is_cut() -> None:
         assert cut is not None
         tokens.append(cut.segments and cut.segments.tokens)
     assert tokens == [16 * C, None, None, None]
-
-
-def test_parts_are_short_where_memory_is_wanted() -> None:
-    from slipstream.kernels.linear.sm90.delta import bwd_schedule
-
-    given = terms((1, 30000, 16, 64, 4))
-    lengths = []
-    for most in (10.0, 24.0, 40.0, 90.0):
-        with mock.patch.object(bwd_schedule, "MAX_WORKSPACE_PCT", most):
-            cut = bwd_schedule.choose_schedule(given)
-        assert cut is not None
-        lengths.append(cut.interval)
-    assert lengths == sorted(lengths)
-    assert lengths[0] < lengths[-1]
-
-
-@pytest.mark.parametrize(
-    ("shape", "V"),
-    [((1, 4096, 2, 8, 0), 128), ((1, 100, 1, 2, 0), 128), ((1, 32768, 2, 8, 0), 64)],
-    ids=str,
-)
-def test_few_heads_take_two_backward_kernels(shape: tuple[int, int, int, int, int], V: int) -> None:
-    from slipstream.kernels.linear.sm90.delta.bwd_schedule import choose_schedule
-
-    assert choose_schedule(terms(shape, V)) is None

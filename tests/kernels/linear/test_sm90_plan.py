@@ -15,7 +15,6 @@ from slipstream.kernels.linear.sm90.plan import unsupported_reason
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 
 traces = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler")
-SCANS = {"vector_decay_chunk_fwd_sm90_kernel", "vector_decay_dqk_sm90_kernel"}
 
 
 def terms(K: int = 128, dtype: torch.dtype = torch.bfloat16, **more: torch.Tensor) -> LinearInputs:
@@ -95,72 +94,6 @@ def test_columns_are_split_for_them(K: int, V: int, columns: int | None) -> None
     q, v = (torch.ones(1, 64, 1, width, dtype=torch.bfloat16) for width in (K, V))
     groups = dispatch._groups_for_sm90(LinearInputs(q, q, v), None)
     assert groups == (None if columns is None else (1, K, columns, V // columns))
-
-
-@traces
-def test_layout_of_forward() -> None:
-    """Terms stay where they are, but offsets become dense; of one token a row, rows of some heads
-    are as far apart as in the batch."""
-    from slipstream.kernels.linear.sm90.dplr import backend
-
-    given = terms(64, torch.float16, g=torch.ones(1, 192, 2, 64), beta=HEAD)
-    assert given.cu_seqlens is not None
-    apart = torch.stack([given.cu_seqlens] * 2, 1)[:, 0]
-    found = backend.Sm90Dplr().forward_layout(given._replace(cu_seqlens=apart))
-    assert found.q.data_ptr() == given.q.data_ptr()
-    assert found.cu_seqlens is not None and found.cu_seqlens.is_contiguous()
-    of_heads = [torch.empty(B, T, 4, 64)[:, :, 1:3] for B, T in ((2, 3), (2, 1), (1, 1))]
-    assert [backend._token_stride(x) for x in of_heads] == [256, 256, 128]
-
-
-@traces
-def test_few_heads_go_in_segments() -> None:
-    """Backward by the portable kernels."""
-    from slipstream.compiler.trace import trace
-
-    def call(device: torch.device) -> None:
-        size, make = (1, 4096, 16, 128), {"device": device, "dtype": torch.bfloat16}
-        q, k, v, g = (torch.empty(size, **make, requires_grad=True) for _ in range(4))
-        ops.chunk_gla(q=q, k=k, v=v, g=g)
-
-    names = [x.name for x in trace(call, "sm_90", backward=True)]
-    # the states that segments begin with, and then o
-    assert names.count("vector_decay_chunk_fwd_sm90_kernel") == 2
-    assert "vector_decay_chunk_kernel" in names
-    assert "vector_decay_dqk_sm90_kernel" not in names
-
-
-def operator(name: str, gate: torch.dtype, device: torch.device) -> Any:
-    """chunk_gla or chunk_rwkv6, with as many heads as are scanned whole."""
-    size, make = (2, 192, 2, 128), {"device": device, "dtype": torch.bfloat16}
-    q, k, v = (torch.empty(size, **make) for _ in range(3))
-    g = torch.empty(size, device=device, dtype=gate)
-    if name == "chunk_rwkv6":
-        u = torch.empty(2, 128, device=device)
-        return ops.chunk_rwkv6(r=q, k=k, v=v, w=g, u=u, output_final_state=True)
-    return ops.chunk_gla(q=q, k=k, v=v, g=g, output_final_state=True)
-
-
-@traces
-@pytest.mark.parametrize("name", ["chunk_gla", "chunk_rwkv6"])
-def test_channel_scans_are_wired(name: str) -> None:
-    """Gates of bfloat16 alone: others are for the portable kernels."""
-    from slipstream.compiler.trace import trace
-
-    def kernels(gate: torch.dtype, backward: bool) -> list[str]:
-        call = partial(operator, name, gate)
-        return sorted(x.name for x in trace(call, "sm_90", backward))
-
-    assert kernels(torch.bfloat16, False) == ["vector_decay_chunk_fwd_sm90_kernel"]
-    both = kernels(torch.bfloat16, True)
-    assert set(both) >= SCANS
-    # vector_decay_intra_fwd_kernel makes P alone
-    assert not {"vector_decay_scores_kernel", "vector_decay_chunk_kernel"} & set(both)
-    assert "vector_decay_dqkg_kernel" in both
-    for backward in (False, True):
-        portable = set(kernels(torch.float32, backward))
-        assert {"vector_decay_intra_fwd_kernel", "vector_decay_chunk_kernel"} <= portable
-        assert not SCANS & portable
 
 
 FUSED = "kda_fused_fwd_sm90_kernel"

@@ -1,7 +1,5 @@
 """The properties of the linear family's terms, kernels/linear/inputs.py:Term."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +7,6 @@ from torch import Tensor
 from slipstream.kernels.linear import probe
 from slipstream.kernels.linear.dispatch import LinearOptions, check
 from slipstream.kernels.linear.inputs import TERMS, TOKEN_TERMS, LinearInputs, not_taken
-from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90 import plan as sm90_plan
 from slipstream.kernels.linear.triton import plan as triton_plan
 
@@ -59,19 +56,6 @@ def test_of_tokens_changes_rows_of_tokens() -> None:
         assert y.shape == x[:, :1].shape if name in TOKEN_TERMS else y is x
 
 
-def test_row_heads() -> None:
-    """Rows of 4 value heads beside others; none for rows in each other's memory, or where a head of
-    values would read a part of one of keys."""
-
-    def rows(of_q: int, of_v: int, T: int = 8) -> int | None:
-        q, v = torch.empty(999), torch.empty(999)
-        q = q.as_strided((1, T, 1, 16), (T * of_q, of_q, 16, 1))
-        return LinearInputs(q, q, v.as_strided((1, T, 4, 4), (T * of_v, of_v, 4, 1))).row_heads
-
-    assert (rows(16, 16), rows(32, 32)) == (4, 8)
-    assert [rows(0, 0), rows(8, 8), rows(24, 24), rows(16, 32), rows(16, 16, T=1)] == [None] * 5
-
-
 @pytest.mark.parametrize("wide", [False, True])
 def test_probe_has_every_term(wide: bool) -> None:
     tiny = probe.like(everything(wide), tokens=7)
@@ -88,16 +72,3 @@ def test_kernels_name_the_terms_they_take() -> None:
         assert set(names) <= set(LinearInputs._fields)
     assert not_taken(everything(), triton_plan.TERMS_TAKEN) is None
     assert not_taken(everything(), sm90_plan.TRANSITION_TERMS) == "it takes no gv"
-
-
-def test_reference_of_packed_sequences_is_that_of_each() -> None:
-    q, k, v = torch.randn(3, 1, 9, 2, 4)
-    g, states, cuts = -torch.rand(1, 9, 2), torch.randn(3, 2, 4, 4), [0, 4, 4, 9]
-    packed = LinearInputs(q, k, v, g=g, initial_state=states, cu_seqlens=torch.tensor(cuts))
-    o, final = linear_reference(packed, 0.5)
-    for n, (begin, end) in enumerate(pairwise(cuts)):
-        tokens = (x[:, begin:end] for x in (q, k, v))
-        alone = LinearInputs(*tokens, g=g[:, begin:end], initial_state=states[n : n + 1])
-        torch.testing.assert_close(
-            (o[:, begin:end], final[n : n + 1]), linear_reference(alone, 0.5)
-        )

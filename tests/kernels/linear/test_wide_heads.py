@@ -68,15 +68,6 @@ def differentiable(terms: LinearInputs) -> LinearInputs:
     return terms._replace(**leaves)
 
 
-def test_one_group_is_the_head_itself() -> None:
-    terms = make("none", 4, 6)
-    one = groups_of(terms)
-    assert not one.is_split and split_heads(terms, one) is terms
-    given = terms.v, terms.initial_state
-    found = join_heads(*given, terms, one)
-    assert found[0] is given[0] and found[1] is given[1]
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_wide_heads_are_cut(width: int) -> None:
     groups = groups_of(make("delta", 16, width))

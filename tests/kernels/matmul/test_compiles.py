@@ -13,7 +13,6 @@ from slipstream.kernels.matmul.config import (
     Problem,
     check,
     choose,
-    closest_legal,
     shared_bytes,
 )
 from slipstream.runtime.backends import HAVE_TRITON
@@ -93,31 +92,6 @@ def test_default_pointer_tiles_compile(arch: str, p: Problem) -> None:
     assert got.shared <= here.shared
 
 
-@pytest.mark.parametrize("arch", ["sm_70", "sm_75"])
-def test_plain_arithmetic_wants_factors_in_float32(arch: str) -> None:
-    here, wide = arches.named(arch), MatmulConfig(256, 16, 128, 16, 1)
-    with pytest.raises(ValueError, match="needs 131072 bytes of shared memory"):
-        check(wide, FP16, here)
-    near = closest_legal(wide, FP16, here)
-    assert near is not None
-    got = pointers(FP16, near, arch, {})
-    assert here.shared // 2 < got.shared <= shared_bytes(near, FP16, here)
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_strides_of_one_compile(turned: bool) -> None:
-    """Triton makes constants of strides of 1, which factors with one row or column have."""
-    sizes = {"BM": 64, "BN": 64, "BK": 32, "GROUP": 8, "a_stride": 1, "b_stride": 1}
-    even: dict[str, Any] = dict.fromkeys(("EVEN_M", "EVEN_N", "EVEN_K", "SPLIT", "PDL"), False)
-    got = compile_kernel(
-        "slipstream.kernels.matmul.triton.matmul:matmul_kernel",
-        {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*bf16"},
-        {**sizes, **even, "A_T": turned, "B_T": turned, "ACTIVATION": "", "PRECISION": "tf32"},
-        stages=2,
-    )
-    assert got.stack == 0
-
-
 @pytest.mark.parametrize(("M", "N"), [(64, 4096), (128, 2048)])
 @pytest.mark.parametrize("p", [BF16, FP8])
 def test_shared_tiles_compile(p: Problem, M: int, N: int) -> None:
@@ -134,23 +108,6 @@ def test_shared_tiles_compile(p: Problem, M: int, N: int) -> None:
         options={"launch_pdl": True},
     )
     assert summed.stack == 0 and "griddepcontrol.wait" in summed.ptx
-
-
-@pytest.mark.parametrize("p", [BF16, X3], ids=lambda p: str(p.dtype))
-def test_shared_tiles_compile_for_sm_80(p: Problem) -> None:
-    here = arches.named("sm_80")
-    c = choose(p, here, 64, 1024, 4096, False)
-    got = pointers(p, c, "sm_80", {})
-    assert c.split_k > 1 and got.shared <= shared_bytes(c, p, here)
-    assert got.instructions["mma.sync"] > 0
-    summed = compile_kernel(
-        "slipstream.kernels.matmul.triton.matmul:matmul_sum_kernel",
-        {"partial_ptr": "*fp32", "out_ptr": f"*{NAMES[p.out_dtype]}", **ALL},
-        {"BM": 1, "BN": 512, "MAX_SPLITS": 8, "EVEN_N": True, "PDL": False, "ACTIVATION": "silu"},
-        scalars={"r_stride": "i32:16"},
-        target="sm_80",
-    )
-    assert summed.stack == 0
 
 
 def tma(p: Problem, c: MatmulConfig, extra: dict[str, str], f: str = "") -> Compiled:

@@ -249,19 +249,6 @@ def test_eager_step(check: Any) -> None:
     check("eager")
 
 
-def test_step_of_no_tokens_or_sequences() -> None:
-    args, options = make(KINDS["gated_deltanet"], SMALL)
-    before = {name: args[name].clone() for name in POOLS}
-    none = {name: args[name][:, :0] for name in TOKENS}
-    at = torch.tensor(INDICES)
-    y = mixer_step(**{**args, **none}, **options, state_indices=at)
-    assert y.shape == (B, 0, SMALL.HV, SMALL.V)
-    none = {name: args[name][:0] for name in TOKENS}
-    y = mixer_step(**{**args, **none}, **options, state_indices=at[:0])
-    assert y.shape == (0, 1, SMALL.HV, SMALL.V)
-    assert all(torch.equal(args[name], x) for name, x in before.items())
-
-
 FAULTS: dict[str, dict[str, Any]] = {
     r"state: want shape \(3, 2, 16, 16\)": {"state_indices": None},
     r"conv_state: wants conv_weight too": {"conv_weight": None},
@@ -313,29 +300,6 @@ def test_step_refuses_gradients_and_kernels_without_a_gpu() -> None:
         mixer_step(**args, **options, impl="triton")
     with pytest.raises(TypeError, match="state_indices: want int32 or int64"):
         mixer_step(**args, **{**options, "state_indices": torch.zeros(3)})
-
-
-@pytest.mark.parametrize("kind", ["gated_deltanet", "mamba2"])
-def test_step_compiles(kind: str) -> None:
-    args, options = make(KINDS[kind], Sizes())
-    at = torch.tensor(INDICES)
-    want = expected(args, options, at)
-    compiled = torch.compile(mixer_step, fullgraph=True, dynamic=True, backend="aot_eager")
-    y = compiled(**args, **options, state_indices=at)
-    for name, x in {"out": y, **{name: args[name] for name in POOLS}}.items():
-        assert relative_error(x, want[name]) <= LIMIT, name
-
-
-def test_step_passes_opcheck() -> None:
-    from slipstream.kernels.mixer_step import dispatch, op
-
-    args, options = make(KINDS["mamba2"], SMALL)
-    seen: list[tuple] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "_call", lambda *args, impl: seen.append((*args, impl)))
-        dispatch._PLANS.clear()
-        mixer_step(**args, **options, state_indices=torch.tensor(INDICES))
-    torch.library.opcheck(torch.ops.slipstream._mixer_step.default, seen[0])
 
 
 def test_counters_live_as_long_as_their_pool() -> None:

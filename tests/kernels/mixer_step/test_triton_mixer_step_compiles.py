@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slipstream.compiler.aot import Compiled, compile_kernel
 from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.trace import trace
 from slipstream.ops import mixer_step
@@ -89,27 +88,3 @@ def test_drafts_keep_states_in_registers(kind: str, v_first: bool, width: int) -
     numbers = width * width // (32 * width // 16)  # of a state in a thread
     assert len(wide) >= numbers // (4 if v_first else 2)
     assert got.shared <= 20 << 10
-
-
-@pytest.mark.parametrize("K", [64, 128, 256])
-def test_inputs_of_blocks_are_normed_by_equal_sums(K: int) -> None:
-    """Equal layouts of a row, in lanes of 8 numbers, and so equal sums."""
-    names = ("x", "window", "w", "g", "beta", "q", "k", "v", "beta_block")
-    tensors = {f"{name}_ptr": "*bf16" for name in names} | {"counts_ptr": "*i64"}
-    tensors |= {f"{name}_ptr": "*fp32" for name in ("A_log", "dt_bias", "decay")}
-    flags = {"T": 64, "H": 8, "HV": 8, "K": K, "V": 128, "BR": max(2, 256 // K), "BK": K, "BV": 128}
-    flags |= {"W": 4, "SILU": True, "DOUBLED": False, "PER_CHANNEL": False, "BOUNDED": False}
-    scalars = {"row_x": "i32:16", "lower_bound": "fp32"}
-    kernel = "slipstream.kernels.mixer_step.triton.block_inputs:block_inputs_kernel"
-    made = compile_kernel(kernel, tensors, flags, scalars, "sm_90", 1)
-    assert made.stack == 0
-    norm = {"G": 1, "D": K, "BR": 2048 // K, "BD": K, "L2": True, "ROUND": True, "LEAN": True}
-    norm |= dict.fromkeys(("CENTRE", "ZERO_CENTERED", "SILU", "GATE_FIRST"), False)
-    kernel = "slipstream.kernels.norm.triton.norm:norm_fwd_kernel"
-    other = compile_kernel(kernel, {"x_ptr": "*bf16", "y_ptr": "*bf16"}, norm)
-
-    def shuffles(one: Compiled) -> list[str]:
-        return re.findall(r"shfl\.sync\.bfly\.b32 .*?, .*?, (\d+),", one.asm["ptx"])
-
-    row = shuffles(made)
-    assert len(row) and shuffles(other)[: len(row)] == row

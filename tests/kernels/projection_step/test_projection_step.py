@@ -8,7 +8,7 @@ import torch
 
 from slipstream.compiler.aot import compile_kernel
 from slipstream.compiler.trace import trace
-from slipstream.kernels.projection_step import norm_op, op
+from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
 from slipstream.ops import projection_step
 from slipstream.runtime.backends import HAVE_TRITON
@@ -148,29 +148,6 @@ def test_consistent_calls_keep_their_tile() -> None:
     assert few.constants["BK"] == same.constants["BK"] and not few.constants["X_LEFT"]
 
 
-@pytest.mark.parametrize("glu", [False, True])
-def test_probes_have_the_tile_of_their_calls(glu: bool, monkeypatch: Any) -> None:
-    """A verdict on tiles with x on the left is none on others, and is theirs."""
-    probed: list[ProjectionInputs] = []
-
-    def call(*args: Any, impl: str) -> torch.Tensor:
-        t = op._nested(args)
-        if impl == "triton|eager":
-            probed.append(t)
-        return torch.zeros(t.x.shape[0], t.size)
-
-    monkeypatch.setattr(op, "_call", call)
-    kinds = set()
-    for M, N in ((2, 4096), (40, 128), (40, 4096)):
-        args = inputs(M, 64, (N, N), torch.float16, biases=True)
-        given = args["x"], args["weights"], args["biases"]
-        t = ProjectionInputs(*given, None, None, None, False, glu, False)
-        op._mismatch(t)
-        kinds.add(op._kind(t))
-        assert probed[-1].is_wide == t.is_wide == (M > 32 and N == 4096)
-    assert len(kinds) == 3
-
-
 def few_rows(device: torch.device) -> None:
     x, w = (torch.empty(n, 1024, device=device, dtype=torch.bfloat16) for n in (2, 4096))
     projection_step(x, w)
@@ -231,9 +208,3 @@ def test_triton_matches_the_formula() -> None:
     for M, dtype in itertools.product((1, 5), LIMIT):
         check_gated("triton", M, dtype)
     check_many_rows()
-
-
-def test_biases_of_another_dtype_are_added() -> None:
-    x, weight, bias = torch.randn(3, 5), torch.randn(4, 5).half(), torch.randn(4)
-    got = projection_step(x, [weight], [bias])
-    torch.testing.assert_close(got.float(), x @ weight.float().T + bias, atol=1e-2, rtol=1e-2)

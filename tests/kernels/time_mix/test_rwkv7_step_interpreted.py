@@ -29,14 +29,6 @@ def test_layer_by_it_and_by_its_parts() -> None:
     assert steps.check_layer(None) == ["token_mix_step", "low_rank", "rwkv7_step"] * 4
 
 
-def test_rwkv7_step_in_float64() -> None:
-    args = {name: x.double() for name, x in steps.make(steps.Sizes()).items()}
-    args["state"] = args["state"][:3].clone()
-    y, pool = steps.formula(args)
-    torch.testing.assert_close(rwkv7_step(**args, norm_eps=steps.EPS), y)
-    torch.testing.assert_close(args["state"], pool)
-
-
 REFUSALS: dict[str, dict[str, Any]] = {
     r"v_gate: wants first_value": {"first_value": None},
     r"v_bias: wants v_gate": {"first_value": None, "v_gate": None},
@@ -63,35 +55,6 @@ def test_steps_refuse_gradients() -> None:
     mu = torch.randn(2, 8, requires_grad=True)
     with pytest.raises(NotImplementedError, match=r"under torch\.no_grad"):
         token_mix_step(torch.randn(3, 8), mu, state=torch.randn(3, 8))
-
-
-def test_steps_pass_opcheck_and_compile() -> None:
-    args = steps.make(steps.Sizes())
-    at, state = torch.tensor(steps.INDICES), args.pop("state")
-    names = ("v_gate", "first_value", "w_bias", "a_bias", "v_bias")
-    rest = ("k_k", "k_a", "r_k", "norm_weight", "norm_bias")
-    given = [args[name] for name in ("r", "w", "k", "v", "a", "g", *names, *rest)]
-    out, slipstream = torch.empty_like(args["r"]), torch.ops.slipstream
-    call = (out, state, at, *given, 1e-3, False, "eager")
-    torch.library.opcheck(slipstream._rwkv7_step.default, call)
-    x, mu, pool = torch.randn(3, 8), torch.randn(2, 8), torch.randn(5, 8)
-    torch.library.opcheck(slipstream._token_mix_step.default, (x, mu, pool, at, "eager"))
-    products = (*steps.low_rank_inputs(3, 8, (5, 3, 4), torch.float32), "eager")
-    torch.library.opcheck(slipstream._low_rank_step.default, products)
-    found = []
-    for compiled in (False, True):
-        S, last = state.clone(), pool.clone()
-
-        def call_both(S: torch.Tensor, last: torch.Tensor) -> list[torch.Tensor]:
-            y = rwkv7_step(**args, state=S, state_indices=at)
-            return [y, token_mix_step(x, mu, state=last, state_indices=at)]
-
-        fn = (
-            torch.compile(call_both, fullgraph=True, backend="aot_eager") if compiled else call_both
-        )
-        found.append([*fn(S, last), S, last])
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want)
 
 
 def test_low_rank_products_of_no_tokens() -> None:
