@@ -101,7 +101,7 @@ def _patch_module(module: ModuleType) -> list[str]:
         return []
     for attribute, (name, function) in functions.items():
         full = f"{module.__name__}.{attribute}"
-        setattr(module, attribute, _replacement(FUNCTIONS[name], function, full))
+        setattr(module, attribute, replacement_of(FUNCTIONS[name], function, full))
     replaced = list(functions)
     for cls in _classes_of(module):
         forward = _forward_of(cls, set(functions))
@@ -117,7 +117,7 @@ def _patch_module(module: ModuleType) -> list[str]:
 def looked_up(function: Any) -> str | None:
     """The name under which transformers looked a function up in another package, if it did."""
     if isinstance(function, nn.Module):  # what the package `kernels` makes of it
-        function = type(function).__dict__.get("forward", function)
+        return getattr(type(function), "kernel_layer_name", None)
     code = getattr(function, "__code__", None)
     if code is None or "is_new_implementation" not in code.co_freevars:
         return None
@@ -151,7 +151,7 @@ def _code_of(function: Callable) -> CodeType:
     return getattr(inspect.unwrap(function), "__code__", _code_of.__code__)
 
 
-def _replacement(ours: Callable, theirs: Callable, full: str) -> Callable:
+def replacement_of(ours: Callable, theirs: Callable, full: str) -> Callable:
     """ours, or theirs where ours does not take the call. full: the name with that of its module."""
     counted = usage.counted(LIBRARY, full)(ours)
     if ours is linear_mixers.not_fused:
@@ -162,7 +162,7 @@ def _replacement(ours: Callable, theirs: Callable, full: str) -> Callable:
     # what transformers' own function reads and ours does not, with its default
     unread = {
         name: p.default
-        for name, p in inspect.signature(theirs).parameters.items()
+        for name, p in inspect.signature(getattr(theirs, "forward", theirs)).parameters.items()
         if p.kind is p.POSITIONAL_OR_KEYWORD
         and name not in parameters
         and ours is not linear_mixers.not_fused
@@ -184,7 +184,7 @@ def _replacement(ours: Callable, theirs: Callable, full: str) -> Callable:
         except (NotImplementedError, TypeError, ValueError) as error:
             if is_packed(kwargs):  # transformers' own would mix the sequences
                 raise
-            _say_theirs(theirs.__name__, str(error))
+            _say_theirs(full.rpartition(".")[2], str(error))
         return theirs(*args, **kwargs)
 
     setattr(replacement, ORIGINAL, theirs)

@@ -30,13 +30,17 @@ except ModuleNotFoundError as error:
 
 from slipstream.integrations import linear_mixers, masks, usage
 from slipstream.integrations.context import call_in_context
+from slipstream.integrations.hub import register_kernels
 from slipstream.integrations.masks import Query, Rule, build_mask, cuts_by_position, is_rule_mask
 from slipstream.integrations.patching import patch, unpatch
 from slipstream.ops.attention import attention
 from slipstream.ops.flash_attn import flash_attn_with_kvcache
 from slipstream.runtime.context_parallel import ContextParallel
 
-__all__ = ["NAME", "call_in_context", "patch", "slipstream_attention", "slipstream_mask", "unpatch"]
+__all__ = [
+    "NAME", "call_in_context", "patch", "register_kernels", "slipstream_attention",
+    "slipstream_mask", "unpatch",
+]  # fmt: skip
 
 NAME = "slipstream"
 # with more queries than this, reading all keys for all of them at once does not pay
