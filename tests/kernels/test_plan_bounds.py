@@ -191,6 +191,15 @@ def test_tiles_as_wide_as_values_are_the_tables(tiles: ModuleType) -> None:
                 assert getattr(found, name) == tile, (family, width, name)
 
 
+def test_narrow_values_take_tiles_as_wide_as_wgmma_has_rows() -> None:
+    """Of chunks of 64 tokens; of shorter ones and elsewhere they may be 16 wide."""
+    for family, bytes_each, K, C in (
+        ("sm_90", 2, 64, 64), ("sm_90", 4, 64, 64), ("sm_90", 4, 256, 32), ("sm_80", 2, 64, 32),
+    ):  # fmt: skip
+        tile, _ = delta_tiles.choose(family, K, 16, bytes_each)
+        assert tile.C == C and tile.fwd.B == tile.dstate.B == (64 if C == 64 else 16), family
+
+
 @pytest.mark.parametrize("weights", [1, 2])
 @pytest.mark.parametrize("K", [16, 64, 4096])
 def test_stages_of_many_rows_fit_shared_memory(K: int, weights: int) -> None:
