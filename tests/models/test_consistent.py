@@ -231,6 +231,18 @@ def test_steps_give_the_logits_of_prompts(mixers: tuple[str, str]) -> None:
         torch.testing.assert_close(logits, want[:, t], rtol=1e-4, atol=1e-5)
 
 
+def test_graphs_of_another_dtype_have_their_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that generate keeps has states in the dtype without autocast."""
+    monkeypatch.setattr(consistent_models, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(graphs, "graph_on", lambda device: _Again())
+    model, prompt = model_of("kda", "attention"), sequences(2)[:, :60]
+    found = []
+    for dtype in (None, torch.bfloat16) * 2:
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            found.append(model.generate(prompt, max_new_tokens=10, do_sample=False))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+
+
 @pytest.mark.parametrize("mixers", PAIRS[:3], ids=str)
 def test_drafts_change_no_token(mixers: tuple[str, ...]) -> None:
     """In bfloat16, over ends of blocks, with drafts that are right, wrong, and partly right."""
