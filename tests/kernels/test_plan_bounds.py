@@ -191,7 +191,7 @@ def test_tiles_as_wide_as_values_are_the_tables(tiles: ModuleType) -> None:
                 assert getattr(found, name) == tile, (family, width, name)
 
 
-def test_narrow_values_take_tiles_as_wide_as_wgmma_has_rows() -> None:
+def test_narrow_values_take_tiles_of_wgmma_rows() -> None:
     """Of chunks of 64 tokens; of shorter ones and elsewhere they may be 16 wide."""
     for family, bytes_each, K, C in (
         ("sm_90", 2, 64, 64), ("sm_90", 4, 64, 64), ("sm_90", 4, 256, 32), ("sm_80", 2, 64, 32),

@@ -1,21 +1,41 @@
 """Calls of the linear family's back ends for sm_90 in the emulator: inputs, what is wanted."""
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear import segments
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, TOKEN_TERMS, LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 
 C, SCALE = 64, 0.3
+SM90 = "slipstream.kernels.linear.sm90."
 FOLDERS = {"delta": "delta", "simple": "scalar_decay", "gla": "vector_decay"}  # others: dplr
 
 
 def backend(kind: str) -> Any:
     folder = FOLDERS.get(kind, "dplr")
-    return importlib.import_module(f"slipstream.kernels.linear.sm90.{folder}.backend")
+    return importlib.import_module(f"{SM90}{folder}.backend")
+
+
+def cut_by(tokens: int) -> Callable[..., set[str]]:
+    """Of the other back ends, into segments of so many tokens; a gate a channel forward alone."""
+
+    def cut(self: Any, terms: LinearInputs, unit: int = segments.FORWARD_UNIT) -> Any:
+        return (
+            segments.split_into_segments(terms, tokens) if unit == segments.FORWARD_UNIT else None
+        )
+
+    def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+        for kind in ("gla", "kda"):
+            monkeypatch.setattr(type(backend(kind).BACKEND), "choose_segments", cut)
+        return set()
+
+    return chosen
 
 
 def _tokens(g: Tensor, some: list[int], gate: float) -> Tensor:

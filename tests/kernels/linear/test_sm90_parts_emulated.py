@@ -1,0 +1,123 @@
+"""Parts of the linear family's kernels on sm_90 as numpy: the inverse of a chunk, views of some
+heads, transitions that count as zero, blocks by levels."""
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.modes import memory
+from slipstream.kernels.linear.reference import linear_reference
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.gluon_emulator import launches, race_detector, threads
+from tests.support.sm90_linear import SCALE, SM90, C, backend, cut_by, inputs, near
+
+pytestmark = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"
+)
+
+
+@pytest.mark.parametrize("views", [True, False], ids=["views", "tiles"])
+def test_inverse_is_of_what_is_below_the_diagonal(views: bool) -> None:
+    """Gives the diagonal back too; no kernel reads what is above it.
+
+    views: of several tiles where one is, as up to Triton 3.7; else each warp finds its own tile.
+    """
+    a = torch.randn(C, C, dtype=torch.float64) / 4
+    junk = torch.where(torch.rand(C, C) < 0.5, torch.inf, torch.nan)
+    given = torch.where(torch.ones(C, C).triu(1) > 0, junk, a)
+    threads._LOCAL.part = race_detector.Part(race_detector.Program(), "the program")
+    given_by_triton = {"LARGER_VIEWS": views, "warp_of_four": lambda: np.arange(4)}
+    used = launches.module(SM90 + "common.tril_inverse", False).inverse
+    with np.errstate(all="ignore"), mock.patch.dict(used.__globals__, given_by_triton):
+        got, own = used(threads.tensor(given.numpy()))
+    want = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + a.tril(-1))
+    near(torch.tensor(np.asarray(got)), want)
+    near(torch.tensor(np.asarray(own)).flatten(), a.diagonal())
+
+
+@pytest.mark.parametrize("kind", ["kda", "dplr", "gdn2"])
+def test_views_of_heads_equal_those_heads_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read where they are, and o written there, beside other heads."""
+    whole = inputs(kind, (150, 2, 4, 128, 64), 1, "all kinds")
+    _, part = memory._cut(whole, whole.dims, ("H", "HV"), 2)
+    assert part.initial_state is not None
+    alone = part.of_tokens(Tensor.contiguous)._replace(
+        initial_state=part.initial_state.contiguous()
+    )
+    assert (part.row_heads, alone.row_heads) == (4, 2)
+    launch = backend(kind)
+    launches.as_numpy(monkeypatch)
+    want, end = launch.forward(alone, SCALE)
+    rows = torch.full((*part.v.shape[:2], 4, part.v.shape[3]), torch.nan, dtype=torch.float64)
+    new_empty, here = Tensor.new_empty, rows[:, :, 2:]
+
+    def empty(x: Tensor, *shape: Any, **options: Any) -> Tensor:
+        return here if x is part.v and shape == (part.v.shape,) else new_empty(x, *shape, **options)
+
+    monkeypatch.setattr(Tensor, "new_empty", empty)
+    monkeypatch.setattr(type(launch.BACKEND), "forward_layout", lambda self, terms: terms)
+    got, final = launch.forward(part, SCALE)
+    assert got is here and rows[:, :, :2].isnan().all()
+    for x, y in ((got, want), (final, end)):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+# Whether a transition counts as zero, for gates of
+DECAYED = {"-5 to 0": True, "-0.3": True, "-0.1": False, "swapped": False}
+
+
+def test_transition_counts_as_zero_where_its_norm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each head has gates of its own. Those of "swapped" add up to 2^-230 a chunk, but every key,
+    erased twice, moves the state to the channel that is about to keep it."""
+    T, HV, K = 384, len(DECAYED), 64
+    terms = inputs("kda", (T, HV, HV, K, K))
+    k, g, beta = terms.k, terms.g, terms.beta
+    assert g is not None and beta is not None and terms.initial_state is not None
+    k[:, :, 3], k[:, :, 3, 0], k[:, :, 3, 1] = 0.0, 0.5**0.5, -(0.5**0.5)
+    g[:, :, 0] *= 5
+    g[:, :, 1], g[:, :, 2], g[:, :, 3] = -0.3, -0.1, -5.0
+    g[:, ::2, 3, 0] = g[:, 1::2, 3, 1] = 0.0
+    beta /= 2
+    beta[:, :, 3] = 2.0
+    launch, made = backend("kda"), []
+    cut_by(3 * C)(monkeypatch)
+    launches.as_numpy(monkeypatch)
+    transition = launch.BACKEND.segment_transition
+    monkeypatch.setattr(
+        launch.BACKEND, "segment_transition", lambda *x: made.append(transition(*x)) or made[-1]
+    )
+    o, final = launch.forward(terms, SCALE)
+    (_, (M, m_is_zero)) = made[0]
+    assert m_is_zero.tolist() == 2 * [[int(x) for x in DECAYED.values()]]
+    assert 1 - 1e-9 < M[0, 3, 0, 0] < 1 + 1e-9  # all that this channel held is there
+    for got, want in zip((o, final), linear_reference(terms, SCALE), strict=True):
+        torch.testing.assert_close(got, want, rtol=0.0, atol=2.0**-29)
+
+
+def products_of_scores(gate: float, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of a chunk, all of whose gates are that."""
+    terms = inputs("gla", (64, 1, 1, 128, 128), state=False)
+    terms = terms._replace(g=torch.full_like(terms.q, gate))
+    scan = launches.module(
+        SM90 + "vector_decay.chunk_fwd", False
+    ).vector_decay_chunk_fwd_sm90_kernel
+    of_scores = scan.__globals__["score_partition"].__globals__
+    count = mock.Mock(side_effect=of_scores["warpgroup_mma"])
+    with mock.patch.dict(of_scores, warpgroup_mma=count):
+        backend("gla").forward(terms, SCALE)
+    return count.call_count
+
+
+def test_strong_blocks_go_by_levels_below_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 tokens that decay by no more than the bound are one product, in a strong chunk too."""
+    launches.as_numpy(monkeypatch)
+    for name in ("BOUND", "SHIFT"):
+        monkeypatch.setattr(backend("gla").triton, name, {torch.float64: 60.0})
+    gates = (-0.1, -5.0, -7.4, -7.6)
+    weak, at_once, *others = [products_of_scores(x, monkeypatch) for x in gates]
+    assert weak < at_once
+    assert others == [at_once, at_once + 4 * (128 // 64) * 2]
