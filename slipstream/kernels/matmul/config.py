@@ -86,6 +86,12 @@ class Problem:
         return tiles.instruction(arch, c.block_m, c.num_warps)
 
 
+def column_levels(block_n: int, itemsize: int) -> int:
+    """How often sm_90 halves a tile's columns to store them: into blocks of at most TMA_BYTES, and
+    into two at least, since one of two buffers is stored while the other is written."""
+    return max((block_n * itemsize // TMA_BYTES).bit_length() - 1, 1)
+
+
 def shared_bytes(c: MatmulConfig, p: Problem, arch: Arch) -> int:
     """At most so much shared memory, as Triton 3.6 allots it: the ring, or the tile on its way
     out."""

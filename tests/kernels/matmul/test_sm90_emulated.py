@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.matmul.config import column_levels
 from slipstream.kernels.matmul.inputs import ACTIVATIONS, activated
 from tests.gluon_emulator import linear, threads, values
 
 MODULE = "slipstream.kernels.matmul.sm90.matmul"
-BK, COLUMNS = 16, 64
+BK = 16
 # rows, columns and what is summed over; columns of a tile: of several tiles a program
-SIZES = [(256, 512, 48, 256), (200, 288, 40, 128), (100, 64, 16, 64)]
+SIZES = [(256, 512, 48, 256), (200, 288, 40, 128), (100, 64, 16, 64), (256, 320, 16, 64)]
 
 
 def kernel() -> Any:
@@ -32,9 +33,11 @@ def run(
     """more: bias, residual and scales, of out. turned: whether memory has a or b by columns, and
     whether out is that of the transposes."""
     (M, K), N = a.shape, weight.shape[0]
+    levels = column_levels(BN, 2)
     out = torch.full((N, M) if "o" in turned else (M, N), float("nan"), dtype=torch.float64)
     descriptors = []
-    for name, x, block in (("a", a, (64, BK)), ("b", weight, (BN, BK)), ("o", out, (64, COLUMNS))):
+    blocks = (64, BK), (BN, BK), (64, BN >> levels)
+    for name, x, block in zip("abo", (a, weight, out), blocks):
         if name in turned:
             x, block = x if name == "o" else x.t().contiguous(), block[::-1]
         descriptors.append(linear.Descriptor(x, x.shape[1], *block))
@@ -45,7 +48,7 @@ def run(
         2,
         (*descriptors, *added, M, N, K, out.shape[1], 1, 1),
         BN=BN, BK=BK, GROUP=2, STAGES=3, A_T="a" in turned, B_T="b" not in turned,
-        OUT_T="o" in turned, ACTIVATION=activation, LEVELS=(BN // COLUMNS).bit_length() - 1,
+        OUT_T="o" in turned, ACTIVATION=activation, LEVELS=levels,
     )  # fmt: skip
     return out
 

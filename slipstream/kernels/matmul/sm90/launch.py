@@ -38,7 +38,7 @@ def matmul(t: inputs.MatmulInputs, c: config.MatmulConfig) -> Tensor:
     rhs, rhs_t = _align_for_tma(rhs, size == 2)
     tensors, strides = inputs.epilogue(t)
     BN, BK = c.block_n, c.block_k
-    levels = max((BN * out.element_size() // config.TMA_BYTES).bit_length() - 1, 0)
+    levels = config.column_levels(BN, out.element_size())
     out_block = (BN >> levels, 64) if swapped else (64, BN >> levels)
     tiles = -(-M // 128) * -(-N // BN)
     with backends.device_of(out.device):
