@@ -96,6 +96,7 @@ class Part:
         self.seen = np.zeros((2, MAX_AGENTS), np.int64)
         self.seen[0, self.id] = 1
         self.begun = {self.products: 0, self.copies: 0}
+        self.unfenced: np.ndarray | None = None  # what it stored last of what is the same for all
 
     def child(self, name: str) -> "Part":
         made = Part(self.program, name)
@@ -113,11 +114,14 @@ class Part:
 
     def stores(self, view: np.ndarray) -> None:
         if _within(SAME):
+            self.unfenced = view
             return
         self._writes(view, self.id, int(self.seen[0, self.id]), True)
 
     def begins(self, agent: int, *views: np.ndarray) -> None:
         """A product or a copy out."""
+        if self.unfenced is not None:
+            raise Race(f"{self.name}: {SAME[1]} has stored without a fence")
         self.begun[agent] += 1
         for view in views:
             self._reads(view, agent, self.begun[agent], True)
@@ -127,6 +131,7 @@ class Part:
         self.seen[0, agent] = max(now, self.seen[0, agent])
 
     def fences(self) -> None:
+        self.unfenced = None
         np.maximum(self.seen[1], self.seen[0], self.seen[1])
         self._moves_on()
 

@@ -164,6 +164,11 @@ def test_shard_and_unshard() -> None:
     torch.testing.assert_close(whole, x)
     whole.square().sum().backward()
     torch.testing.assert_close(x.grad, 2 * x)
+    ids = torch.arange(12).view(2, 6)
+    assert torch.equal(unshard(shard(ids, plan), plan), ids)
+    for call in (shard, unshard):
+        with pytest.raises(ValueError, match=r"want \[B, T, \.\.\.\], got shape \(6,\)"):
+            call(ids[0], plan)
 
 
 # torch's own: Dynamo looks at .grad of what goes into a graph after a break

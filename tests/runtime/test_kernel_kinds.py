@@ -5,6 +5,7 @@ Each field of each key, by a call that differs from the first one in that alone.
 
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -111,6 +112,16 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
             "table": t(1, 3),
         },
     ),
+    "cache of codes": (
+        attention.kind_of_cache,
+        {
+            "what": "decode",
+            "q": t(1, 1, 2, 16),
+            "v": t(1, 9, 2, 16, dtype=torch.int8),
+            "table": None,
+        },
+        {"q": narrow(1, 1, 2, 16)},
+    ),
     "cache of a dtype": (
         lambda dtype: attention.kind_of_cache(
             "decode", t(1, 1, 2, 16, dtype=dtype), t(1, 9, 2, 16, dtype=dtype), None
@@ -132,7 +143,12 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
     "attnres": (
         attnres._kind,
         {"residuals": [t(3, 8)] * 2},
-        {"residuals": [narrow(3, 8)] * 3},
+        {"residuals": [narrow(3, 8)] * 2},
+    ),
+    "attnres of a number": (
+        attnres._kind,
+        {"residuals": [t(3, 8)] * 2},
+        {"residuals": [t(3, 8)] * 3},
     ),
     "attnres of a width": (
         attnres._kind,
@@ -411,6 +427,19 @@ def test_kinds_differ_by_each_field(case: str) -> None:
     assert len({*keys}) == 1 + len(others), keys
     # no other kernel's verdict
     assert all(type(x[0]) is str for x in keys)
+
+
+def test_fields_also_differ_alone() -> None:
+    """Else one of two fields could be left out, and each call still had its key."""
+    keys = defaultdict(set)
+    for kind, first, others in CASES.values():
+        for given in [first, *({**first, name: x} for name, x in others.items())]:
+            key = kind(**given)
+            keys[key[0], len(key)].add(key)
+    for (name, size), some in keys.items():
+        for i in range(size):
+            others = {x[:i] + x[i + 1 :] for x in some}
+            assert len(others) < len(some) or len({x[i] for x in some}) == 1, (name, i)
 
 
 def test_every_kind_is_here() -> None:

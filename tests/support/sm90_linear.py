@@ -62,6 +62,10 @@ GATES: dict[str, Any] = {
     **{f"to {n}": lambda x, n=n: -n * x for n in (0.1, 0.3, 4, 5, 9, 50, 90)},
     **{str(n): lambda x, n=n: 0 * x + n for n in (-1, -2, -5, -7, -20, -torch.inf)},
     "last -5": lambda x: torch.where(torch.arange(x.shape[-1]) < x.shape[-1] // 2, -0.1 * x, -5),
+    # of one channel -87 in 16 tokens, where kda's one kernel begins to be strong; another is so
+    "at the bound": lambda x: torch.cat(
+        [0 * x[..., :1] - 87 / 16, -20 - x[..., 1:2], -0.1 * x[..., 2:]], -1
+    ),
     "resets": lambda x: torch.where(x < 0.05, -torch.inf, -0.3 * x),
     "huge": lambda x: torch.where(x < 0.02, -1e4, -0.1 * x),
     "mixed": lambda x: torch.where(x < 0.2, -250 * x, -0.1 * x),

@@ -101,6 +101,18 @@ def check_caches(options: AttentionOptions) -> None:
 
 
 @interpreted
+def test_decoding_of_large_scores_when_interpreted() -> None:
+    """Of both signs: a softmax less anything but its largest score overflows, or has no sum."""
+    from slipstream.kernels.attention.triton import decode_launch
+
+    keys, values = torch.rand(2, 70, 2, 16) + 0.5, torch.randn(2, 70, 2, 16)
+    for size in (30.0, -30.0):
+        call, options = Cache(torch.full((2, 3, 4, 16), size), keys, values), AttentionOptions(0.3)
+        right = dict(zip(("o", "lse"), eager_forward(gather(call), options, hidden_keys(call))))
+        check(dict(zip(right, decode_launch.decode(call, options))), right, 5e-5, f"{size}")
+
+
+@interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_kernels_match_reference_when_interpreted(part: str) -> None:
     warnings.simplefilter("error", RuntimeWarning)

@@ -170,6 +170,7 @@ WAYS = {
     "kda packed": Way(by_shapes, "kda", (290, 1, 1, 64, 128), LONG),
     "kda fused": Way(fused, "kda", (150, 1, 2, 128, 128), 2, "to 0.1"),
     "kda fused packed": Way(fused, "kda", (210, 1, 1, 128, 128), (64, 5, 0, 130), "own"),
+    "kda fused, bound": Way(fused, "kda", (70, 1, 1, 128, 128), 1, "at the bound"),
     "dplr": Way(by_shapes, "dplr", (150, 1, 2, 64, 64), 1, "own", False),
     "dplr packed": Way(by_shapes, "dplr", (140, 1, 1, 128, 64), PACKED[:2] + (70, 1)),
     "iplr": Way(by_shapes, "dplr", (70, 1, 1, 64, 64), 1, ""),
