@@ -269,7 +269,7 @@ def _written(
 
 
 def remember(known: dict, key: tuple, found: Any, most: int) -> Any:
-    """Returns found, after it is in `known`, which starts empty again past so many entries."""
+    """Stores found in `known`, which it empties first at `most` entries, and returns it."""
     if len(known) >= most:
         known.clear()
     known[key] = found

@@ -124,8 +124,8 @@ def test_delta_segments_match_reference(
 
     monkeypatch.setattr(segments, "MIN_SEGMENT_CHUNKS", 1)
     monkeypatch.setattr(segments, "MIN_CHUNKS_SAVED", 1)
-    anew = vars(segments._delta_sm90_tokens)["__wrapped__"]  # answers are remembered by sizes
-    monkeypatch.setattr(segments, "_delta_sm90_tokens", anew)
+    fresh = vars(segments._delta_sm90_tokens)["__wrapped__"]  # without its cache
+    monkeypatch.setattr(segments, "_delta_sm90_tokens", fresh)
     torch.manual_seed(0)
     strength, lengths = split
     terms = inputs((1, 480, 1, 2, 128, 128, lengths), False)

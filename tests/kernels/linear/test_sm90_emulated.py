@@ -75,8 +75,8 @@ def many_programs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(segments, "MIN_SEGMENT_CHUNKS", 1)
     monkeypatch.setattr(segments, "MIN_CHUNKS_SAVED", 1)
-    anew = vars(segments._delta_sm90_tokens)["__wrapped__"]  # answers are remembered by sizes
-    monkeypatch.setattr(segments, "_delta_sm90_tokens", anew)
+    fresh = vars(segments._delta_sm90_tokens)["__wrapped__"]  # without its cache
+    monkeypatch.setattr(segments, "_delta_sm90_tokens", fresh)
     return two_kernels(monkeypatch) | {"segment_transition", "state_passing"}
 
 
@@ -332,7 +332,7 @@ def test_states_are_left_on_the_way(way: Way, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_sequences_that_begin_past_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In segments, of which those before the first sequence's beginning are nobody's."""
+    """Segments before the first sequence belong to no sequence."""
     terms = inputs("delta", (320, 1, 1, 64, 64), (0, 250))
     in_segments(monkeypatch)
     launches.as_numpy(monkeypatch)
