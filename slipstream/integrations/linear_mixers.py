@@ -27,6 +27,7 @@ class Running(threading.local):
     """What runs, as far as functions are not told.
 
     of_model, of_layer: the sequences packed in the rows of a model and one of its layers, [B, T].
+    real_of_model, real_of_layer: where there is no padding, if there is any and layers ask, [B, T].
     mixer, cache: the module that calls the functions, and the cache that it was called with; scans:
         how often it has called selective_scan_fn.
     """
@@ -34,9 +35,17 @@ class Running(threading.local):
     def __init__(self) -> None:  # of every thread; an attribute that torch.compile's guards see set
         self.of_model: Tensor | None = None
         self.of_layer: Tensor | None = None
+        self.real_of_model: Tensor | None = None
+        self.real_of_layer: Tensor | None = None
         self.mixer: Any = None
         self.cache: Any = None
         self.scans = 0
+
+    def rows(self) -> tuple[Tensor | None, ...]:
+        return self.of_model, self.of_layer, self.real_of_model, self.real_of_layer
+
+    def put(self, *rows: Tensor | None) -> None:
+        self.of_model, self.of_layer, self.real_of_model, self.real_of_layer = rows
 
 
 running = Running()
@@ -44,15 +53,15 @@ running = Running()
 
 def captured(function: Callable) -> Callable:
     """The function with the sequences of this moment, whenever and in whichever thread it runs."""
-    now = running.of_model, running.of_layer
+    now = running.rows()
 
     def with_them(*args: Any, **kwargs: Any) -> Any:
-        outer = running.of_model, running.of_layer
-        running.of_model, running.of_layer = now
+        outer = running.rows()
+        running.put(*now)
         try:
             return function(*args, **kwargs)
         finally:
-            running.of_model, running.of_layer = outer
+            running.put(*outer)
 
     return with_them
 

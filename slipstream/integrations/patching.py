@@ -27,17 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slipstream.integrations import auto_models, linear_mixers, usage
+from slipstream.integrations import auto_models, class_mixers, linear_mixers, usage
+from slipstream.integrations.class_mixers import FORWARDS, METHODS
 from slipstream.integrations.linear_mixers import FUNCTIONS, running, sequences_of
 from slipstream.ops.norm import rms_norm_gated
 
 MODELING = re.compile(r"transformers\.models\.[\w.]+\.modeling_\w+")
-# attributes of what is put in place: what was there, and whether it takes seq_idx
 LIBRARY = "transformers"  # in usage.report()
-ORIGINAL, TELLS = "slipstream_original", "slipstream_tells"
+# attributes of what is put in place: what was there, and whether it takes seq_idx and REAL
+ORIGINAL, TELLS, REAL = "slipstream_original", "slipstream_tells", "slipstream_real"
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,9 @@ def patch(model: nn.Module | None = None) -> list[str]:
     """Puts Slipstream's operators into the linear layers of transformers' models.
 
     Gated delta rule, KDA, Mamba-2, Mamba-1's scan, short convolutions and gated norms, wherever a
-    model looks up functions of fla, causal_conv1d or mamba_ssm. A call that slipstream does not
-    take goes to transformers' own function, which a warning says once. Softmax attention is apart
-    from this: attn_implementation="slipstream".
+    model looks up functions of fla, causal_conv1d or mamba_ssm, and the classes of
+    class_mixers.FORWARDS. A call that slipstream does not take goes to transformers' own function,
+    which a warning says once. Softmax attention is apart: attn_implementation="slipstream".
 
     Args:
         model: only the modules that its layers come from, already imported; None is all models of
@@ -87,28 +88,48 @@ def unpatch() -> None:
         for attribute, value in list(vars(module).items()):
             if hasattr(value, ORIGINAL):
                 setattr(module, attribute, getattr(value, ORIGINAL))
-            elif inspect.isclass(value) and issubclass(value, nn.Module):
-                forward = vars(value).get("forward")
-                if hasattr(forward, ORIGINAL):
-                    value.forward = getattr(forward, ORIGINAL)
+            elif inspect.isclass(value):
+                _put_back(value)
+
+
+def _put_back(cls: type) -> None:
+    for name, method in list(vars(cls).items()):
+        if not hasattr(method, ORIGINAL):
+            continue
+        if (before := getattr(method, ORIGINAL)) is None:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, before)
 
 
 def _patch_module(module: ModuleType) -> list[str]:
     """Replaces what is in a module, if anything in it is looked up in those packages."""
     found = {attribute: (looked_up(f), f) for attribute, f in vars(module).items()}
     functions = {a: (name, f) for a, (name, f) in found.items() if name in FUNCTIONS}
-    if not functions:
+    mixers = [
+        cls for cls in _classes_of(module)
+        if cls.__name__ in FORWARDS and not hasattr(cls.forward, ORIGINAL)
+    ]  # fmt: skip
+    if not functions and not mixers:
         return []
     for attribute, (name, function) in functions.items():
         full = f"{module.__name__}.{attribute}"
         setattr(module, attribute, replacement_of(FUNCTIONS[name], function, full))
     replaced = list(functions)
     for cls in _classes_of(module):
-        forward = _forward_of(cls, set(functions))
+        forward = _forward_of(cls, set(functions), bool(mixers))
         if forward is not None:
             setattr(forward, ORIGINAL, cls.forward)
             cls.forward = forward
+            if _is_checkpoint(getattr(forward, ORIGINAL)):
+                GradientCheckpointingLayer.__init_subclass__.__func__(cls)  # around ours
             replaced.append(f"{cls.__name__}.forward")
+    for name, attribute, method in METHODS:
+        cls = vars(module).get(name)
+        if mixers and cls is not None and not hasattr(cls, attribute):
+            setattr(method, ORIGINAL, None)
+            setattr(cls, attribute, method)
+            replaced.append(f"{name}.{attribute}")
     names = [f"{module.__name__}.{name}" for name in replaced]
     logger.info("slipstream: replaced %s", ", ".join(names))
     return names
@@ -132,18 +153,27 @@ def _classes_of(module: ModuleType) -> Iterator[type[nn.Module]]:
             yield value
 
 
-def _forward_of(cls: type[nn.Module], functions: set[str]) -> Callable | None:
+def _forward_of(cls: type[nn.Module], functions: set[str], padded: bool) -> Callable | None:
     """Another forward for a class of a patched module, or None if it stays.
 
-    functions: the names of what is replaced in the module.
+    functions: the names of what is replaced in the module. padded: its layers ask what is padding.
     """
     if issubclass(cls, PreTrainedModel):
-        return _model_forward(cls.forward)
+        return _model_forward(cls.forward, padded)
     if issubclass(cls, GradientCheckpointingLayer):
-        return _layer_forward(cls.forward)
+        checkpoints = _is_checkpoint(cls.forward)
+        return _layer_forward(cls.forward.__wrapped__ if checkpoints else cls.forward)
+    if (ours := FORWARDS.get(cls.__name__)) is not None:
+        return replacement_of(ours, cls.forward, f"{cls.__module__}.{cls.__name__}")
     if functions & {*_code_of(cls.forward).co_names}:
         return _mixer_forward(cls.forward)
     return _apart(cls.forward) if _mixes(cls) else _gated_norm(cls)
+
+
+def _is_checkpoint(forward: Any) -> bool:
+    """Whether it is what newer transformers put around forward of a layer: it checkpoints a layer
+    whose forward it is, and none that has another around it."""
+    return getattr(forward, "__code__", _code_of.__code__).co_name == "forward_with_checkpointing"
 
 
 def _code_of(function: Callable) -> CodeType:
@@ -220,17 +250,20 @@ def _sequences_of_positions(given: dict[str, Any]) -> Tensor | None:
     return linear_mixers.sequences_of_positions(positions, mask.bool())
 
 
-def _model_forward(forward: Callable) -> Callable:
-    """forward of a model, which tells its layers what is packed, whatever it hands on to them."""
+def _model_forward(forward: Callable, padded: bool) -> Callable:
+    """forward of a model, which tells its layers what is packed, whatever it hands on to them, and
+    what is padding if they ask."""
     names = list(inspect.signature(forward).parameters)[1:]
 
     @wraps(forward)
     def replacement(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        outer = running.of_model
+        outer = running.of_model, running.real_of_model
         given = dict(zip(names, args)) | kwargs
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         seq_idx = None
+        if padded and given.get("attention_mask") is not None:
+            running.real_of_model = class_mixers.padding_of(given["attention_mask"], tokens)
         if isinstance(tokens, Tensor) and is_packed(given):
             seq_idx = running.of_model = sequences_of(given, *tokens.shape[:2])
         elif (seq_idx := _sequences_of_positions(given)) is not None:
@@ -241,7 +274,7 @@ def _model_forward(forward: Callable) -> Callable:
                 return forward(self, **given | {"position_ids": table})
             return forward(self, *args, **kwargs)
         finally:
-            running.of_model = outer
+            running.of_model, running.real_of_model = outer
 
     return replacement
 
@@ -260,9 +293,10 @@ def _layer_call(call: Callable) -> Callable:
 
     @wraps(call)
     def replacement(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        seq_idx = running.of_model
-        if seq_idx is not None and hasattr(type(self).forward, TELLS):
-            kwargs.setdefault("seq_idx", seq_idx)
+        if hasattr(type(self).forward, TELLS):
+            for name, given in (("seq_idx", running.of_model), (REAL, running.real_of_model)):
+                if given is not None:
+                    kwargs.setdefault(name, given)
         return call(self, *args, **kwargs)
 
     return replacement
@@ -282,6 +316,8 @@ def _checkpoint_call(call: Callable) -> Callable:
 # these two classes, by whichever function, wrapper or trainer it comes
 AROUND: tuple[tuple[type, str, Callable[[Callable], Callable]], ...] = (
     (GradientCheckpointingLayer, "__call__", _layer_call),
+    (Cache, "reorder_cache", class_mixers.cache_call),
+    (Cache, "reset", class_mixers.cache_call),
     (checkpoint.CheckpointFunction, "forward", _checkpoint_call),
     (checkpoint._CheckpointFrame, "__init__", _checkpoint_call),
 )
@@ -296,7 +332,8 @@ def _layer_forward(forward: Callable) -> Callable:
     def replacement(
         self: nn.Module, *args: Any, seq_idx: Tensor | None = None, **kwargs: Any
     ) -> Any:
-        outer = running.of_layer
+        outer = running.of_layer, running.real_of_layer
+        running.real_of_layer = kwargs.pop(REAL, outer[1])
         if seq_idx is not None:
             running.of_layer = seq_idx
             if open_ended:
@@ -304,7 +341,7 @@ def _layer_forward(forward: Callable) -> Callable:
         try:
             return forward(self, *args, **kwargs)
         finally:
-            running.of_layer = outer
+            running.of_layer, running.real_of_layer = outer
 
     setattr(replacement, TELLS, True)
     return replacement

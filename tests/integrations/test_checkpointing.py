@@ -152,6 +152,20 @@ def test_every_model_keeps_sequences_apart(name: str, told: str, way: str) -> No
     assert_apart(name, told, way)
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_enabled_checkpoints_run_layers_again(use_reentrant: bool) -> None:
+    """Newer transformers checkpoint no layer whose forward has another around it."""
+    cls, config, weights, inputs, _ = tiny("Mamba2ForCausalLM")
+    patch()
+    model = build(cls, config, NAME, weights).train()
+    _enable(model, use_reentrant)
+    runs: list[Any] = []
+    for layer in model.backbone.layers:
+        layer.norm.register_forward_hook(lambda *call: runs.append(call[0]))
+    gradients(model, lambda: model(inputs["input_ids"], use_cache=False).logits)
+    assert len(runs) == 2 * config.num_hidden_layers
+
+
 @pytest.mark.parametrize("way", ["reentrant", "parts, not reentrant"])
 def test_each_call_has_its_own_sequences(way: str) -> None:
     """Of two forward passes before the backward, and of a layer that is called by hand between."""

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from slipstream.integrations.class_mixers import FORWARDS
 from tests.support.tiny_configs import OTHERS
 from tests.support.tiny_models import eager_runs, first_of_each_type
 
@@ -15,13 +16,14 @@ LENGTHS = (7, 2, 3)  # of packed sequences
 
 
 def linear_classes() -> list[str]:
-    """A language model of each file that looks functions up in other packages, of causal ones the
-    first of each type."""
+    """A language model of each file that looks functions up in other packages or has a class of
+    FORWARDS, of causal ones the first of each type."""
     causal = set(first_of_each_type("MODEL_FOR_CAUSAL_LM_"))
     found: list[str] = []
     for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
         source = path.read_text(encoding="utf-8")
-        if "use_kernel_func_from_hub_with_fallback(" not in source:
+        looks_up = "use_kernel_func_from_hub_with_fallback(" in source
+        if not looks_up and not any(f"class {x}(" in source for x in FORWARDS):
             continue
         names = re.findall(r"^class (\w+)\(", source, re.MULTILINE)
         found += [x for x in names if x in causal] or [

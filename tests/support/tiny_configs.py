@@ -77,6 +77,8 @@ OF_TYPE: dict[str, dict[str, Any]] = {
                        "indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": 8},
     "mistral4": {"num_key_value_heads": 4},
     "mt5": {"decoder_start_token_id": 0},
+    # whose gradients transformers' caches break
+    "rwkv": {"attention_hidden_size": 32, "use_cache": False},
     "sam_hq_vision_model": {"output_channels": 32, "num_pos_feats": 16},
     "sam_vision_model": {"output_channels": 32, "num_pos_feats": 16},
     "swin": {"embed_dim": 48, "window_size": 2},
@@ -84,12 +86,16 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "t5": {"decoder_start_token_id": 0},
     "umt5": {"decoder_start_token_id": 0},
     "xlm": {"emb_dim": 32},
+    # whose cache counts 64 channels of keys at least
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_blocks": 2, "chunk_size": 4,
+              "use_cache": False},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_key_value_heads": 4, "attention_head_dim": 16, "n_mamba_heads": 2,
               "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     "zamba2": {"num_key_value_heads": 4, "num_query_groups": 4, "attention_head_dim": 16,
                "num_hidden_layers": 4, "hybrid_layer_ids": [1, 3],
                "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 # tried in turn where a configuration or a model of the sizes above is refused
 OTHERS: tuple[dict[str, Any], ...] = (

@@ -1,0 +1,172 @@
+"""Models whose mixers are classes with loops of their own, patched, beside transformers' own
+functions in float64 on each sequence alone and whole."""
+
+import inspect
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from slipstream.integrations import class_mixers
+from slipstream.integrations.linear_mixers import running
+from slipstream.integrations.patching import CACHES
+from slipstream.integrations.transformers import NAME, patch, unpatch
+from tests.support.linear_models import tiny
+from tests.support.tiny_models import build
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CLASSES = ("MiniMaxForCausalLM",)
+PADDED = {"left": slice(0, 4), "right": slice(-4, None), "within": slice(4, 7)}
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    yield
+    unpatch()
+
+
+def _models(name: str) -> tuple[Any, Any, Tensor]:
+    """Patched, the same in float64 for transformers' own functions, and tokens [2, 12]. The second
+    is called by _exactly alone, for a patch holds for all models."""
+    cls, config, weights, inputs, _ = tiny(name)
+    exact = build(cls, config, "sdpa", weights).double()
+    exact.set_experts_implementation("eager")  # others take no float64
+    patch()
+    return build(cls, config, NAME, weights), exact, inputs["input_ids"]
+
+
+def _exactly(model: Any, ids: Tensor) -> Tensor:
+    """Logits of transformers' own functions."""
+    unpatch()
+    logits = model(ids, use_cache=False).logits
+    patch()
+    return logits
+
+
+def _assert_near(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def _cache(model: Any) -> dict[str, Any]:
+    """A cache to be filled, for models that do not return theirs."""
+    if not isinstance(model, transformers.RecurrentGemmaForCausalLM):
+        return {}
+    names = inspect.signature(model.forward).parameters
+    return {next(x for x in CACHES if x in names): transformers.DynamicCache(config=model.config)}
+
+
+def _next(out: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The cache of the call before."""
+    return {x: out[x] for x in (*CACHES, "state") if x in out} or given
+
+
+def test_every_class_with_a_forward_is_tested() -> None:
+    sources = "".join(
+        inspect.getsource(inspect.getmodule(getattr(transformers, x))) for x in CLASSES
+    )
+    assert all(f"class {x}(" in sources for x in class_mixers.FORWARDS)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_padded_rows_equal_rows_alone(name: str, side: str) -> None:
+    """Logits and gradients, with positions or without."""
+    model, exact, ids = _models(name)
+    mask = torch.ones_like(ids)
+    mask[1, PADDED[side]] = 0
+    live = mask.bool()
+    weights = torch.randn(
+        model(ids, use_cache=False).logits.shape, generator=torch.Generator().manual_seed(5)
+    )
+    want = [_exactly(exact, ids[:1]), _exactly(exact, ids[1:, live[1]])]
+    sum((x * w).sum() for x, w in zip(want, (weights[:1], weights[1:, live[1]]))).backward()
+    for options in ({}, {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}):
+        model.zero_grad()
+        got = model(ids, attention_mask=mask, use_cache=False, **options).logits
+        _assert_near(got[:1], want[0])
+        _assert_near(got[1:, live[1]], want[1])
+        (got * weights)[live].sum().backward()
+        largest = max(float(p.grad.abs().max()) for p in exact.parameters() if p.grad is not None)
+        for (n, p), q in zip(model.named_parameters(), exact.parameters()):
+            if q.grad is not None:
+                torch.testing.assert_close(
+                    p.grad.double(), q.grad, rtol=1e-3, atol=1e-4 * largest, msg=n
+                )
+
+
+@pytest.mark.parametrize("side", [None, *PADDED])
+@pytest.mark.parametrize("name", CLASSES)
+@torch.no_grad()
+def test_pieces_of_padded_prompts_equal_rows_alone(name: str, side: str | None) -> None:
+    """Pieces of several tokens and of one behind padding on any side, and in its middle."""
+    model, exact, ids = _models(name)
+    mask = torch.ones_like(ids)
+    if side is not None:
+        mask[1, {"left": slice(0, 3), "right": slice(3, 6), "within": slice(5, 8)}[side]] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    parts, cache = [], _cache(model)
+    for begin, end in ((0, 6), (6, 10), (10, 11), (11, 12)):
+        given = {"position_ids": positions[:, begin:end], "use_cache": True, **cache}
+        if side is not None:
+            given["attention_mask"] = mask[:, :end]
+        out = model(ids[:, begin:end], **given)
+        cache = _next(out, cache)
+        parts.append(out.logits)
+    got, live = torch.cat(parts, 1), mask[1].bool()
+    _assert_near(got[:1], _exactly(exact, ids[:1]))
+    _assert_near(got[1:, live], _exactly(exact, ids[1:, live]))
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", CLASSES)
+@torch.no_grad()
+def test_generated_tokens_equal_those_without_a_cache(name: str, beams: int) -> None:
+    """Of two rows, one of them padded, by a search that moves beams between rows."""
+    model, exact, ids = _models(name)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
+    options |= {"return_dict_in_generate": True, "output_logits": True, "disable_compile": True}
+    generate = {"attention_mask": mask, "output_scores": True, **options}
+    got = model.generate(ids, use_cache=True, **generate)
+    want = model.generate(ids, use_cache=False, **generate)
+    assert torch.equal(got.sequences, want.sequences)
+    for x, y in zip(got.logits, want.logits):
+        _assert_near(x, y.double())
+    if beams > 1:
+        moved = torch.cat([x[:1] for x in got.beam_indices.split(1)])
+        assert bool((moved[:, 1:] != moved[:, :-1]).any()), "no beam moved"
+    tokens = got.sequences[1:, 3:-1]
+    last = _exactly(exact, tokens)[0, -1].argmax()
+    assert beams > 1 or last == got.sequences[1, -1]
+
+
+def test_rows_pack_tokens_and_states() -> None:
+    """Rows of several sequences with padding within, before and behind; one is padding alone."""
+    seq_idx = torch.tensor([[0, 0, 1, 1, 1, 2], [0] * 6, [0, 0, 0, 1, 1, 1]]).int()
+    real = torch.tensor([[0, 1, 1, 0, 1, 1], [0] * 6, [1, 1, 1, 1, 0, 0]]).bool()
+    x = torch.arange(18.0).view(3, 6)
+    state = torch.tensor([10.0, 20.0, 30.0])
+    running.real_of_layer = real
+    try:
+        rows = class_mixers.rows_of({"seq_idx": seq_idx}, x)
+    finally:
+        running.real_of_layer = None
+    assert torch.equal(rows.unpack(rows.pack(x)), x)
+    cuts = rows.cuts.tolist()
+    packed = [rows.pack(x)[0, i:j].tolist() for i, j in pairwise(cuts)]
+    assert packed[:6] == [[1.0], [2.0, 4.0], [5.0], [], [12.0, 13.0, 14.0], [15.0]]
+    assert sorted(packed[6]) == [0.0, 3.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 16.0, 17.0]
+    assert rows.enter(state, -1.0).tolist() == [10.0, -1.0, -1.0, 20.0, 30.0, -1.0, -1.0]
+    assert rows.leave(torch.arange(7)).tolist() == [2, 3, 5]
+    plain = class_mixers.rows_of({}, x)
+    assert plain.cuts is None and plain.pack(x) is x and plain.enter(state) is state
+    with pytest.raises(ValueError, match="seq_idx"):
+        class_mixers.rows_of({"seq_idx": seq_idx}, x[:, :5])
