@@ -20,6 +20,7 @@ from slipstream.kernels.linear.dispatch import plan_for
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.op import DEFAULT_CHUNK, Extras, forward_impl
 from slipstream.kernels.mixer_step import block_inputs
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step.inputs import WGMMA_COLUMNS, NormedInputs
 from slipstream.kernels.time_mix import low_rank, rwkv7
@@ -118,8 +119,8 @@ def _low_rank_step(
 def _projection_norm(
     x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    t = NormedInputs(x, weight, None, residual, norm_weight, 1e-5, False)
-    return norm_op.run(t, impl)
+    t = NormedInputs(x, weight, None, residual, norm_weight)
+    return norm_op.run(t, NormOptions(1e-5), impl)
 
 
 @torch.no_grad()

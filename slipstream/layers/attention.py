@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.common.varlen import bounded_offsets
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.layers.base import Mixer, NormalLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear, projections, rounded
+from slipstream.nn.norm import RMS_NORMS
 from slipstream.ops import flash_attn, rotary
 from slipstream.ops.attention import attention, rotary_attention
 from slipstream.ops.norm import rms_norm
@@ -27,12 +29,12 @@ class Attention(Mixer):
         head_dim: K; None is D / H.
         rotary_dim: how many features of a head are rotated; None is all, 0 none.
         rotary_base: of the angles.
-        qk_norm: an rms norm with a weight [K] on each head's query and key, before the rotation.
+        qk_norm: an rms norm with a weight [K] on each head's query and key, before the rotation:
+            a name of nn.norm.RMS_NORMS; True is "rms".
         window_size: each token sees this many last tokens, itself included; None is all.
         norm_eps: of qk_norm.
         qkv_bias: whether the projections of queries, keys and values have a bias.
         output_gate: y = (softmax(...) * sigmoid(x W_g)) W_o, as Qwen3-Next's.
-        zero_centered_norm: the weights of qk_norm count from 1.
         mode: None; this layer has no recurrent form. layer_idx: as Mixer.
 
     State: k and v [N, S, HKV, K], each sequence from index 0, and length [N] <= S.
@@ -53,7 +55,7 @@ class Attention(Mixer):
         head_dim: int | None = None,
         rotary_dim: int | None = None,
         rotary_base: float = 10000.0,
-        qk_norm: bool = False,
+        qk_norm: bool | str = False,
         window_size: int | None = None,
         norm_eps: float = 1e-6,
         mode: str | None = None,
@@ -61,7 +63,6 @@ class Attention(Mixer):
         *,
         qkv_bias: bool = False,
         output_gate: bool = False,
-        zero_centered_norm: bool = False,
     ) -> None:
         super().__init__(mode, layer_idx)
         if head_dim is None:
@@ -74,7 +75,10 @@ class Attention(Mixer):
             raise ValueError(f"window_size: want at least 1 token or None, got {window_size}")
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.rotary_base, self.window_size, self.norm_eps = rotary_base, window_size, norm_eps
-        self.zero_centered_norm = zero_centered_norm
+        name = qk_norm if isinstance(qk_norm, str) else "rms"
+        if name not in RMS_NORMS:
+            raise ValueError(f"qk_norm: want a bool or one of {', '.join(RMS_NORMS)}, got {name!r}")
+        self.qk_options = RMS_NORMS[name]
         heads = num_heads + 2 * self.num_kv_heads
         self.qkv_proj = NormalLinear(hidden_size, heads * head_dim, bias=qkv_bias)
         self.o_proj = NormalLinear(num_heads * head_dim, hidden_size)
@@ -87,7 +91,7 @@ class Attention(Mixer):
     def reset_parameters(self) -> None:
         for weight in (self.q_norm, self.k_norm):
             if weight is not None:
-                nn.init.constant_(weight, 0.0 if self.zero_centered_norm else 1.0)
+                nn.init.constant_(weight, NormOptions(0.0, **self.qk_options).neutral_weight)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         at = call.token_positions(x)
@@ -187,9 +191,8 @@ class Attention(Mixer):
             qk, v = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
         else:
             q, k, v = qkv.split(heads, dim=2)
-            zero_centered = self.zero_centered_norm
-            q = rms_norm(q, self.q_norm, eps=self.norm_eps, zero_centered=zero_centered)
-            k = rms_norm(k, self.k_norm, eps=self.norm_eps, zero_centered=zero_centered)
+            q = rms_norm(q, self.q_norm, eps=self.norm_eps, **self.qk_options)
+            k = rms_norm(k, self.k_norm, eps=self.norm_eps, **self.qk_options)
             qk = torch.cat([q, k], dim=2)
         if tables is not None:
             qk = rotary.rotary_embedding(qk, *tables)

@@ -17,6 +17,7 @@ from slipstream.models.config import MIXERS, SlipstreamConfig, expect_options, m
 from slipstream.nn import LayerNorm, SwiGLU, projections
 from slipstream.nn import RMSNorm as RMSNorm
 from slipstream.nn.linear import GatedMLP, is_hooked
+from slipstream.nn.norm import named_norm
 from slipstream.ops._fp32 import widen
 from slipstream.runtime.consistent import consistent
 from slipstream.runtime.context_parallel import ContextParallel
@@ -25,10 +26,7 @@ State = dict[str, Tensor]
 
 
 def make_norm(config: SlipstreamConfig) -> Any:
-    size, eps = config.hidden_size, config.norm_eps
-    if config.norm in ("rms", "zero_centered_rms"):
-        return RMSNorm(size, eps, zero_centered=config.norm == "zero_centered_rms")
-    return LayerNorm(size, eps, bias=config.norm == "layer")
+    return named_norm(config.norm, config.hidden_size, config.norm_eps)
 
 
 def apply_norm(h: Tensor, norm: nn.Module, around: nn.Module) -> Tensor:

@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
 
+from slipstream.nn.norm import NORMS
+
 MIXERS = {
     "retention": "MultiScaleRetention",
     "gla": "GatedLinearAttention",
@@ -59,8 +61,6 @@ CONSISTENT_MIXERS = (
 
 CONSISTENT_MLPS = ("none", "rwkv7", "swiglu")
 """The same of MLPs."""
-
-NORMS = ("rms", "zero_centered_rms", "layer", "layer_without_bias")
 
 TP_STYLE = "slipstream_heads"
 """What transformers' plan of tensor parallelism calls ours (models/tensor_parallel.py)."""
@@ -116,8 +116,7 @@ class SlipstreamConfig(PreTrainedConfig):
             None is "swiglu" everywhere. "none" leaves the MLP and its norm out, as Mamba-2 does;
             "rwkv7" is layers.RWKV7ChannelMix; "qwen3_next_moe" and "kimi_linear_moe" are
             transformers' blocks, whose options are keys of transformers' configs.
-        norm: the norms of the residual stream, one of NORMS; the factor of "zero_centered_rms" is
-            1 + weight.
+        norm: the norms of the residual stream, one of nn.norm.NORMS.
         embedding_norm: one of these norms comes right after the embedding, as in RWKV-7.
         attention_residuals: a layer's input is mixed by attention over what each group of this many
             earlier layers has added (models/depth.py); None: it is their sum.

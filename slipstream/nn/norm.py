@@ -6,9 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.common.checks import expect_tensor
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.ops.norm import group_norm, l2_norm, layer_norm, rms_norm, rms_norm_gated
 
 Shape = int | list[int] | tuple[int, ...]
+
+# by their names in configs: options of rms_norm
+RMS_NORMS: dict[str, dict[str, Any]] = {"rms": {}, "zero_centered_rms": {"zero_centered": True}}
+NORMS = (*RMS_NORMS, "layer", "layer_without_bias")
 
 
 class _Norm(nn.Module):
@@ -52,13 +57,20 @@ class RMSNorm(_Norm):
         *,
         zero_centered: bool = False,
     ) -> None:
-        self.eps, self.zero_centered = eps, zero_centered
+        self.eps = eps
+        self.options: dict[str, Any] = {"zero_centered": zero_centered}
         self.normalized_shape = (_last(normalized_shape),)
         super().__init__(self.normalized_shape[0], elementwise_affine, False, device, dtype)
 
     def reset_parameters(self) -> None:
         if self.weight is not None:
-            nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+            nn.init.constant_(self.weight, NormOptions(0.0, **self.options).neutral_weight)
+
+    @property
+    def row_norm(self) -> NormOptions | None:
+        """For kernels that make the norm of rows beside other things; None where none can."""
+        norm = None if self.eps is None else NormOptions(self.eps, **self.options)
+        return norm if norm is not None and norm.is_row_norm else None
 
     def forward(
         self,
@@ -77,7 +89,7 @@ class RMSNorm(_Norm):
             residual=residual,
             prenorm=prenorm,  # pyright: ignore[reportArgumentType]
             residual_in_fp32=residual_in_fp32,
-            zero_centered=self.zero_centered,
+            **self.options,
         )
 
     def extra_repr(self) -> str:
@@ -204,6 +216,13 @@ class L2Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return l2_norm(x, eps=self.eps)
+
+
+def named_norm(name: str, size: int, eps: float) -> RMSNorm | LayerNorm:
+    """The module of a name of NORMS."""
+    if name in RMS_NORMS:
+        return RMSNorm(size, eps, **RMS_NORMS[name])
+    return LayerNorm(size, eps, bias=name == "layer")
 
 
 def _last(shape: Shape) -> int:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import inputs, norm_op, op
 from slipstream.nn.consistent import step_products
 from slipstream.nn.linear import GatedMLP, is_hooked, plain_linear, plain_module
@@ -59,10 +60,12 @@ def linears(
 
 
 class NormedNext(NamedTuple):
-    """A residual, and the norm of its sum with a layer's result: `projected` returns both."""
+    """A residual, and the norm of its sum with a layer's result: `projected` returns both.
+    n: the norm's row_norm."""
 
     residual: Tensor
     norm: RMSNorm
+    n: NormOptions
 
 
 Residual = Tensor | NormedNext | None
@@ -73,13 +76,13 @@ def normed_next(residual: Tensor, norm: nn.Module | None) -> Tensor | NormedNext
     if (
         type(norm) is RMSNorm
         and makes_norms(residual)
-        and norm.eps is not None
+        and (n := norm.row_norm) is not None
         and isinstance(norm.weight, Tensor)
         and norm.weight.dtype.itemsize == 2
         and plain_module(norm)
         and norm.weight.device == residual.device
     ):
-        return NormedNext(residual, norm)
+        return NormedNext(residual, norm, n)
     return residual
 
 
@@ -88,14 +91,14 @@ def projected(x: Tensor, layer: nn.Linear, residual: Residual) -> Any:
     if residual is None:
         return layer(x)
     if isinstance(residual, NormedNext):
-        h, norm = residual
+        h, norm, n = residual
         weight: Any = norm.weight
         if not _plain(x, [layer]) or not weight.dtype == layer.weight.dtype == x.dtype:
             h = projected(x, layer, h)
             return h, _normed(h, norm)
         rows, added = x.flatten(0, 1), h.flatten(0, 1)
-        options: Any = (weight, norm.eps, norm.zero_centered)
-        h, y = norm_op.run(inputs.NormedInputs(rows, layer.weight, layer.bias, added, *options))
+        t = inputs.NormedInputs(rows, layer.weight, layer.bias, added, weight)
+        h, y = norm_op.run(t, n)
         return h[:, None], y[:, None]
     if not _plain(x, [layer]):
         return residual + layer(x)
@@ -154,15 +157,15 @@ def _call(
 ) -> Tensor:
     """[N, 1, D] -> [N, 1, ...]"""
     weight: Any = None
-    eps, zero_centered = None, False
+    made = None
     if type(norm) is RMSNorm and not is_hooked(norm):
-        weight, eps, zero_centered = norm.weight, norm.eps, norm.zero_centered
-    normed = x.shape[0] > 1 or eps is None
+        weight, made = norm.weight, norm.row_norm
+    normed = x.shape[0] > 1 or made is None
     rows = (_normed(x, norm) if normed else x).flatten(0, 1)
     weights: list[Any] = [layer.weight for layer in layers]
     biases: list[Any] = [layer.bias for layer in layers]
     terms = rows, weights, biases, weight, residual
-    options = eps, zero_centered, glu, consistent_scope.on, normed
+    options = made, glu, consistent_scope.on, normed
     return op.run(inputs.ProjectionInputs(*terms, *options), None)[:, None]
 
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.norm.inputs import NormInputs, NormOptions
+from slipstream.kernels.norm.inputs import NormInputs
 from slipstream.kernels.norm.op import run
+from slipstream.kernels.primitives.norm_options import NormOptions
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 

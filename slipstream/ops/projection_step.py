@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import inputs, op
 from slipstream.runtime.consistent import consistent_scope
 
@@ -17,7 +18,7 @@ def projection_step(
     *,
     norm_weight: Tensor | None = None,
     norm_eps: float | None = None,
-    zero_centered: bool = False,
+    norm_options: dict | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
     impl: str | None = None,
@@ -34,7 +35,7 @@ def projection_step(
         weights: [N_i, K], one or up to five, of one dtype.
         biases: [N_i], each a tensor or None; None is none at all.
         norm_weight: [K]; None is 1. norm_eps: of the RMS norm, 0 or more; None is no norm.
-        zero_centered: the norm's factor is 1 + norm_weight.
+        norm_options: what else rms_norm takes to make the factor of norm_weight, by its names.
         activation: "swiglu": two weights of one shape, the gate's first; None is none.
         residual: [M, N], any floating dtype.
         impl: None chooses; "triton", "eager" or "reference" is used or refused.
@@ -54,6 +55,7 @@ def projection_step(
         raise ValueError(f"activation: want 'swiglu' or None, got {activation!r}")
     if norm_eps is not None:
         checks.expect_not_negative("norm_eps", norm_eps)
+    norm = _row_norm(norm_eps, norm_options or {})
     layers: list[Any] = [weights] if isinstance(weights, Tensor) else list(weights)
     bias: list[Any] = [None] * len(layers) if biases is None else list(biases)
     if not all(isinstance(w, Tensor) for w in layers):
@@ -63,6 +65,18 @@ def projection_step(
     if not all(b is None or isinstance(b, Tensor) for b in bias):
         raise TypeError(f"biases: want tensors or None, got {type(biases).__name__} of others")
     glu = activation == "swiglu"
-    options = norm_eps, zero_centered, glu, consistent_scope.on
+    options = norm, glu, consistent_scope.on
     t = inputs.ProjectionInputs(x, layers, bias, norm_weight, residual, *options)
     return op.run(t, impl)
+
+
+def _row_norm(eps: float | None, options: dict) -> NormOptions | None:
+    if eps is None and not options:
+        return None
+    if eps is not None and options.keys() <= {*NormOptions._fields[1:]}:
+        norm = NormOptions(eps, **options)
+        if norm.is_row_norm:
+            return norm
+    raise ValueError(
+        f"norm_options: want options of rms_norm that make the factor, and norm_eps, got {options}"
+    )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step.inputs import NormedInputs
 from slipstream.layers import RWKV7
@@ -222,14 +223,14 @@ def test_sums_of_shares_and_their_norm_match_the_formula(
         args = inputs(rows, K, (1024,), torch.bfloat16, biases=True)
         residual, weight = torch.randn(rows, 1024).to(dtype), torch.rand(1024).bfloat16()
     given = args["x"], args["weights"][0], args["biases"][0], residual, weight
-    t = NormedInputs(*given, 1e-5, False)
-    h, y = norm_op.run(t, "triton")
+    t, n = NormedInputs(*given), NormOptions(1e-5)
+    h, y = norm_op.run(t, n, "triton")
     assert (
         relative_error(h, formula(**args, residual=residual)) <= PROJECTION_LIMITS[torch.bfloat16]
     )
     normed = torch.rms_norm(h.double(), (1024,), weight.double(), 1e-5)
     assert relative_error(y, normed) <= PROJECTION_LIMITS[torch.bfloat16]
-    assert all(map(torch.equal, norm_op.run(t, "triton"), (h, y)))
+    assert all(map(torch.equal, norm_op.run(t, n, "triton"), (h, y)))
 
 
 @pytest.mark.parametrize("rows", [33, 64])

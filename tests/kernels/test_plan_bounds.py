@@ -20,8 +20,8 @@ from slipstream.kernels.linear.triton.dplr import tiles as dplr_tiles
 from slipstream.kernels.linear.triton.scalar_decay import tiles as scalar_tiles
 from slipstream.kernels.matmul import config
 from slipstream.kernels.matmul.inputs import row_by_row
-from slipstream.kernels.norm import inputs as norm_inputs
 from slipstream.kernels.norm.triton import tiles as norm_tiles
+from slipstream.kernels.primitives import norm_options
 from slipstream.kernels.projection_step.triton import launch as projection
 from slipstream.kernels.selective_scan import dispatch as selective
 from slipstream.kernels.selective_scan.sm90 import launch as scan_launch
@@ -120,8 +120,8 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[Any, Any], tuple[Any, Any]]] 
     "scans of narrow rows": (
         lambda D: scalar_tiles.choose("sm_90", 64, D, 2)[0].warps, (7, 8), (8, 4)),
     "norms of short rows keep no statistics": (
-        lambda D: norm_inputs.stats_shape(meta(3, D), norm_inputs.NormOptions(1e-6, l2=True), True),
-        (norm_inputs.RECOMPUTED, norm_inputs.RECOMPUTED + 1), (None, (1, 3))),
+        lambda D: norm_options.NormOptions(1e-6, l2=True).stats_shape(meta(3, D), True),
+        (norm_options.RECOMPUTED, norm_options.RECOMPUTED + 1), (None, (1, 3))),
     **{f"rows of a norm of {x.widest}": (norm_row_of, (x.widest, x.widest + 1), (x.warps, y.warps))
        for norm_row_of in [lambda D: norm_row(D, backward=False)]
        for x, y in zip(norm_tiles.FORWARD[1:3], [norm_tiles.FORWARD[2], norm_tiles.FORWARD[4]])},

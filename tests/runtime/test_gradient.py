@@ -31,7 +31,7 @@ from slipstream.kernels.loss import cross_entropy_op, distill
 from slipstream.kernels.loss import op as loss
 from slipstream.kernels.matmul import op as matmul
 from slipstream.kernels.norm import op as norm
-from slipstream.kernels.norm.inputs import NormOptions
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.running_mean import op as running_mean
 from slipstream.kernels.selective_scan import op as selective_scan
 from slipstream.kernels.time_mix import rwkv7, token_mix

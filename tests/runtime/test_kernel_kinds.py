@@ -46,7 +46,8 @@ from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.mixer_step import op as mixer_step
 from slipstream.kernels.mixer_step.inputs import StepInputs
 from slipstream.kernels.norm import op as norm
-from slipstream.kernels.norm.inputs import NormInputs, NormOptions
+from slipstream.kernels.norm.inputs import NormInputs
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step import op as projection
 from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
@@ -316,7 +317,7 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
             "x": t(2, 16),
             "weights": [narrow(8, 16)] * 2,
             "glu": True,
-            "norm_eps": 1e-5,
+            "norm": NormOptions(1e-5),
             "residual": t(1, 16),
         },
     ),

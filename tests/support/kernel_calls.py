@@ -22,6 +22,7 @@ from slipstream.kernels.loss import eager as loss_eager
 from slipstream.kernels.loss.cross_entropy_op import LossInputs
 from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.mixer_step.eager import step_eager
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step.inputs import NormedInputs
 from slipstream.kernels.running_mean import op as running_mean_op
@@ -187,7 +188,7 @@ def projections() -> list[Tensor]:
 def normed_projections() -> list[Tensor]:
     x, weight = torch.randn(40, 16).half(), torch.randn(8, 16).half()
     residual, norm_weight = torch.randn(40, 8), torch.rand(8).half()
-    return [*norm_op.run(NormedInputs(x, weight, None, residual, norm_weight, 1e-5, False))]
+    return [*norm_op.run(NormedInputs(x, weight, None, residual, norm_weight), NormOptions(1e-5))]
 
 
 def conv_update() -> list[Tensor]:

@@ -20,6 +20,8 @@ def inputs(M: int, K: int, N: tuple[int, ...], dtype: torch.dtype, **on: bool) -
         args["biases"] = [torch.randn(n).to(dtype) if i % 2 == 0 else None for i, n in enumerate(N)]
     if on.get("norm"):
         args |= {"norm_weight": torch.randn(K).to(dtype), "norm_eps": 1e-5}
+    if on.get("zero_centered"):
+        args["norm_options"] = {"zero_centered": True}
     if on.get("residual"):
         args["residual"] = torch.randn(M, sum(N))
     return args
@@ -29,6 +31,7 @@ def formula(x: Tensor, weights: list[Tensor], biases: Any = None, **options: Any
     x = x.double()
     if options.get("norm_eps") is not None:
         weight = options["norm_weight"].double()
+        weight = weight + 1 if options.get("norm_options") else weight
         x = torch.rms_norm(x, x.shape[-1:], weight, options["norm_eps"])
     ys = [x @ w.double().t() for w in weights]
     if biases is not None:

@@ -78,7 +78,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         "window_size": 5,
         "qkv_bias": True,
     },
-    "Attention-gated": {"qk_norm": True, "zero_centered_norm": True, "output_gate": True},
+    "Attention-gated": {"qk_norm": "zero_centered_rms", "output_gate": True},
     "ForgettingAttention": {},
     "ForgettingAttention-grouped": {
         "num_heads": 4,

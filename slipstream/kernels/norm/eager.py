@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common.checks import cast
-from slipstream.kernels.norm import inputs, reference
-from slipstream.kernels.norm.inputs import BackwardInputs, NormInputs, NormOptions, stats_shape
+from slipstream.kernels.norm import reference
+from slipstream.kernels.norm.inputs import BackwardInputs, NormInputs
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.runtime import backends, guarded_launch
 from slipstream.runtime.autograd import (
     Function,
@@ -45,7 +46,7 @@ def compose(
     gate_value = None if gate is None else ACTIVATIONS[n.activation](cast(gate, z.dtype))
     if gate_value is not None and n.gate_first:
         z = z * gate_value
-    factor = _factor(weight, z, n.zero_centered)
+    factor = n.factor(weight, z.dtype)
     offset = None if bias is None else cast(bias, z.dtype)
     if n.l2:
         y = _l2(z, n.eps, x.requires_grad, rms)
@@ -68,9 +69,9 @@ def forward(
     """As the launch; the statistics are left 0: `backward` makes them again."""
     y, h = compose(t, n, rms, layer)
     stats = None
-    if (shape := stats_shape(t.x, n, save)) is not None:
+    if (shape := n.stats_shape(t.x, save)) is not None:
         stats = torch.zeros(shape, dtype=torch.float32, device=t.x.device)
-    return y.contiguous(), h if inputs.stores_h(t.x, t.residual, n, save) else None, stats
+    return y.contiguous(), h if n.stores_h(t.x, t.residual, save) else None, stats
 
 
 def backward(
@@ -115,13 +116,6 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _to_compute_dtype(x: Tensor) -> Tensor:
     """In the dtype of the arithmetic: float64 stays, everything else is float32."""
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _factor(weight: Tensor | None, x: Tensor, zero_centered: bool) -> Tensor | None:
-    if weight is None:
-        return None
-    weight = cast(weight, x.dtype)
-    return weight + 1 if zero_centered else weight
 
 
 def _residual_sum(x: Tensor, residual: Tensor | None, in_fp32: bool) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.norm import eager, inputs, reference
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.runtime import autograd, backends, dispatch
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.size_ladder import AtSizes, Size
@@ -19,7 +20,7 @@ from slipstream.runtime.size_ladder import AtSizes, Size
 _COUNT = len(inputs.NormInputs._fields)
 
 
-def run(t: inputs.NormInputs, n: inputs.NormOptions, impl: str | None) -> tuple[Tensor, Tensor]:
+def run(t: inputs.NormInputs, n: NormOptions, impl: str | None) -> tuple[Tensor, Tensor]:
     """y in x's shape and dtype, and h = x + residual."""
     impl = dispatch.choose(_CANDIDATES, (t.x, n, t), impl, "norm", t.x).impls
     if dispatch.is_triton(impl):
@@ -31,12 +32,12 @@ def run(t: inputs.NormInputs, n: inputs.NormOptions, impl: str | None) -> tuple[
     return eager.compose(t, n, *functions)
 
 
-def norm(t: inputs.NormInputs, n: inputs.NormOptions, impl: str) -> tuple[Tensor, Tensor | None]:
+def norm(t: inputs.NormInputs, n: NormOptions, impl: str) -> tuple[Tensor, Tensor | None]:
     """y, and h if it is kept and is not x. impl: triton, or triton|eager."""
     if autograd.needs_autograd(*t):
         return _Norm.apply(*t, n, impl)
     y, h, _ = _forward(*t, *n, save=False, impl=impl)
-    return y, h if inputs.stores_h(t.x, t.residual, n, False) else None
+    return y, h if n.stores_h(t.x, t.residual, False) else None
 
 
 class _Norm(autograd.Function):
@@ -47,7 +48,7 @@ class _Norm(autograd.Function):
         *tensors, n, impl = args
         x, weight, bias, gate, residual = tensors
         y, h, stats = _forward(*tensors, *n, save=True, impl=impl)
-        h = h if inputs.stores_h(x, residual, n, True) else None
+        h = h if n.stores_h(x, residual, True) else None
         links = [] if h is None or n.keep_h else autograd.anchors(x, residual)
         autograd.save(ctx, x if h is None else h, weight, bias, gate, stats, *links)
         ctx.norm, ctx.impl, ctx.dtype = n, impl, x.dtype
@@ -83,11 +84,11 @@ class _Norm(autograd.Function):
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    (x, *_, residual), n, save = args[:_COUNT], inputs.NormOptions(*args[_COUNT:-2]), args[-2]
+    (x, *_, residual), n, save = args[:_COUNT], NormOptions(*args[_COUNT:-2]), args[-2]
     h, stats = x.new_empty(0), x.new_empty(0)
-    if inputs.stores_h(x, residual, n, save):
-        h = x.new_empty(x.shape, dtype=inputs.h_dtype(x, residual, n))
-    if (shape := inputs.stats_shape(x, n, save)) is not None:
+    if n.stores_h(x, residual, save):
+        h = x.new_empty(x.shape, dtype=n.h_dtype(x, residual))
+    if (shape := n.stats_shape(x, save)) is not None:
         stats = x.new_empty(shape, dtype=torch.float32)
     return x.new_empty(x.shape), h, stats
 
@@ -102,13 +103,13 @@ def _backward_fake(*args: Any) -> list[Tensor]:
     return grads + [x.new_empty(x.shape) for x in parameters if x is not None]
 
 
-def kind(t: inputs.NormInputs | inputs.BackwardInputs, n: inputs.NormOptions) -> KernelKey:
+def kind(t: inputs.NormInputs | inputs.BackwardInputs, n: NormOptions) -> KernelKey:
     """The calls that share a verdict on the kernels."""
     weight = None if t.weight is None else t.weight.dtype
     return ("norm.triton", t.x.dtype, t.x.shape[-1], weight, *n.kind(t.gate is not None))
 
 
-def _unsupported_reason(x: Tensor, n: inputs.NormOptions, t: inputs.NormInputs) -> str | None:
+def _unsupported_reason(x: Tensor, n: NormOptions, t: inputs.NormInputs) -> str | None:
     if x.shape[-1] == 0:
         return "there are no features"
     for other in t[1:]:
@@ -118,7 +119,7 @@ def _unsupported_reason(x: Tensor, n: inputs.NormOptions, t: inputs.NormInputs) 
 
 
 _LAUNCH = "slipstream.kernels.norm.triton.launch"
-_OPTIONS = schema_of(inputs.NormOptions)
+_OPTIONS = schema_of(NormOptions)
 _forward = KernelOp(
     "norm_forward",
     f"({schema_of(inputs.NormInputs)}, {_OPTIONS}, bool save, str impl) "
@@ -129,7 +130,7 @@ _forward = KernelOp(
     kind=kind,
     # rows of the same width
     probe={"x": (37, 0), "gate": (37, 0), "residual": (37, 0), "save": False},
-    packed={"t": inputs.NormInputs, "n": inputs.NormOptions},
+    packed={"t": inputs.NormInputs, "n": NormOptions},
     replay=True,
     # x, gate, residual: few rows, whose launch begins ahead, and more (triton/launch.py: STEP_ROWS)
     at_sizes=AtSizes(tokens=(0, 3, 4), steps=(Size(1, 1), Size(1, 1024))),
@@ -142,7 +143,7 @@ _backward = KernelOp(
     kernel=f"{_LAUNCH}:backward",
     plain=eager.backward,
     kind=kind,
-    packed={"t": inputs.BackwardInputs, "n": inputs.NormOptions},
+    packed={"t": inputs.BackwardInputs, "n": NormOptions},
     forward=_forward,
     replay=True,
 )
@@ -151,9 +152,9 @@ _CANDIDATES = _forward.candidates(_unsupported_reason)
 
 def _of_operator(*args: Any) -> tuple[Tensor, ...]:
     """As slipstream::_norm_forward is called."""
-    n = inputs.NormOptions(*args[_COUNT:-2])
+    n = NormOptions(*args[_COUNT:-2])
     y, h = _Norm.apply(*args[:_COUNT], n, args[-1])
-    return (y, h) if n.keep_h and inputs.stores_h(args[0], args[4], n, True) else (y,)
+    return (y, h) if n.keep_h and n.stores_h(args[0], args[4], True) else (y,)
 
 
 _forward.set_gradient(_of_operator)

@@ -4,13 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
+from slipstream.kernels.primitives.norm_options import NormOptions
+from slipstream.kernels.projection_step.inputs import ProjectionInputs
 
 
 def projection_step(t: ProjectionInputs) -> Tensor:
     x = t.x
-    if t.norm_eps is not None and not t.normed:
-        x = normed(x, t)
+    if t.norm is not None and not t.normed:
+        x = normed(x, t.norm_weight, t.norm)
     return _projection_step(t, x)
 
 
@@ -26,16 +27,13 @@ def reference(t: ProjectionInputs) -> Tensor:
     return projection_step(wide).to(t.out_dtype)
 
 
-def normed(x: Tensor, t: ProjectionInputs | NormedInputs) -> Tensor:
+def normed(x: Tensor, weight: Tensor | None, n: NormOptions) -> Tensor:
     """In float32 or wider."""
-    assert t.norm_eps is not None
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x.to(wide)
-    x = x * (x.square().mean(-1, keepdim=True) + t.norm_eps).rsqrt()
-    if t.norm_weight is None:
-        return x
-    weight = t.norm_weight.to(wide)
-    return x * (1 + weight if t.zero_centered else weight)
+    x = x * (x.square().mean(-1, keepdim=True) + n.eps).rsqrt()
+    factor = n.factor(weight, wide)
+    return x if factor is None else x * factor
 
 
 def _projection_step(t: ProjectionInputs, x: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.primitives.norm_options import NormOptions
+
 # of one launch, an argument of the kernel each
 MAX_WEIGHTS = 5
 # rows up to which the weights are the left operand; of more, and up to 64, x is, by wgmma
@@ -15,7 +17,7 @@ WGMMA_COLUMNS = 2048
 
 class ProjectionInputs(NamedTuple):
     """x: [M, K]. weights: each [N_i, K]; biases: each [N_i] or None. norm_weight: [K].
-    residual: [M, N]. norm_eps: None is no norm. glu: silu(y_0) y_1 of two weights.
+    residual: [M, N]. norm: of x, an rms norm of rows, or None. glu: silu(y_0) y_1 of two weights.
     consistent: a row's bits are the same whatever rows are beside it.
     normed: the norm has been made already, as it is of several rows: it says what one row wants."""
 
@@ -24,15 +26,14 @@ class ProjectionInputs(NamedTuple):
     biases: list[Tensor | None]
     norm_weight: Tensor | None
     residual: Tensor | None
-    norm_eps: float | None
-    zero_centered: bool
+    norm: NormOptions | None
     glu: bool
     consistent: bool
     normed: bool = False
 
     @property
     def normalises(self) -> bool:
-        return self.norm_eps is not None and not self.normed
+        return self.norm is not None and not self.normed
 
     @property
     def is_long(self) -> bool:
@@ -68,11 +69,9 @@ class NormedInputs(NamedTuple):
     bias: Tensor | None
     residual: Tensor
     norm_weight: Tensor
-    norm_eps: float
-    zero_centered: bool
 
     @property
     def product(self) -> ProjectionInputs:
         """The product with nothing behind it."""
         weights, biases = [self.weight], [self.bias]
-        return ProjectionInputs(self.x, weights, biases, None, None, None, False, False, False)
+        return ProjectionInputs(self.x, weights, biases, None, None, None, False, False)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import eager, inputs, op
 from slipstream.runtime import backends, consistent, custom_op, guarded_launch
 from slipstream.runtime.dispatch import Candidate, choose
@@ -41,15 +42,15 @@ CANDIDATES = (
 )  # fmt: skip
 
 
-def run(t: inputs.NormedInputs, impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """h = residual + x W^T + b [M, N] and its norm, in the weight's dtype."""
+def run(t: inputs.NormedInputs, n: NormOptions, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """h = residual + x W^T + b [M, N] and its norm n, of rows, in the weight's dtype."""
     impls = choose(CANDIDATES, t, impl, "projection_norm_step", t.x).impls
-    return _call(*t, impl=impls)
+    return _call(*t, *n, impl=impls)
 
 
-def _eager(t: inputs.NormedInputs) -> tuple[Tensor, Tensor]:
+def _eager(t: inputs.NormedInputs, n: NormOptions) -> tuple[Tensor, Tensor]:
     h = t.residual + F.linear(t.x, t.weight, t.bias).to(t.residual.dtype)
-    y = eager.normed(h.to(t.weight.dtype), t)
+    y = eager.normed(h.to(t.weight.dtype), t.norm_weight, n)
     return h, y.to(t.weight.dtype)
 
 
@@ -61,11 +62,12 @@ def _kind(t: inputs.NormedInputs) -> KernelKey:
 
 _call = custom_op.KernelOp(
     "projection_norm_step",
-    f"({custom_op.schema_of(inputs.NormedInputs)}, str impl) -> (Tensor, Tensor)",
+    f"({custom_op.schema_of(inputs.NormedInputs)}, {custom_op.schema_of(NormOptions)}, str impl) "
+    "-> (Tensor, Tensor)",
     kernel=f"{op.LAUNCH}:projection_norm",
     plain=_eager,
     kind=_kind,
-    packed={"t": inputs.NormedInputs},
+    packed={"t": inputs.NormedInputs, "n": NormOptions},
     in_torch_if=lambda x, residual: 0 in (x.numel(), residual.numel()),
     # of as many rows: they decide about the launches
     probe={"weight": lambda weight: random_like(weight, *weight.shape) * weight.shape[1] ** -0.5},

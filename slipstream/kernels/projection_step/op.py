@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import eager
 from slipstream.kernels.projection_step.inputs import (
     MAX_WEIGHTS,
@@ -16,11 +17,13 @@ from slipstream.kernels.projection_step.inputs import (
     WGMMA_COLUMNS,
     ProjectionInputs,
 )
-from slipstream.runtime import autograd, backends, custom_op, guarded_launch, numeric_probe
+from slipstream.runtime import autograd, backends, guarded_launch, numeric_probe
+from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, Candidate, choose
 from slipstream.runtime.kernel_pair import guarded
 from slipstream.runtime.size_ladder import resized
 
+_PLAIN_NORM = NormOptions(0.0)
 LAUNCH = "slipstream.kernels.projection_step.triton.launch"
 # rows at which another tile begins (triton/launch.py: tile_of), or wgmma
 _ROWS = (1, 2, 17, MMA_ROWS + 1)
@@ -67,15 +70,20 @@ def run(t: ProjectionInputs, impl: str | None) -> Tensor:
 
 
 def _flat(t: ProjectionInputs) -> tuple[Any, ...]:
-    """Without lists, so that calls can be replayed (runtime/call_replay.py)."""
+    """Without lists, so that calls can be replayed (runtime/call_replay.py). eps None: no norm."""
     missing = [None] * (MAX_WEIGHTS - len(t.weights))
-    return (t.x, *t.weights, *missing, *t.biases, *missing, *t[3:])
+    norm = (None, *_PLAIN_NORM[1:]) if t.norm is None else t.norm
+    weights = (*t.weights, *missing, *t.biases, *missing)
+    return (t.x, *weights, t.norm_weight, t.residual, *norm, t.glu, t.consistent, t.normed)
 
 
 def _nested(args: tuple[Any, ...]) -> ProjectionInputs:
-    weights = [w for w in args[1 : 1 + MAX_WEIGHTS] if w is not None]
-    rest = args[1 + MAX_WEIGHTS :]
-    return ProjectionInputs(args[0], weights, list(rest[: len(weights)]), *rest[MAX_WEIGHTS:])
+    x, weights, rest = args[0], args[1 : 1 + MAX_WEIGHTS], args[1 + MAX_WEIGHTS :]
+    weights = [w for w in weights if w is not None]
+    biases, rest = [*rest[: len(weights)]], rest[MAX_WEIGHTS:]
+    options, flags = rest[2 : 2 + len(_PLAIN_NORM)], rest[2 + len(_PLAIN_NORM) :]
+    norm = None if options[0] is None else NormOptions(*options)
+    return ProjectionInputs(x, weights, biases, rest[0], rest[1], norm, *flags)
 
 
 def _check(t: ProjectionInputs) -> None:
@@ -96,7 +104,7 @@ def _check(t: ProjectionInputs) -> None:
         raise ValueError("activation: swiglu wants two weights of one shape")
     if t.norm_weight is not None:
         checks.expect_shape("norm_weight", t.norm_weight, (K,))
-        if t.norm_eps is None:
+        if t.norm is None:
             raise ValueError("norm_weight: wants norm_eps too")
     if t.residual is not None:
         checks.expect_shape("residual", t.residual, (M, t.size))
@@ -167,11 +175,11 @@ def _at_sizes(args: tuple) -> Iterator[tuple]:
         yield (*_flat(t._replace(**of_rows, normed=rows > 1)), args[-1])
 
 
-_call = custom_op.KernelOp(
+_call = KernelOp(
     "projection_step",
     "(Tensor x, Tensor weight, Tensor? weight1, Tensor? weight2, Tensor? weight3, "
     "Tensor? weight4, Tensor? bias, Tensor? bias1, Tensor? bias2, Tensor? bias3, Tensor? bias4, "
-    "Tensor? norm_weight, Tensor? residual, float? norm_eps, bool zero_centered, bool glu, "
+    f"Tensor? norm_weight, Tensor? residual, {schema_of(NormOptions, eps='float?')}, bool glu, "
     "bool consistent, bool normed, str impl) -> Tensor",
     _impl,
     _fake,

@@ -128,7 +128,7 @@ class Qwen3Next(Hybrid):
         config = families.ForeignConfig(given, self.defaults, self.without_effect)
         config.expect("hidden_act", "silu")
         config.expect("attention_bias", False)
-        eps, layers = config["rms_norm_eps"], config["num_hidden_layers"]
+        norm, eps, layers = "zero_centered_rms", config["rms_norm_eps"], config["num_hidden_layers"]
         base, factor = _rotary(config, config["partial_rotary_factor"])
         linear = {
             "type": "gated_deltanet",
@@ -140,8 +140,7 @@ class Qwen3Next(Hybrid):
             **families.read_names(ATTENTION, config),
             "rotary_dim": int(config["head_dim"] * factor),
             "rotary_base": base,
-            "qk_norm": True,
-            "zero_centered_norm": True,
+            "qk_norm": norm,
             "output_gate": True,
             "norm_eps": eps,
         }
@@ -161,7 +160,7 @@ class Qwen3Next(Hybrid):
             "mixers": [attention if x == "full_attention" else linear for x in kinds],
             "mlps": [moe if x else "swiglu" for x in sparse],
             "intermediate_size": config["intermediate_size"],
-            "norm": "zero_centered_rms",
+            "norm": norm,
             "norm_eps": eps,
         }
 

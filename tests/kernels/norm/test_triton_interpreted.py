@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.norm.inputs import RECOMPUTED, NormInputs, NormOptions
+from slipstream.kernels.norm.inputs import NormInputs
 from slipstream.kernels.norm.op import run as norm
+from slipstream.kernels.primitives.norm_options import RECOMPUTED, NormOptions
 from tests.support.interpreted import error, interpreted
 
 

@@ -8,6 +8,7 @@ import torch
 
 from slipstream.compiler.aot import compile_kernel
 from slipstream.compiler.trace import trace
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
 from slipstream.ops import projection_step
@@ -30,7 +31,7 @@ def check(impl: str, dtype: torch.dtype, size: tuple, **on: bool) -> None:
 
 
 def check_gated(impl: str, M: int, dtype: torch.dtype) -> None:
-    args = inputs(M, 48, (20, 20), dtype, biases=True, norm=M == 1)
+    args = inputs(M, 48, (20, 20), dtype, biases=True, norm=M == 1, zero_centered=M == 1)
     args |= {"activation": "swiglu", "residual": torch.randn(M, 20)}
     error = relative_error(projection_step(**args, impl=impl), formula(**args))
     assert error <= LIMIT[dtype], (impl, M, dtype, error)
@@ -166,6 +167,10 @@ def test_refuses() -> None:
         projection_step(x, weights[:1], activation="swiglu")
     with pytest.raises(ValueError, match="norm_weight: wants norm_eps"):
         projection_step(x, weights, norm_weight=torch.ones(8))
+    for options in ({"zero_centered": True}, {"centre": True}, {"weight": True}):
+        eps = None if "zero_centered" in options else 1e-5
+        with pytest.raises(ValueError, match="norm_options: want options of rms_norm"):
+            projection_step(x, weights, norm_eps=eps, norm_options=options)
     with pytest.raises(ValueError, match="activation: want 'swiglu' or None"):
         projection_step(x, weights, activation="geglu")
     with pytest.raises(NotImplementedError, match="no gradients"):
@@ -179,7 +184,7 @@ def check_many_rows() -> None:
     for M, K, N, glu in ((33, 136, 40, False), (64, 72, 24, True)):
         args = inputs(M, K, (N, N) if glu else (N, 7), torch.float16, biases=True)
         given = args["x"], args["weights"], args["biases"]
-        t = ProjectionInputs(*given, None, None, None, False, glu, False)
+        t = ProjectionInputs(*given, None, None, None, glu, False)
         y = torch.empty(M, t.size, dtype=torch.float16)
         launch._launch(t, y, launch.ProjectionTile(64, 16, 32, 4, 3, True), K)
         want = formula(**args, activation="swiglu" if glu else None)
@@ -188,9 +193,9 @@ def check_many_rows() -> None:
         args = inputs(M, K, (N,), torch.float16, biases=True)
         residual, weight = torch.randn(M, N).to(dtype), torch.rand(N).half()
         for zero_centered in (False, True):
-            given = (args["x"], args["weights"][0], args["biases"][0], residual, weight, 1e-5)
-            t = NormedInputs(*given, zero_centered)
-            h, y = norm_op.run(t, "triton")
+            given = (args["x"], args["weights"][0], args["biases"][0], residual, weight)
+            n = NormOptions(1e-5, zero_centered=zero_centered)
+            h, y = norm_op.run(NormedInputs(*given), n, "triton")
             want = formula(**args, residual=residual)
             assert h.dtype == dtype and y.dtype == torch.float16
             assert relative_error(h, want) <= LIMIT[torch.float16]

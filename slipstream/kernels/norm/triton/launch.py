@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.kernels.norm import inputs
 from slipstream.kernels.norm.triton import norm, tiles
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.primitives.partial_sums import add_partial_sums
 from slipstream.runtime import backends, launch_cache
 
@@ -37,13 +38,13 @@ def _programs(rows: int, tile: tiles.Tile, groups: int, index: int) -> int:
 
 
 def forward(
-    t: inputs.NormInputs, n: inputs.NormOptions, save: bool
+    t: inputs.NormInputs, n: NormOptions, save: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, h where it is neither x nor dropped, and if `save` the statistics for backward."""
     x, weight, bias, gate, residual = t
     groups, width = n.groups or 1, x.shape[-1]
     D, R = width // groups, x.numel() // width
-    sum_dtype = inputs.h_dtype(x, residual, n)
+    sum_dtype = n.h_dtype(x, residual)
     # what is normalised is x itself, which comes two features to a register
     lean = residual is None and sum_dtype == x.dtype and not n.centre and not n.gate_first
     lean = lean and x.element_size() == 2 and D % 8 == 0
@@ -51,9 +52,9 @@ def forward(
     x = x.contiguous()
     weight, bias = (None if w is None else w.contiguous() for w in (weight, bias))
     y, h, stats = torch.empty_like(x), None, None
-    if inputs.stores_h(x, residual, n, save):
+    if n.stores_h(x, residual, save):
         h = torch.empty_like(x, dtype=sum_dtype)
-    if (shape := inputs.stats_shape(x, n, save)) is not None:
+    if (shape := n.stats_shape(x, save)) is not None:
         stats = torch.empty(shape, dtype=torch.float32, device=x.device)
     pdl = R <= STEP_ROWS and backends.supports_pdl(x.device)
     with backends.device_of(x.device):
@@ -84,7 +85,7 @@ def forward(
 
 
 def backward(
-    t: inputs.BackwardInputs, n: inputs.NormOptions, needs_weight: bool, needs_bias: bool
+    t: inputs.BackwardInputs, n: NormOptions, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, ...]:
     """dx, dresidual if it has another dtype, dweight, dbias, dgate."""
     dy, dh, h, weight, bias, gate, stats, residual_dtype = t
@@ -127,7 +128,7 @@ def backward(
             **shared,
             dh_ptr=dh,
             b_ptr=bias,
-            stats_ptr=None if inputs.stats_shape(h, n, True) is None else stats,
+            stats_ptr=None if n.stats_shape(h, True) is None else stats,
             sums_ptr=sums,
             dx_ptr=dx,
             dr_ptr=dr,

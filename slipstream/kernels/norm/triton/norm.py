@@ -202,7 +202,7 @@ def _load_terms(
         else:
             b_dz = b_dy * b_f
     if stats_ptr is None:
-        # of short rows, within a warp: less than to write and read it (inputs.py:RECOMPUTED)
+        # of short rows, within a warp: less than to write and read it (norm_options.py)
         b_rstd = tl.rsqrt(tl.sum(b_z * b_z, 1) + eps)
     b_u = (b_z - b_mean[:, None]) * b_rstd[:, None]
     return b_dy, b_dz, b_u, b_dz * b_w, b_h, b_f, b_df, b_rstd

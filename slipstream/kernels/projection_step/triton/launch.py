@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.primitives.begin_ahead import PREFETCH_ROWS
+from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import inputs
 from slipstream.kernels.projection_step.triton import step, sums
 from slipstream.runtime import backends, launch_cache
@@ -85,7 +86,7 @@ def projection_step(t: inputs.ProjectionInputs) -> Tensor:
     return y
 
 
-def projection_norm(t: inputs.NormedInputs) -> tuple[Tensor, Tensor]:
+def projection_norm(t: inputs.NormedInputs, n: NormOptions) -> tuple[Tensor, Tensor]:
     """Partial sums [shares, M, N] of shares of K, and their sum with the residual and its norm."""
     (M, K), N = t.x.shape, t.weight.shape[0]
     tile, shares = tile_of_shares(K)
@@ -103,14 +104,14 @@ def projection_norm(t: inputs.NormedInputs) -> tuple[Tensor, Tensor]:
             norm_weight_ptr=t.norm_weight,
             h_ptr=h,
             y_ptr=y,
-            eps=t.norm_eps,
+            eps=n.eps,
             M=M,
             row_residual=t.residual.stride(0),
             N=N,
             S=shares,
             BS=_power(shares),
             BN=_power(N),
-            ZERO_CENTERED=t.zero_centered,
+            **n.row_constants(),
             PDL=pdl,
             num_warps=8,
             **({"launch_pdl": True} if pdl else {}),
@@ -121,6 +122,7 @@ def projection_norm(t: inputs.NormedInputs) -> tuple[Tensor, Tensor]:
 def _launch(t: inputs.ProjectionInputs, y: Tensor, tile: ProjectionTile, columns: int) -> None:
     """columns: of a share of K; y: [M, N], or of several shares [shares, M, N]."""
     M, K = t.x.shape
+    norm = t.norm if t.norm is not None and t.normalises else NormOptions(0.0)
     missing = inputs.MAX_WEIGHTS - len(t.weights)
     weights = [*t.weights, *[None] * missing]
     biases = [*t.biases, *[None] * missing]
@@ -136,7 +138,7 @@ def _launch(t: inputs.ProjectionInputs, y: Tensor, tile: ProjectionTile, columns
             norm_weight_ptr=t.norm_weight if t.normalises else None,
             residual_ptr=t.residual,
             y_ptr=y,
-            eps=0.0 if t.norm_eps is None else t.norm_eps,
+            eps=norm.eps,
             M=M,
             **{f"N{i}": n for i, n in enumerate(sizes)},
             row_x=t.x.stride(0),
@@ -148,7 +150,7 @@ def _launch(t: inputs.ProjectionInputs, y: Tensor, tile: ProjectionTile, columns
             BN=tile.BN,
             BK=tile.BK,
             NORM=t.normalises,
-            ZERO_CENTERED=t.zero_centered and t.normalises,
+            **norm.row_constants(),
             GLU=t.glu,
             COLUMNS=columns,
             X_LEFT=tile.x_left,
