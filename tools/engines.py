@@ -30,12 +30,17 @@ ENGINES: dict[str, tuple[str, ...]] = {
         (
             "sglang/kernels/ops/attention/fla/",
             "sglang/kernels/ops/attention/linear/",
+            "sglang/kernels/ops/mamba/triton_ops/",
             "sglang/srt/configs/linear_attn_model_registry.py",
+            "sglang/srt/layers/attention/hybrid_linear_attn_backend.py",
             "sglang/srt/layers/attention/linear/",
+            "sglang/srt/layers/attention/mamba/",
+            "sglang/srt/mem_cache/memory_pool.py",
             "sglang/srt/plugins/",
         ),
     ),
     "torchtitan==0.3.0": ("torchtitan/",),
+    "spmd_types==0.2.3": ("spmd_types/",),
     "axolotl==0.19.0": ("axolotl/model_support/", "axolotl/monkeypatch/models/"),
 }
 # of the engines with compiled parts, which are then left out

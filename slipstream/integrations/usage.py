@@ -67,8 +67,8 @@ _not_replaced: dict[tuple[str, str], None] = {}
 
 
 def report() -> Report:
-    """Which functions of vLLM, SGLang, transformers and fla run on slipstream in this process, with
-    how many calls, and what was refused and why.
+    """Which functions of vLLM, SGLang, torchtitan, transformers and fla run on slipstream in this
+    process, with how many calls, and what was refused and why.
 
     Calls are counted where Python makes them: not within torch.compile, and not when a CUDA graph
     is replayed. A call whose kernel fails is counted, and the kernel is listed.

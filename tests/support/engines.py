@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2] / ".engines"
 # set by the job of CI that has them
 REQUIRED = "REQUIRE_ENGINES" in os.environ
 # what engines import besides themselves
-OTHERS = ("einops", "msgspec", "pydantic", "packaging", "orjson", "spmd_types")
+OTHERS = ("einops", "msgspec", "pydantic", "packaging", "orjson", "spmd_types", "tyro")
 
 
 def folder(release: str) -> Path:
