@@ -35,11 +35,20 @@ def test_branches_are_counted(road: ModuleType) -> None:
     assert road.branches(function) == 7
 
 
-def test_check_fails_past_a_limit(road: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(road, "MAX_STAYS", 3)
+@pytest.mark.parametrize(
+    ("limit", "most", "words"),
+    [
+        ("MAX_STAYS", 3, "functions take beta, at most 3"),
+        ("MAX_CLIMBS", 0, "calls go to a higher layer, at most 0"),
+    ],
+)
+def test_check_fails_past_a_limit(
+    road: ModuleType, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, words: str
+) -> None:
+    monkeypatch.setattr(road, limit, most)
     monkeypatch.setattr(
         road.call_path, "CALLS", dict.fromkeys(road.call_path.CALLS, lambda device: None)
     )
     monkeypatch.setattr(sys, "argv", ["road.py", "--check"])
-    with pytest.raises(SystemExit, match="functions take beta, at most 3"):
+    with pytest.raises(SystemExit, match=words):
         road.main()

@@ -1,12 +1,15 @@
 """How winding the way of a call is through this package's own code.
 
     python tools/road.py            the branches of each function on the way
-    python tools/road.py --check    exit status 1 if one has more than MAX_BRANCHES, or if more than
-                                    MAX_STAYS functions take beta before Linear.apply is called
+    python tools/road.py --check    exit status 1 if one has more than MAX_BRANCHES, or if before
+                                    Linear.apply is called more than MAX_STAYS functions take beta
+                                    or more than MAX_CLIMBS calls go to a higher layer's module
 
 The way is that of the first calls of a shape in tools/call_path.py, forward and backward, as far as
 it goes through PLACES: checks, choice, modes and operators. Launches of back ends are not on it.
-Branches are each if, if-else expression, and, or, loop and comprehension.
+A call goes to a higher layer if its module is of a level above that of the module that calls
+(tests/test_layer_rule.py). Branches are each if, if-else expression, and, or, loop and
+comprehension.
 """
 
 import argparse
@@ -18,12 +21,15 @@ from types import CodeType, FrameType
 from typing import Any
 
 import call_path
-import own_checkout  # noqa: F401
+import own_checkout
 import torch
 from torch import Tensor
 
 from slipstream.compiler.trace import trace
 from slipstream.kernels.linear.op import Linear
+
+sys.path.append(str(own_checkout.ROOT))
+from tests.test_layer_rule import LEVEL
 
 PACKAGE = Path(call_path.PACKAGE)
 PLACES = (
@@ -32,6 +38,7 @@ PLACES = (
 )
 MAX_BRANCHES = 12
 MAX_STAYS = 18
+MAX_CLIMBS = 4
 BRANCHES = (
     *(ast.If, ast.IfExp, ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp),
     *(ast.GeneratorExp, ast.Match),
@@ -76,10 +83,12 @@ class Way:
     def __init__(self) -> None:
         self.codes: set[CodeType] = set()
         self.stays: set[CodeType] = set()
+        self.climbs: list[str] = []
         self.watched: Tensor | None = None
         self.arrived = False
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        """As sys.setprofile calls it."""
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(str(PACKAGE)):
             return
@@ -87,10 +96,22 @@ class Way:
         path = Path(code.co_filename)
         if {path, path.parent} & {PACKAGE / x for x in PLACES}:
             self.codes.add(code)
-        if self.watched is not None and not self.arrived and not code.co_name.startswith("<"):
+        if self.watched is None or self.arrived:
+            return
+        caller = frame.f_back
+        while caller is not None and not caller.f_code.co_filename.startswith(str(PACKAGE)):
+            caller = caller.f_back
+        if caller is not None and level(caller.f_code) > level(code):
+            self.climbs.append(f"{place_of(caller.f_code)} to {place_of(code)}")
+        if not code.co_name.startswith("<"):
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 2]
             if any(holds(frame.f_locals.get(x), self.watched) for x in names):
                 self.stays.add(code)
+
+
+def level(code: CodeType) -> int:
+    """How many levels are above that of a function of the package."""
+    return LEVEL.get(Path(code.co_filename).relative_to(PACKAGE).parts[0], -1)
 
 
 def place_of(code: CodeType) -> str:
@@ -113,9 +134,9 @@ def walk(call: Callable[[torch.device], Any]) -> Way:
     return way
 
 
-def stays() -> list[str]:
-    """The functions that take beta between chunk_gated_delta_rule and Linear.apply, in a call like
-    an earlier one, whose checks and choice are known."""
+def until_apply() -> Way:
+    """What is between chunk_gated_delta_rule and Linear.apply, in a call like an earlier one, whose
+    checks and choice are known."""
     way = Way()
     q, k, v = (torch.randn(1, 8, 2, 4) for _ in range(3))
     g, beta = -torch.rand(1, 8, 2), torch.rand(1, 8, 2, requires_grad=True)
@@ -127,7 +148,7 @@ def stays() -> list[str]:
     finally:
         sys.setprofile(None)
     assert way.arrived, "the call has not come to Linear.apply"
-    return sorted(place_of(x) for x in way.stays)
+    return way
 
 
 def main() -> None:
@@ -144,12 +165,16 @@ def main() -> None:
     for place, count in sorted(found.items(), key=lambda x: -x[1]):
         if count > 5 or not check:
             print(f"{count:4} {place}")
-    taking = stays()
+    way = until_apply()
+    taking = sorted(map(place_of, way.stays))
     print(f"{len(taking):4} functions take beta before Linear.apply: {', '.join(taking)}")
+    print(f"{len(way.climbs):4} calls before it go to a higher layer: {', '.join(way.climbs)}")
     over = [f"{x}: {n} branches, at most {MAX_BRANCHES}" for x, n in found.items()]
     over = [x for x, n in zip(over, found.values()) if n > MAX_BRANCHES]
     if len(taking) > MAX_STAYS:
         over.append(f"{len(taking)} functions take beta, at most {MAX_STAYS}")
+    if len(way.climbs) > MAX_CLIMBS:
+        over.append(f"{len(way.climbs)} calls go to a higher layer, at most {MAX_CLIMBS}")
     if check and over:
         sys.exit("\n".join(over))
 
