@@ -48,6 +48,57 @@ def test_import_share_counts_every_line(sizes: ModuleType, tmp_path: Path) -> No
     assert sizes.import_share(paths) == 6 / 12
 
 
+CODE = '''"""Of what it is."""
+
+import triton
+
+
+# a number
+SIZE = 64  # of a tile
+TEXT = """
+two lines, which are host code
+"""
+
+
+@triton.jit(debug=True)
+def f_kernel(x_ptr):
+    """What it does."""
+    # why
+    y = 1
+
+    return y
+
+
+def launch(x):
+    """As it is
+    launched."""
+    import torch
+
+    return f_kernel[1](
+        x,
+    )
+'''
+
+
+def test_lines_of_code_are_host_or_device(sizes: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "file.py"
+    path.write_text(CODE)
+    # SIZE 1, TEXT 3, launch 1 + 3; the decorator, the signature, y, its return
+    assert sizes.code_lines(path) == (8, 4)
+
+
+@pytest.mark.parametrize("name", ["kernels", "small families"])
+def test_host_code_has_a_limit(
+    sizes: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, name: str
+) -> None:
+    monkeypatch.chdir(TOOLS.parent)
+    some = [x for x in sizes.tracked() if x.is_relative_to("slipstream/kernels/norm")]
+    monkeypatch.setattr(sizes, "tracked", lambda: some)
+    monkeypatch.setattr(sizes, "HOST_PER_DEVICE", {name: 0.5})
+    assert sizes.main() == 1
+    assert f"{name}: 1.7" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_import_share_has_a_limit(
     sizes: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, share: float

@@ -11,6 +11,7 @@ import sys
 import tokenize
 from pathlib import Path
 
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 FILE_LINES = 500
 # of a file with one kernel whose partitions are warps: they stand side by side
 SM90_LINES = 1000
@@ -26,6 +27,15 @@ COMMENT_SHARE = 0.05
 # of the package's lines, those of import statements: what has been reached, rounded up to 0.1%. A
 # module in place of names that stand one a line saves lines.
 IMPORT_SHARE = 0.058
+# lines of host code for each of device code: what has been reached, rounded up to 0.01. Small are
+# the families beside the linear one and attention, without what families share.
+HOST_PER_DEVICE = {"kernels": 1.01, "small families": 1.78}
+LARGE_FAMILIES = ("linear", "attention", "primitives")
+# no code, where a line has nothing else
+NO_CODE = (
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    tokenize.ENDMARKER,
+)
 # comments for tools
 DIRECTIVES = ("# fmt:", "# noqa", "# pyright:")
 
@@ -64,7 +74,7 @@ def with_many_parameters(path: Path) -> list[str]:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
         and not is_kernel(node)
-        and any(".jit" in ast.unparse(x) for x in node.decorator_list)
+        and _is_jitted(node)
         and len(node.args.args) >= MANY_PARAMETERS
     ]
 
@@ -84,11 +94,53 @@ def numbers(path: Path) -> int:
 
 def import_lines(path: Path) -> int:
     """The lines of a file's import statements, wherever they stand."""
-    return sum(
-        (node.end_lineno or 0) - node.lineno + 1
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Import | ast.ImportFrom)
+    return len(_lines_of_imports(ast.parse(path.read_text())))
+
+
+def _lines_of_imports(tree: ast.AST) -> set[int]:
+    found = [x for x in ast.walk(tree) if isinstance(x, ast.Import | ast.ImportFrom)]
+    return {n for x in found for n in _lines_of(x)}
+
+
+def _lines_of(node: ast.stmt) -> range:
+    first = min(x.lineno for x in (node, *getattr(node, "decorator_list", ())))
+    return range(first, (node.end_lineno or 0) + 1)
+
+
+def _is_jitted(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and any(
+        ".jit" in ast.unparse(x) for x in node.decorator_list
     )
+
+
+def code_lines(path: Path) -> tuple[int, int]:
+    """The lines of a file's host code and of its kernels and device functions, without blank ones,
+    comments, docstrings and imports."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    code = {n for x in tokens if x.type not in NO_CODE for n in range(x.start[0], x.end[0] + 1)}
+    device = set()
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            code.difference_update(_lines_of(node.body[0]))
+        if isinstance(node, ast.FunctionDef) and _is_jitted(node):
+            device.update(_lines_of(node))
+    code -= _lines_of_imports(tree)
+    return len(code - device), len(code & device)
+
+
+def host_per_device(paths: list[Path]) -> dict[str, float]:
+    """Lines of host code for each of device code of the keys of HOST_PER_DEVICE, then by family."""
+    counts = dict.fromkeys(HOST_PER_DEVICE, (0, 0))
+    for path in paths:
+        family = path.relative_to("slipstream/kernels").parts[0]
+        groups = ["kernels", family] + ["small families"] * (family not in LARGE_FAMILIES)
+        host, device = code_lines(path)
+        for group in groups:
+            all_host, all_device = counts.get(group, (0, 0))
+            counts[group] = all_host + host, all_device + device
+    return {x: host / device for x, (host, device) in counts.items() if device}
 
 
 def import_share(paths: list[Path]) -> float:
@@ -101,12 +153,7 @@ def unexplained(path: Path) -> list[str]:
         return []
     source = path.read_text()
     tree = ast.parse(source)
-    jitted = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        and any(".jit" in ast.unparse(x) for x in node.decorator_list)
-    ]
+    jitted = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and _is_jitted(x)]
     if not any(map(is_kernel, jitted)):
         return []
     lines = {n for x in jitted for n in range(x.lineno, (x.end_lineno or 0) + 1)}
@@ -138,9 +185,16 @@ def main() -> int:
         found.append(
             f"slipstream: imports take {share:.2%} of its lines, at most {IMPORT_SHARE:.1%}"
         )
+    ratios = host_per_device(kernels)
+    for name, most in HOST_PER_DEVICE.items():
+        if ratios.get(name, 0) > most:
+            found.append(f"{name}: {ratios[name]:.3f} host lines a device line, at most {most}")
     print("\n".join(found) or "sizes: all files, functions and comments within limits")
     print(f"sizes: {len(many)} device functions with {MANY_PARAMETERS} or more parameters")
     print(f"sizes: imports take {share:.2%} of the package's lines")
+    print(
+        f"sizes: host lines a device line: {', '.join(f'{x} {n:.2f}' for x, n in ratios.items())}"
+    )
     print(f"sizes: {sum(map(numbers, package))} constants with numbers in the package")
     return 1 if found else 0
 
