@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from slipstream.integrations.patching import CACHES
 from slipstream.integrations.transformers import NAME, patch, unpatch
-from tests.support.linear_models import linear_classes, tiny
+from tests.support.linear_models import linear_classes, next_cache, own_cache, tiny
 from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -64,20 +64,17 @@ def test_calls_on_a_cache_equal_one(name: str, masked: bool) -> None:
         mask[1, :2] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
 
-    def run(begin: int, end: int, cache: Any) -> Any:
-        options: dict[str, Any] = {"position_ids": positions[:, begin:end]}
+    def run(begin: int, end: int, cache: dict[str, Any]) -> Any:
+        options: dict[str, Any] = {"position_ids": positions[:, begin:end], **cache}
         if masked:
             options["attention_mask"] = mask[:, :end]
-        if cache is not None:
-            options[word] = cache
         return model(ids[:, begin:end], use_cache=True, **options)
 
-    want = run(0, ids.shape[1], None).logits[mask.bool()]
-    parts, cache, word = [], None, ""
+    want = run(0, ids.shape[1], {}).logits[mask.bool()]
+    parts, cache = [], own_cache(model)
     for begin, end in ((0, 4), (4, 7), (7, 8), (8, 9), (9, ids.shape[1])):
         out = run(begin, end, cache)
-        word = next(x for x in CACHES if x in out)
-        cache = out[word]
+        cache = next_cache(out, cache)
         parts.append(out.logits)
     got = torch.cat(parts, 1)[mask.bool()]
     torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))

@@ -16,13 +16,15 @@ import transformers
 
 from slipstream.integrations import class_mixers
 from slipstream.integrations.linear_mixers import running
-from slipstream.integrations.patching import CACHES
 from slipstream.integrations.transformers import NAME, patch, unpatch
-from tests.support.linear_models import tiny
+from tests.support.linear_models import next_cache, own_cache, tiny
 from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CLASSES = ("MiniMaxForCausalLM",)
+CLASSES = (
+    "MiniMaxForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "ZayaForCausalLM",
+    "xLSTMForCausalLM",
+)  # fmt: skip
 PADDED = {"left": slice(0, 4), "right": slice(-4, None), "within": slice(4, 7)}
 
 
@@ -51,21 +53,8 @@ def _exactly(model: Any, ids: Tensor) -> Tensor:
 
 
 def _assert_near(got: Tensor, want: Tensor) -> None:
+    want = want.double()
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
-
-
-def _cache(model: Any) -> dict[str, Any]:
-    """A cache to be filled, for models that do not return theirs."""
-    if not isinstance(model, transformers.RecurrentGemmaForCausalLM):
-        return {}
-    names = inspect.signature(model.forward).parameters
-    return {next(x for x in CACHES if x in names): transformers.DynamicCache(config=model.config)}
-
-
-def _next(out: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The cache of the call before."""
-    name = next((x for x in (*CACHES, "state") if x in out), None)
-    return given if name is None else {name: out[name]}
 
 
 def test_every_class_with_a_forward_is_tested() -> None:
@@ -112,13 +101,13 @@ def test_pieces_of_padded_prompts_equal_rows_alone(name: str, side: str | None) 
     if side is not None:
         mask[1, {"left": slice(0, 3), "right": slice(3, 6), "within": slice(5, 8)}[side]] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    parts, cache = [], _cache(model)
+    parts, cache = [], own_cache(model)
     for begin, end in ((0, 6), (6, 10), (10, 11), (11, 12)):
         given = {"position_ids": positions[:, begin:end], "use_cache": True, **cache}
         if side is not None:
             given["attention_mask"] = mask[:, :end]
         out = model(ids[:, begin:end], **given)
-        cache = _next(out, cache)
+        cache = next_cache(out, cache)
         parts.append(out.logits)
     got, live = torch.cat(parts, 1), mask[1].bool()
     _assert_near(got[:1], _exactly(exact, ids[:1]))
@@ -140,13 +129,41 @@ def test_generated_tokens_equal_those_without_a_cache(name: str, beams: int) -> 
     want = model.generate(ids, use_cache=False, **generate)
     assert torch.equal(got.sequences, want.sequences)
     for x, y in zip(got.logits, want.logits):
-        _assert_near(x, y.double())
+        _assert_near(x, y)
     if beams > 1:
         moved = torch.cat([x[:1] for x in got.beam_indices.split(1)])
         assert bool((moved[:, 1:] != moved[:, :-1]).any()), "no beam moved"
     tokens = got.sequences[1:, 3:-1]
     last = _exactly(exact, tokens)[0, -1].argmax()
     assert beams > 1 or last == got.sequences[1, -1]
+
+
+@pytest.mark.parametrize("shift", [-12.0, 0.0, 12.0])
+def test_mlstm_of_strong_gates(shift: float) -> None:
+    """Outputs, states and gradients, where the running maximum is far from 0, and eps counts."""
+    module = inspect.getmodule(transformers.xLSTMForCausalLM)
+    config = transformers.xLSTMConfig(chunk_size=14)  # no rest, which would be in float32
+    backend = module.xLSTMBackend(config)
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    B, H, T, K, V = 2, 2, 70, 8, 6
+    given = {"query": normal(B, H, T, K), "key": normal(B, H, T, K), "value": normal(B, H, T, V)}
+    given |= {"igate": normal(B, H, T), "fgate": normal(B, H, T)}
+    given |= {"c_initial": normal(B, H, K, V), "n_initial": normal(B, H, K)}
+    scaled = given | {"igate": given["igate"] * 3 + shift, "fgate": given["fgate"] * 6}
+    scaled["m_initial"] = normal(B, H, 1).detach()
+    results = []
+    for forward in (module.xLSTMBackend.forward, class_mixers.mlstm):
+        h, states = forward(backend, **scaled)
+        loss = (h * torch.linspace(-1, 1, h.numel(), dtype=h.dtype).view(h.shape)).sum()
+        results.append(
+            (h, *states, *torch.autograd.grad(loss, [*given.values()], retain_graph=True))
+        )
+    for want, got in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9 * float(want.abs().max()))
 
 
 def test_rows_pack_tokens_and_states() -> None:

@@ -27,17 +27,15 @@ def test_model_matches_eager_or_is_refused(name: str) -> None:
         assert result.outcome in ("matches", "own attention", "refused"), result.why
 
 
-# learned positions that no one can give, layers that are not told of positions, and recurrences of
-# transformers' own
+# learned positions that no one can give, and layers that are not told of positions
 NOT_TOLD = frozenset(
     (
         "BartForCausalLM", "BertGenerationDecoder", "BertLMHeadModel", "BigBirdPegasusForCausalLM",
         "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM", "CamembertForCausalLM",
         "Data2VecTextForCausalLM", "ElectraForCausalLM", "ErnieForCausalLM", "MBartForCausalLM",
-        "MarianForCausalLM", "MiniMaxForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM",
-        "RecurrentGemmaForCausalLM", "RoCBertForCausalLM", "RobertaForCausalLM",
-        "RobertaPreLayerNormForCausalLM", "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM",
-        "XmodForCausalLM",
+        "MarianForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM", "RoCBertForCausalLM",
+        "RobertaForCausalLM", "RobertaPreLayerNormForCausalLM", "XLMRobertaForCausalLM",
+        "XLMRobertaXLForCausalLM", "XmodForCausalLM",
     )
 )  # fmt: skip
 # the same beside a cache or a mask, and models that compute with the entries of a mask

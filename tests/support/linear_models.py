@@ -1,5 +1,6 @@
 """Models of transformers whose linear layers slipstream.integrations.transformers.patch changes."""
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import transformers
 from torch import Tensor
 
 from slipstream.integrations.class_mixers import FORWARDS
+from slipstream.integrations.patching import CACHES
 from tests.support.tiny_configs import OTHERS
 from tests.support.tiny_models import eager_runs, first_of_each_type
 
@@ -60,3 +62,17 @@ def packed_inputs(told: str, ids: Tensor) -> dict[str, Tensor]:
 def alone(model: Any, ids: Tensor) -> Tensor:
     """Logits of the packed sequences, each in a row of its own."""
     return torch.cat([model(x, use_cache=False).logits for x in ids[:1].split(LENGTHS, 1)], 1)
+
+
+def own_cache(model: Any) -> dict[str, Any]:
+    """A cache to be filled, as an argument, of a model that returns none."""
+    if not isinstance(model, transformers.RecurrentGemmaForCausalLM):
+        return {}
+    name = next(x for x in CACHES if x in inspect.signature(model.forward).parameters)
+    return {name: transformers.DynamicCache(config=model.config)}
+
+
+def next_cache(out: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The cache of a call, as an argument of the next; given: that of this call."""
+    name = next((x for x in (*CACHES, "state") if x in out), None)
+    return given if name is None else {name: out[name]}

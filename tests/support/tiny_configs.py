@@ -77,8 +77,8 @@ OF_TYPE: dict[str, dict[str, Any]] = {
                        "indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": 8},
     "mistral4": {"num_key_value_heads": 4},
     "mt5": {"decoder_start_token_id": 0},
-    # whose gradients transformers' caches break
-    "rwkv": {"attention_hidden_size": 32, "use_cache": False},
+    # whose gradients its own cache breaks, and weights that train() scales
+    "rwkv": {"attention_hidden_size": 32, "use_cache": False, "rescale_every": 0},
     "sam_hq_vision_model": {"output_channels": 32, "num_pos_feats": 16},
     "sam_vision_model": {"output_channels": 32, "num_pos_feats": 16},
     "swin": {"embed_dim": 48, "window_size": 2},
