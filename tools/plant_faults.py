@@ -5,9 +5,10 @@ python tools/plant_faults.py apply N       plants the fault of row N
 python tools/plant_faults.py revert        removes it
 
 A draw shuffles the sites of all kinds and takes the first of each kind, at most one a file, of
-functions that no row of another seed names. A row names its site by file, function and line of
-text, which the function has once. A row whose result is "equivalent" changes nothing that a caller
-could see, as its note explains; the draw passes over.
+functions that no row of another seed names. Kinds of the fewest sites choose first, as few files
+have any. A row names its site by file, function and line of text, which the function has once. A
+row whose result is "equivalent" changes nothing that a caller could see, as its note explains; the
+draw passes over.
 """
 
 import ast
@@ -15,6 +16,7 @@ import csv
 import random
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -173,7 +175,8 @@ def draw(seed: int) -> list[Fault]:
     others = {x[:2] for x in listed() if x.seed != str(seed) and x.result != "equivalent"}
     every = [x for x in every if x[:2] not in others]
     taken: list[Fault] = []
-    for kind in KINDS:
+    count = Counter(x.kind for x in every)
+    for kind in sorted(KINDS, key=count.__getitem__):
         some = (x for x in every if x.kind == kind and x[:5] not in used)
         for _ in range(OF_A_KIND):
             taken.append(next(x for x in some if x.file not in {y.file for y in taken}))

@@ -17,12 +17,15 @@ class Buffer:
         self.data, self.shape, self.dtype = data, data.shape, DTYPE
 
     def index(self, i: Any) -> Any:
-        return self.data[int(i), 0] if self.data.dtype == object else Buffer(self.data[int(i)])
+        i = int(i)
+        assert 0 <= i < self.data.shape[0], f"tile {i} of {self.data.shape[0]}"
+        return self.data[i, 0] if self.data.dtype == object else Buffer(self.data[i])
 
     def permute(self, order: tuple[int, ...]) -> "Buffer":
         return Buffer(self.data.transpose(order))
 
     def slice(self, start: int, length: int, dim: int = 0) -> "Buffer":
+        assert 0 <= start <= self.data.shape[dim] - length
         part = slice(start, start + length)
         return Buffer(self.data[part] if dim == 0 else self.data[:, part])
 

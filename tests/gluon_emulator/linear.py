@@ -50,6 +50,7 @@ def _copy_out(desc: Descriptor, at: list, buffer: threads.Buffer) -> None:
 class Buffer(threads.Buffer):
     def index(self, i: Any) -> Any:
         if isinstance(i, np.ndarray) and i.ndim:
+            assert i.min() >= 0
             return OfWarps(self.data[i])
         found = super().index(i)
         return self._part(found.data) if isinstance(found, threads.Buffer) else found

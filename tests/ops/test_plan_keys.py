@@ -62,3 +62,6 @@ def test_remembered_call_is_of_the_same_options(op: Sample) -> None:
         assert not keys_of(op, args, impl="eager") & keys_of(op, args)
     if "chunk_size" in op.takes:
         assert keys_of(op, args, chunk_size=32) - keys_of(op, args, chunk_size=64)
+    if "state" in op.written and "state_indices" in op.takes:  # kernels read its strides
+        turned = args["state"].mT.contiguous().mT
+        assert not keys_of(op, {**args, "state": turned}) & keys_of(op, args)

@@ -67,12 +67,13 @@ def test_views_of_heads_equal_those_heads_alone(kind: str, monkeypatch: pytest.M
 
 
 # Whether a transition counts as zero, for gates of
-DECAYED = {"-5 to 0": True, "-0.3": True, "-0.1": False, "swapped": False}
+DECAYED = {"-5 to 0": True, "-0.3": True, "-0.1": False, "swapped": False, "late": False}
 
 
 def test_transition_counts_as_zero_where_its_norm_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each head has gates of its own. Those of "swapped" add up to 2^-230 a chunk, but every key,
-    erased twice, moves the state to the channel that is about to keep it."""
+    erased twice, moves the state to the channel that is about to keep it. "late" decays before the
+    last chunk of a segment, further back than is worth a look."""
     T, HV, K = 384, len(DECAYED), 64
     terms = inputs("kda", (T, HV, HV, K, K))
     k, g, beta = terms.k, terms.g, terms.beta
@@ -81,6 +82,8 @@ def test_transition_counts_as_zero_where_its_norm_does(monkeypatch: pytest.Monke
     g[:, :, 0] *= 5
     g[:, :, 1], g[:, :, 2], g[:, :, 3] = -0.3, -0.1, -5.0
     g[:, ::2, 3, 0] = g[:, 1::2, 3, 1] = 0.0
+    g[:, :, 4] = -5.0
+    g[:, 2 * C : 3 * C, 4] = g[:, 5 * C :, 4] = -1e-3
     beta /= 2
     beta[:, :, 3] = 2.0
     launch, made = backend("kda"), []
