@@ -19,10 +19,12 @@ ENGINES: dict[str, tuple[str, ...]] = {
             "vllm/config/mamba.py",
             "vllm/model_executor/custom_op.py",
             "vllm/model_executor/layers/mamba/",
+            "vllm/model_executor/models/bailing_moe_v3.py",
             "vllm/model_executor/models/plamo2.py",
             "vllm/model_executor/warmup/",
             "vllm/plugins/",
             "vllm/third_party/flash_linear_attention/",
+            "vllm/v1/attention/",
         ),
     ),
     **dict.fromkeys(

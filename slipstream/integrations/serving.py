@@ -23,22 +23,25 @@ def step(
     k: Tensor,
     v: Tensor,
     a: Tensor,
-    b: Tensor,
+    b: Tensor | None = None,
     *,
-    A_log: Tensor,
-    dt_bias: Tensor | None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     states: Tensor,
     slots: Tensor,
     lower_bound: float | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
     """One token of each sequence by the delta rule, in one launch; its state moves on in place.
 
     Args:
         q, k: [N, 1, H, K] and v [N, 1, HV, V], after the convolution.
-        a: raw gates [N, 1, HV] (Gated DeltaNet) or [N, 1, HV, K] (KDA). b: raw beta [N, 1, HV].
+        a: raw gates [N, 1, HV] (Gated DeltaNet) or [N, 1, HV, K] (KDA), or without A_log the log
+            decay. b: raw beta [N, 1, HV], or without use_beta_sigmoid_in_kernel beta itself; None:
+            no delta rule, k v^T is added.
         A_log: [HV] or any shape of as many. dt_bias: as a's gates of one token.
         states: the pool [slots, HV, V, K]. slots: int32 or int64 [N].
         lower_bound: of KDA's decay. scale: K^-0.5 if None. out: [N, 1, HV, V].
@@ -54,11 +57,11 @@ def step(
         state=states,
         state_indices=slots,
         g=a,
-        A_log=A_log.reshape(-1),
+        A_log=None if A_log is None else A_log.reshape(-1),
         dt_bias=bias,
         lower_bound=lower_bound,
         beta=b,
-        use_beta_sigmoid_in_kernel=True,
+        use_beta_sigmoid_in_kernel=b is not None and use_beta_sigmoid_in_kernel,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         scale=scale,
         state_v_first=True,
@@ -79,7 +82,7 @@ def step_drafts(
     `into`, which may be `states`. A launch and a copy of states a token.
 
     Args:
-        tokens: q, k, v, a and b of N sequences, [N, T, ...].
+        tokens: q, k, v, a and, if there is one, b of N sequences, [N, T, ...].
         slots: [N], of the states before the first token.
         options: of step.
 
@@ -92,8 +95,7 @@ def step_drafts(
         after = torch.where(at < 0, -1, into_slots[:, t])
         copy_states(before, into, source_indices=at, target_indices=after)
         parts = [x[:, t : t + 1] for x in tokens]
-        q, k, v, a, b = parts
-        outputs.append(step(q, k, v, a, b, states=into, slots=after, **options))
+        outputs.append(step(*parts, states=into, slots=after, **options))
         before, at = into, after
     return torch.cat(outputs, 1)
 

@@ -107,26 +107,42 @@ def delta_rule_update(
     if (beta, threshold) != (1.0, 20.0):
         raise NotImplementedError(f"beta, threshold: want 1 and 20, got {beta} and {threshold}")
     (_, tokens, HV, _), K = v.shape, q.shape[-1]
-    gates = a.reshape(1, tokens, HV, K) if is_kda else a.reshape(1, tokens, HV)
-    parts = [q, k, v, gates, b.reshape(1, tokens, HV)]
+    # vLLM 0.26 hands on those of the whole batch, which drafts begin
+    gates = a.reshape(1, -1, HV, K) if is_kda else a.reshape(1, -1, HV)
+    parts = [q, k, v, gates[:, :tokens], b.reshape(1, -1, HV)[:, :tokens]]
     options: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias, "scale": scale}
     options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+    at = ssm_state_indices, cu_seqlens, num_accepted_tokens
+    return next_tokens(parts, initial_state, *at, **options), initial_state
+
+
+def next_tokens(
+    parts: list[Tensor],
+    pool: Tensor,
+    ssm_state_indices: Tensor,
+    cu_seqlens: Tensor,
+    num_accepted_tokens: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """o [1, tokens, HV, V] of serving.step for packed parts [1, tokens, ...], by vLLM's blocks as
+    delta_rule_update has them."""
+    tokens = parts[0].shape[1]
     blocks = _blocks(ssm_state_indices, cu_seqlens.shape[0] - 1)
     if num_accepted_tokens is None and blocks.shape[1] == 1:
         one = [unpacked(x, cu_seqlens, 1) for x in parts]
-        o = step(*one, states=initial_state, slots=blocks[:, 0], **options)
+        o = step(*one, states=pool, slots=blocks[:, 0], **options)
     else:
         first = _first(blocks, num_accepted_tokens)
         is_token = torch.arange(blocks.shape[1], device=blocks.device) < cu_seqlens.diff()[:, None]
         o = step_drafts(
             [unpacked(x, cu_seqlens, blocks.shape[1]) for x in parts],
-            states=initial_state,
+            states=pool,
             slots=first,
-            into=initial_state,
+            into=pool,
             into_slots=torch.where(is_token, blocks, -1),
             **options,
         )
-    return packed(o, cu_seqlens, tokens), initial_state
+    return packed(o, cu_seqlens, tokens)
 
 
 def selective_state_update(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from slipstream.integrations import usage, vllm
+from slipstream.integrations import usage, vllm, vllm_layers
 
 _LAYERS = "vllm.model_executor.layers.mamba"
 custom_op: Any = import_module("vllm.model_executor.custom_op")
@@ -67,3 +67,4 @@ custom_op.CustomOp.register_oot(name="ChunkGatedDeltaRule")(ChunkGatedDeltaRule)
 table[triton] = SSUBackend
 for _name in ("ChunkGatedDeltaRule", "MambaSSUBackend"):
     usage.site("vllm", _name)
+vllm_layers.register()

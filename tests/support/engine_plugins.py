@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,17 @@ from typing import Any
 
 import pytest
 
+from slipstream import integrations
+from slipstream.integrations import usage
 from tests.support.package import PROJECT
+
+
+def forget_vllm() -> None:
+    """Our modules that import vLLM's, and what they have reported."""
+    usage.remove("vllm")
+    for name in ("vllm_classes", "vllm_layers", "vllm_steps"):
+        if sys.modules.pop(f"slipstream.integrations.{name}", None) is not None:
+            delattr(integrations, name)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,299 @@
+"""What vLLM's layers do in one launch when every sequence of a batch has one token: mixer_step on
+vLLM's pools, the convolution in it, and the norm where vLLM's operator has its gates.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.integrations import usage, vllm_calls
+from slipstream.ops import mixer_step, rms_norm_gated
+
+forward_context: Any = import_module("vllm.forward_context")
+mamba_utils: Any = import_module("vllm.model_executor.layers.mamba.mamba_utils")
+
+
+def counted(name: str, step: Callable[..., None]) -> Callable[..., None]:
+    usage.site("vllm", f"{name}.decode")
+    return usage.counted("vllm", f"{name}.decode")(step)
+
+
+def stepped(layer: Any, step: Callable[..., None], *args: Any, **kwargs: Any) -> bool:
+    """Whether this is a batch in which every sequence has one token, and the step took it."""
+    metadata = _metadata(layer)
+    if not _decodes(metadata):
+        return False
+    try:
+        step(layer, metadata, *args, **kwargs)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _metadata(layer: Any) -> Any:
+    of_layers = forward_context.get_forward_context().attn_metadata
+    return of_layers.get(layer.prefix) if isinstance(of_layers, dict) else None
+
+
+def _decodes(metadata: Any) -> bool:
+    if metadata is None or metadata.num_prefills or not metadata.num_decodes:
+        return False
+    drafts = "spec_sequence_masks" if hasattr(metadata, "spec_sequence_masks") else (
+        "num_accepted_tokens"
+    )  # fmt: skip
+    return getattr(metadata, drafts) is None
+
+
+def _step(
+    layer: Any,
+    slots: Tensor,
+    channels: Tensor,
+    heads: tuple[int, int, int, int],
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    **options: Any,
+) -> None:
+    """mixer_step of channels [N, C], of heads H, HV, K, V, on the layer's pools."""
+    if activation not in vllm_calls.ACTIVATIONS:
+        raise NotImplementedError(f"activation: got {activation!r}")
+    windows, states = layer.kv_cache[:2]
+    windows = windows if mamba_utils.is_conv_state_dim_first() else windows.mT
+    weight = weight.view(-1, weight.shape[-1])
+    (H, HV, K, V), order = heads, options.get("channel_order", "qkv")
+    widths = {"q": H * K, "k": H * K, "v": HV * V}
+    parts = dict(zip(order, channels.split([widths[x] for x in order], -1), strict=True))
+    q, k = (parts[x].unflatten(-1, (H, K))[:, None] for x in ("q", "k"))
+    # block 0 is of no sequence: it is below the pool that begins behind it
+    mixer_step(
+        q,
+        k,
+        parts["v"].unflatten(-1, (HV, V))[:, None],
+        state=states[1:],
+        state_indices=slots - 1,
+        conv_state=windows[1:, :, : weight.shape[1] - 1],
+        conv_weight=weight,
+        conv_bias=bias,
+        conv_activation=activation,
+        state_v_first=True,
+        **options,
+    )
+
+
+def delta_net_step(
+    layer: Any, metadata: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor,
+    **norm: Any,
+) -> None:  # fmt: skip
+    """Of Qwen's and OLMo's Gated DeltaNet."""
+    n, K, (HV, V) = metadata.num_actual_tokens, layer.head_k_dim, core_attn_out.shape[-2:]
+    H = (mixed_qkv.shape[-1] - HV * V) // (2 * K)
+    _step(
+        layer,
+        metadata.non_spec_state_indices_tensor[:n],
+        mixed_qkv[:n],
+        (H, HV, K, V),
+        layer.conv1d.weight,
+        layer.conv1d.bias,
+        layer.activation,
+        g=a[:n, None],
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        beta=b[:n, None],
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=getattr(layer, "allow_neg_eigval", False),
+        use_qk_l2norm_in_kernel=True,
+        out=core_attn_out[:n, None],
+        **{x: t[:n, None] if x == "z" else t for x, t in norm.items()},
+    )
+
+
+def delta_attention_step(
+    layer: Any,
+    metadata: Any,
+    g1: Tensor,
+    beta: Tensor,
+    core_attn_out: Tensor,
+    mixed_qkv: Tensor | None = None,
+    g2: Tensor | None = None,
+    q_proj_states: Tensor | None = None,
+    k_proj_states: Tensor | None = None,
+    v_proj_states: Tensor | None = None,
+) -> None:
+    """Of Kimi's and Bailing's KDA. With q, k and v apart beta is made, and so are Bailing's gates;
+    the convolution has three weights."""
+    n, (H, D) = metadata.num_actual_tokens, core_attn_out.shape[-2:]
+    is_apart = mixed_qkv is None
+    if is_apart:
+        convolutions = [layer.q_conv1d, layer.k_conv1d, layer.v_conv1d]
+        channels = torch.cat([q_proj_states, k_proj_states, v_proj_states], -1)  # type: ignore[list-item]
+        weight, bias = torch.cat([x.weight for x in convolutions]), convolutions[0].bias
+    else:
+        channels, weight, bias = mixed_qkv, layer.conv1d.weight, layer.conv1d.bias
+    if bias is not None:
+        raise NotImplementedError("conv1d.bias: want none")
+    options: dict[str, Any] = {}
+    if layer.name != "BailingMoeV3KimiDeltaAttention":
+        bound = getattr(layer, "gate_lower_bound", None)
+        options |= {"A_log": layer.A_log.reshape(-1), "dt_bias": layer.dt_bias.reshape(-1)}
+        options["lower_bound"] = bound
+    if g2 is not None:
+        norm = layer.o_norm
+        options |= {"z": g2.view(-1, H, D)[:n, None], "z_activation": norm.activation}
+        options |= {"norm_weight": norm.weight, "norm_eps": norm.eps}
+    _step(
+        layer,
+        metadata.non_spec_state_indices_tensor[:n],
+        channels[:n],
+        (H, H, D, D),
+        weight,
+        None,
+        "silu",
+        g=g1[0, :n, None],
+        beta=beta[0, :n, None],
+        use_beta_sigmoid_in_kernel=not is_apart,
+        use_qk_l2norm_in_kernel=True,
+        out=core_attn_out[0, :n, None],
+        **options,
+    )
+
+
+def _mamba2_step(layer: Any, metadata: Any, projected_states: Tensor, output: Tensor) -> None:
+    slots, n = metadata.state_indices_tensor_d, metadata.num_decode_tokens
+    if slots.dim() == 2 and slots.shape[1] == 1:
+        slots = slots[:, 0]
+    if slots.dim() != 1 or getattr(layer, "use_replayssm", False):
+        raise NotImplementedError("ReplaySSM, or blocks to read that are not those to write")
+    P, S = layer.kv_cache[1].shape[-2:]
+    inner, HV = layer.tped_intermediate_size, layer.tped_dt_size
+    gate, channels, dt = projected_states[:n].split([inner, layer.tped_conv_size, HV], -1)
+    norm: dict[str, Any] = {}
+    if layer.norms_in_core:
+        norm = {"z": gate.unflatten(-1, (HV, P))[:, None], "norm_before_gate": False}
+        norm |= {"norm_weight": layer.norm.weight.view(HV, P)}
+        norm |= {"norm_eps": layer.norm.variance_epsilon, "norm_group_size": layer.norm.group_size}
+    _step(
+        layer,
+        slots[:n],
+        channels,
+        ((layer.tped_conv_size - inner) // (2 * S), HV, S, P),
+        layer.conv1d.weight,
+        layer.conv1d.bias,
+        layer.activation,
+        channel_order="vkq",
+        g=dt[:, None],
+        A_log=(-layer.A).log(),
+        dt_bias=layer.dt_bias,
+        dt_scales_v=True,
+        D=layer.D,
+        scale=1.0,
+        out=output[:n].unflatten(-1, (HV, P))[:, None],
+        **norm,
+    )
+
+
+def delta_net(base: Any, module: Any) -> type:
+    """Qwen's layer: the norm is part of vLLM's operator, which has an argument for z in it."""
+    step = counted("QwenGatedDeltaNetAttention", delta_net_step)
+
+    class QwenGatedDeltaNetAttention(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            norm = self.norm
+            is_whole = norm.group_size in (None, norm.weight.numel())
+            self.norms_in_core = norm.norm_before_gate and is_whole
+            exporter = getattr(module, "MambaPrefillCheckpointExporter", None)
+            # as vLLM's with FlashInfer's backend, for which its metadata has a plan
+            if exporter is None or self.cache_config.mamba_cache_mode != "align":
+                return
+            config = self.vllm_config
+            if module._resolve_gdn_prefill_backend(config)[1] == "flashinfer":
+                self._checkpoint_alignment = module.FLASHINFER_GDN_CHECKPOINT_ALIGNMENT
+                self._max_num_batched_tokens = config.scheduler_config.max_num_batched_tokens
+                self._checkpoint_exporter = exporter(state_len=self.conv_kernel_size - 1)
+
+        def forward_cuda(self, hidden_states: Tensor) -> Tensor:
+            if getattr(self, "enable_fused_gdn_spec_decode", False) or not self.norms_in_core:
+                return super().forward_cuda(hidden_states)
+            qkvz, _ = self.in_proj_qkvz(hidden_states)
+            ba, _ = self.in_proj_ba(hidden_states)
+            if self.gqa_interleaved_layout:
+                *parts, b, a = self.fix_query_key_value_ordering(qkvz, ba)
+                qkvz = torch.cat([x.flatten(1) for x in parts], -1)
+            else:
+                b, a = self.split_ba(ba)
+            heads = self.num_v_heads // self.tp_size
+            out = hidden_states.new_zeros(hidden_states.shape[0], heads, self.head_v_dim)
+            torch.ops.vllm.qwen_gdn_attention_core(
+                qkvz, b.contiguous(), a.contiguous(), out,
+                layer_name=module._encode_layer_name(self.prefix), use_aiter=True,
+            )  # fmt: skip
+            return self.out_proj(out.flatten(-2))[0]
+
+        def _forward_core(
+            self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
+        ) -> None:
+            if not stepped(self, step, mixed_qkv, b, a, core_attn_out):
+                super()._forward_core(mixed_qkv, b, a, core_attn_out)
+
+        def _forward_core_rocm(
+            self, qkvz: Tensor, ba: Tensor, z_out: Tensor, core_attn_out: Tensor
+        ) -> None:
+            """What the operator calls with use_aiter. Here ba is b, and z_out is a."""
+            norm, gates = self.norm, core_attn_out[0].numel()
+            qkv, z = qkvz.split([qkvz.shape[-1] - gates, gates], -1)
+            given = qkv, ba, z_out, core_attn_out
+            z = z.view_as(core_attn_out)
+            options = {"norm_weight": norm.weight, "norm_eps": norm.eps, "z": z}
+            if stepped(self, step, *given, **options, z_activation=norm.activation):
+                return
+            super()._forward_core(*given)
+            if _metadata(self) is not None:
+                y = rms_norm_gated(
+                    core_attn_out, z, norm.weight, eps=norm.eps, activation=norm.activation
+                )
+                core_attn_out.copy_(y)
+
+    return QwenGatedDeltaNetAttention
+
+
+def mamba2(base: Any, module: Any) -> type:
+    """MambaMixer2: the norm is part of vLLM's operator, whose input has the gates in it."""
+    step = counted("MambaMixer2", _mamba2_step)
+
+    class MambaMixer2(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            groups = self.norm.n_groups
+            is_local = self.tp_size == 1 or (groups > 1 and groups % self.tp_size == 0)
+            self.norms_in_core = self.norm.use_rms_norm and is_local
+
+        def forward(self, hidden_states: Tensor, mup_vector: Tensor | None = None) -> Tensor:
+            if not self.norms_in_core:
+                return super().forward(hidden_states, mup_vector)
+            projected_states, _ = self.in_proj(hidden_states)
+            if mup_vector is not None:
+                projected_states = projected_states * mup_vector
+            output = hidden_states.new_empty(hidden_states.shape[0], self.tped_intermediate_size)
+            torch.ops.vllm.mamba_mixer2(
+                projected_states, output, module._encode_layer_name(self.prefix)
+            )
+            return self.out_proj(output)[0]
+
+        def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> Any:
+            if stepped(self, step, projected_states, output):
+                return None
+            result = super().conv_ssm_forward(projected_states, output)
+            metadata = _metadata(self)
+            if self.norms_in_core and metadata is not None:
+                n = metadata.num_prefill_tokens + metadata.num_decode_tokens
+                gate, norm = projected_states[:n, : self.tped_intermediate_size], self.norm
+                output[:n] = rms_norm_gated(
+                    output[:n], gate, norm.weight, eps=norm.variance_epsilon,
+                    norm_before_gate=False, group_size=norm.group_size,
+                )  # fmt: skip
+            return result
+
+    return MambaMixer2
