@@ -23,7 +23,7 @@ def vllm() -> None:
 
 def sglang() -> None:
     """For the group sglang.srt.plugins."""
-    for kind in ("gdn", "kda"):
+    for kind in ("gdn", "kda", "mamba2", "lightning"):
         _register("SLIPSTREAM_SGLANG", "slipstream.integrations.sglang", "register_builtin", kind)
 
 

@@ -76,15 +76,17 @@ def step_drafts(
     slots: Tensor,
     into: Tensor,
     into_slots: Tensor,
+    one: Callable[..., Tensor] = step,
     **options: Any,
 ) -> Tensor:
-    """As `step`, of T tokens, that leaves the state after each: into_slots [N, T] of the pool
-    `into`, which may be `states`. A launch and a copy of states a token.
+    """As `step`, or another function of one token, of T tokens, that leaves the state after each:
+    into_slots [N, T] of the pool `into`, which may be `states`. A launch and a copy of states a
+    token.
 
     Args:
-        tokens: q, k, v, a and, if there is one, b of N sequences, [N, T, ...].
+        tokens: q, k, v, a and, if there is one, b of N sequences, [N, T, ...], or those of `one`.
         slots: [N], of the states before the first token.
-        options: of step.
+        options: of `one`.
 
     Returns:
         o [N, T, HV, V].
@@ -95,7 +97,7 @@ def step_drafts(
         after = torch.where(at < 0, -1, into_slots[:, t])
         copy_states(before, into, source_indices=at, target_indices=after)
         parts = [x[:, t : t + 1] for x in tokens]
-        outputs.append(step(*parts, states=into, slots=after, **options))
+        outputs.append(one(*parts, states=into, slots=after, **options))
         before, at = into, after
     return torch.cat(outputs, 1)
 
@@ -107,6 +109,7 @@ def prefill(
     slots: Tensor,
     cu_seqlens: Tensor,
     in_place: bool = True,
+    has_state: Tensor | None = None,
     into: Tensor | None = None,
     rows: Tensor | None = None,
     **options: Any,
@@ -115,9 +118,10 @@ def prefill(
     get no gradient.
 
     Args:
-        rule: chunk_gated_delta_rule or chunk_kda, with its tensors and options.
+        rule: chunk_gated_delta_rule, chunk_kda or chunk_simple_gla, its tensors and options.
         slots: [N], or longer than there are sequences.
         in_place: whether the states after the tokens are written.
+        has_state: [N], whether a sequence has one yet; all if None. Without it begins with zeros.
         into, rows: for states on the way, a pool [.., HV, V, K] and the rows [N, 1 + chunks] of it
             for the states before the first, second, ... 64 tokens, as rows_of_starts and
             rows_of_chunks make them. Without gradients.
@@ -130,7 +134,8 @@ def prefill(
     pool, (HV, V, K) = states.detach(), states.shape[1:]
     # K first, as kernels index them
     before = torch.empty(slots.shape[0], HV, K, V, dtype=torch.float32, device=pool.device)
-    copy_states(pool, before.mT, source_indices=slots)
+    first = slots if has_state is None else slots.where(has_state[: len(slots)] > 0, -1)
+    copy_states(pool, before.mT, source_indices=first)
     if into is not None and rows is not None:
         copy_states(before.mT, into, target_indices=rows[:, 0])
         options["prefix_states"] = PrefixStates(into, rows[:, 1:])

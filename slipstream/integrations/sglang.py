@@ -9,9 +9,9 @@ Written for SGLang 0.5.16 to 0.5.23, which is imported where it is needed. A bac
 is SGLang's own class with these kernels in it. SGLang's hooks (sglang.srt.plugins) put it in the
 place of theirs; its registry of external models names one for each config.
 
-Not taken: ring caches (ReplaySSM), and checkpoints of states other than the ones that a
-prefix's snapshot or the table of chunks asks for. An argument that asks for either is refused by
-name. Trees of drafts stay with SGLang's kernel.
+Not taken: ring caches (ReplaySSM), trees of drafts, and checkpoints of states other than the ones
+that a prefix's snapshot or the table of chunks asks for. A call that asks for one is refused by the
+name of its argument, and in a backend SGLang's own kernel takes it.
 """
 
 import functools
@@ -24,13 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.integrations import serving, usage
+from slipstream.integrations import serving, sglang_functions, usage
 from slipstream.ops import chunk_gated_delta_rule, chunk_kda
 
 __all__ = ["GDNKernel", "KDAKernel", "register", "register_builtin"]
 KINDS = {"gdn": "GDNAttnBackend", "kda": "KDAAttnBackend"}
-# what a dispatcher of SGLang has its kernels in
-_PLACES = ("decode_kernel", "extend_kernel", "verify_kernel")
+# what a dispatcher of SGLang has the kernel of a method in
+_PLACES = {
+    "decode": "decode_kernel",
+    "packed_decode": "decode_kernel",
+    "extend": "extend_kernel",
+    "target_verify": "verify_kernel",
+}
 _registering = Lock()
 logger = logging.getLogger(__name__)
 _REGISTRY = "sglang.srt.configs.linear_attn_model_registry"
@@ -117,7 +122,8 @@ class _Kernel:
             x.unflatten(-1, (-1, width))[None]
             for x, width in zip(mixed_qkv.split([keys, keys, values], -1), widths)
         )
-        return self.decode(q, k, v, a, b, ssm_states=ssm_states, **options)
+        # not that of an instance, which SGLang's decode may stand behind: it knows no ring
+        return _Kernel.decode(self, q, k, v, a, b, ssm_states=ssm_states, **options)
 
     def target_verify(
         self,
@@ -325,18 +331,6 @@ class KDAKernel(_Kernel):
         return a.reshape(*shape, states.shape[-1]), b.reshape(shape)
 
 
-class _KDAKernelWithTrees(KDAKernel):
-    """Trees of drafts go to SGLang's kernel: its dispatcher of KDA has one for chains and trees."""
-
-    def __init__(self, trees: Any) -> None:
-        self.trees = trees
-
-    def target_verify(self, *args: Any, **call: Any) -> Tensor:
-        if call.get("retrieve_parent_token") is not None:
-            return self.trees.target_verify(*args, **call)
-        return super().target_verify(*args, **call)
-
-
 def register(config_class: type, arch_names: Sequence[str], kind: str, **options: Any) -> None:
     """Tells SGLang to run the linear attention layers of a model that is not its own by slipstream.
 
@@ -366,23 +360,31 @@ def register_builtin(*kinds: str) -> None:
     slipstream_plugins calls it if it is asked. Again, and in other threads, it does nothing.
 
     Args:
-        kinds: "gdn" and "kda"; both if none is given.
+        kinds: "gdn", "kda", "mamba2" and "lightning"; all if none is given.
 
     Raises:
-        KeyError: another kind. ImportError, AttributeError: there is no SGLang, or not this class.
+        ValueError: another kind. ImportError, AttributeError: there is no SGLang, or it has not
+            this class or function.
     """
+    known = (*KINDS, *sglang_functions.KINDS)
     hooks = import_module(_HOOKS)
     registry, replace = hooks.HookRegistry, hooks.HookType.REPLACE
     with _registering:
-        for kind in kinds or KINDS:
-            target = f"{_BACKENDS}.{kind}_backend.{KINDS[kind]}"
+        for kind in kinds or known:
+            if kind not in known:
+                raise ValueError(f"kinds: want some of {', '.join(known)}, got {kind!r}")
             try:
-                cls = _backend(kind)
+                if kind in KINDS:
+                    at = f"{_BACKENDS}.{kind}_backend.{KINDS[kind]}"
+                    wanted = [(at, _backend(kind), replace)]
+                else:
+                    wanted = sglang_functions.hooks(kind, replace, hooks.HookType.AROUND)
             except (AttributeError, ImportError) as error:
                 usage.refuse("sglang", error)
                 raise
-            if all(hook is not cls for _, hook, _ in registry._hooks.get(target, ())):
-                registry.register(target, cls, replace)
+            for target, hook, way in wanted:
+                if all(known is not hook for _, known, _ in registry._hooks.get(target, ())):
+                    registry.register(target, hook, way)
 
 
 def __getattr__(name: str) -> Any:
@@ -404,19 +406,20 @@ def _backend(kind: str) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             dispatcher: Any = getattr(self, "kernel_dispatcher", None)
-            if missing := [x for x in _PLACES if not hasattr(dispatcher, x)]:
+            places = dict.fromkeys(_PLACES.values())
+            if missing := [x for x in places if not hasattr(dispatcher, x)]:
                 why = f"its dispatcher has no {', '.join(missing)}"
                 logger.warning("slipstream: SGLang's own %s runs: %s", name, why)
                 usage.refuse("sglang", f"{name}: {why}")
                 return
-            kernel = GDNKernel()
-            if kind == "kda":
-                kernel = _KDAKernelWithTrees(dispatcher.verify_kernel)
-            for method in ("decode", "extend", "target_verify"):
-                where = "sglang", f"{name}.{method}"
+            kernel = GDNKernel() if kind == "gdn" else KDAKernel()
+            for method, place in _PLACES.items():
+                where = "sglang", f"{name}.{method.removeprefix('packed_')}"
                 usage.site(*where)
-                setattr(kernel, method, usage.counted(*where)(getattr(kernel, method)))
-            for place in _PLACES:
+                theirs = getattr(getattr(dispatcher, place), method, None)
+                ours = usage.counted(*where)(getattr(kernel, method))
+                setattr(kernel, method, sglang_functions.or_theirs(ours, theirs))
+            for place in places:
                 setattr(dispatcher, place, kernel)
             # what SGLang has read of the kernels that were there before
             dispatcher.supports_packed_decode = True

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.integrations import sglang, vllm
+from slipstream.integrations import sglang, sglang_functions, vllm
 from tests.support.engines import calls, folder, loaded
 
 pytestmark = pytest.mark.slow
@@ -98,6 +98,28 @@ def test_sglang_passes_known_arguments(release: str, kind: str) -> None:
                 with pytest.raises(NotImplementedError, match=f"^{name}: "):
                     sglang._refuse({name: True})
     assert seen == set(REFUSED)
+
+
+@pytest.mark.parametrize("release", SGLANG)
+def test_sglangs_functions_have_its_arguments(release: str) -> None:
+    """Of the calls of SGLang's layers, and in the order of its own definitions."""
+    places = [x for _, _, places in sglang_functions.KINDS.values() for x in places.values()]
+    names = {x for functions in places for x in functions}
+    seen = set()
+    for folder_name in ("mamba", "linear"):
+        where = f"sglang/srt/layers/attention/{folder_name}"
+        for _, call in calls(release, where, names):
+            name = getattr(call.func, "id", "")
+            takes(getattr(sglang_functions, name), call)
+            seen.add(name)
+    assert seen == names
+    for file in (folder(release) / "sglang/kernels/ops").rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name in names:
+                theirs = [x.arg for x in node.args.args]
+                ours = [*inspect.signature(getattr(sglang_functions, node.name)).parameters]
+                common = [x for x in theirs if x in ours]
+                assert common == [x for x in ours if x in theirs] and common[:6] == theirs[:6]
 
 
 def test_sglang_hands_on_rings_that_are_refused() -> None:

@@ -1,8 +1,5 @@
 """slipstream.integrations.sglang in SGLang's own classes: dispatchers, backends and hooks of both
 releases, as they are.
-
-Given here are the base of its backends, which holds the pools, and the convolution, which leaves
-its input. Absent is what asks about devices and settings, and whatever else these files import.
 """
 
 import re
@@ -13,159 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.integrations import report, sglang, usage
 from tests.support.engine_plugins import everywhere, install, loader, warned
-from tests.support.engines import Absent, loaded
-from tests.support.serving_calls import HV, SLOTS, Call, H, K, N, T, V
+from tests.support.serving_calls import HV, Call, K, N, T, V
+from tests.support.sglang_engine import NAMES, RELEASES, batch, built, engine_of, layer, mixed, near
 
 pytestmark = pytest.mark.slow
-RELEASES = ["sglang-0.5.23", "sglang-0.5.16"]
-FOLDER = "sglang.srt.layers.attention.linear"
-NAMES = {"gdn": "GDNAttnBackend", "kda": "KDAAttnBackend"}
-WIDTH = 3  # tokens that the convolution keeps
-
-
-class Base:
-    """In the place of MambaAttnBackendBase."""
-
-    accept_lens_pool = None
-    tracked: Any = None
-
-    def __init__(self, runner: Any) -> None:
-        self.req_to_token_pool, self.device = runner.req_to_token_pool, "cpu"
-
-    def _track_mamba_state_decode(self, *args: Any) -> None:
-        pass
-
-    def _track_mamba_state_extend(
-        self, batch: Any, h: Any, states: Tensor, metadata: Any, *, h_track_buf: Any = None
-    ) -> None:
-        self.tracked = h, h_track_buf
-
-
-def convolved(x: Tensor, *args: Any, **options: Any) -> Tensor:
-    return x
-
-
-def gates(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """SGLang's fused_gdn_gating."""
-    g = -A_log.exp() * torch.nn.functional.softplus(a + dt_bias)
-    return g[None], b.sigmoid()[None]
-
-
-class Speculative:
-    """A layer's caches: MambaPool.SpeculativeState, or the ones without drafts."""
-
-    replayssm_d = replayssm_k = replayssm_g = replayssm_rawv = None
-
-    def __init__(self, call: Call) -> None:
-        self.conv = [torch.zeros(SLOTS, WIDTH, 2 * H * K + HV * V)]
-        self.temporal, self.intermediate_ssm = call.states, call.buffer
-        self.intermediate_conv_window = [torch.zeros(SLOTS, T, WIDTH, 2 * H * K + HV * V)]
 
 
 @pytest.fixture(params=RELEASES)
 def engine(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
-    conv = {"causal_conv1d_fn": convolved, "causal_conv1d_update": convolved}
-    gating = {"fused_gdn_gating": gates}
-    attention = "sglang__kernels__ops__attention"
-    srt = "sglang__srt__layers__attention"
-    given: dict[str, Any] = {
-        "sglang__kernels__ops__mamba__causal_conv1d_triton": conv,
-        f"{attention}__fla__fused_gdn_gating": gating,
-        f"{attention}__linear__fused_gdn_gating": gating,
-        f"{attention}__fla__chunk_delta_h": {"CHUNK_SIZE": 64},
-        f"{srt}__hybrid_linear_attn_backend": {"MambaAttnBackendBase": Base},
-        "sglang__srt__mem_cache__memory_pool": {
-            "MambaPool": SimpleNamespace(SpeculativeState=Speculative)
-        },
-        "sglang__srt__utils__common": {"get_eager_max_batch_size": lambda size: size},
-    }
-    files = [f"{FOLDER}.{x}" for x in ("gdn_backend", "kda_backend", "utils", "kernels")]
-    files += ["sglang.srt.plugins.hook_registry", "sglang.srt.configs.linear_attn_model_registry"]
-    files += ["sglang.srt.plugins"]
-    sglang._backend.cache_clear()
-    with loaded(request.param, *files, **given) as found:
-        gdn, kda, utils, _, hooks, registry, plugins = found
-        triton = utils.LinearAttnKernelBackend.TRITON
-        for name in ("decode", "prefill"):  # 0.5.16 asks for the command line's
-            for module in (gdn, kda):
-                setattr(module, f"get_linear_attn_{name}_backend", lambda: triton)
-        yield SimpleNamespace(
-            release=request.param,
-            modules={"gdn": gdn, "kda": kda},
-            hooks=hooks,
-            plugins=plugins,
-            registry=registry,
-            backends=SimpleNamespace(decode=triton, prefill=triton, verify=triton),
-        )
-    sglang._backend.cache_clear()
-
-
-def runner(engine: SimpleNamespace, cache: Speculative) -> Any:
-    conv = [cache.conv[0].mT]
-    pool = SimpleNamespace(
-        size=SLOTS,
-        mamba_pool=SimpleNamespace(mamba_cache=SimpleNamespace(conv=conv)),
-        mamba2_layer_cache=lambda layer: cache,
-    )
-    return SimpleNamespace(
-        req_to_token_pool=pool,
-        linear_attn_backends=engine.backends,
-        device="cpu",
-        server_args=Absent(),
-    )
-
-
-def built(engine: SimpleNamespace, call: Call, cls: Any, **metadata: Any) -> Any:
-    """A backend for a call, with the metadata of its batch."""
-    backend = cls(runner(engine, Speculative(call)))
-    none = dict.fromkeys(
-        ("replayssm_write_pos", "replayssm_force_flush", "retrieve_next_token", "track_chunk_idx",
-         "retrieve_next_sibling", "retrieve_parent_token", "logical_num_tokens",
-         "state_checkpoint_cu_starts", "state_checkpoint_indices", "track_ssm_h_batch_src",
-         "track_ssm_h_src", "conv_block_table"), None
-    )  # fmt: skip
-    none |= {"num_state_checkpoints": 0, "state_checkpoint_every_n_tokens": 0}
-    none |= {"query_start_loc": call.offsets, "mamba_cache_indices": call.slots}
-    backend.forward_metadata = SimpleNamespace(
-        **{**none, "has_mamba_track_mask": False, **metadata}
-    )
-    backend.enable_mis = False
-    return backend
-
-
-def layer(call: Call, lower_bound: float | None) -> SimpleNamespace:
-    weight = torch.zeros(2 * H * K + HV * V, WIDTH + 1)
-    return SimpleNamespace(
-        layer_id=0, A_log=call.A_log, dt_bias=call.dt_bias, lower_bound=lower_bound,
-        q_dim=H * K, k_dim=H * K, v_dim=HV * V, head_q_dim=K, head_k_dim=K, head_v_dim=V,
-        num_q_heads=H, num_k_heads=H, num_v_heads=HV, bias=None, activation="silu",
-        conv_weights=weight, q_conv_weights=weight, k_conv_weights=weight, v_conv_weights=weight,
-    )  # fmt: skip
-
-
-def mixed(call: Call) -> Tensor:
-    """What the convolution is given: q, k and v [tokens, 2 H K + HV V]."""
-    return torch.cat([x[0].flatten(1) for x in (call.q, call.k, call.v)], -1)
-
-
-def batch(call: Call, **mode: bool) -> SimpleNamespace:
-    modes = {"is_target_verify": False, "is_draft_extend_v2": False, **mode}
-    return SimpleNamespace(
-        forward_mode=SimpleNamespace(**{k: (lambda v=v: v) for k, v in modes.items()}),
-        spec_info=SimpleNamespace(draft_token_num=T, ragged_verify_layout=None),
-        batch_size=N,
-        req_pool_indices=torch.arange(N),
-        extend_prefix_lens=torch.zeros(N),
-        extend_seq_lens_cpu=call.offsets.diff().tolist(),
-    )
-
-
-def near(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got.double(), want.double(), atol=2e-5, rtol=2e-5)
+    with engine_of(request.param) as found:
+        yield found
 
 
 def cases(release: str) -> list[tuple[str, float | None]]:
@@ -266,20 +123,46 @@ def test_flags_are_of_slipstreams_kernels(engine: SimpleNamespace) -> None:
         assert dispatcher.supports_packed_decode_safe_gate
 
 
-def test_trees_of_drafts_stay_with_sglang(engine: SimpleNamespace) -> None:
-    for kind in NAMES:
+RINGS = {"replayssm_d", "replayssm_k", "replayssm_g"}
+
+
+@pytest.mark.parametrize("method", ["decode", "packed_decode", "extend", "target_verify"])
+def test_refused_calls_go_to_sglangs_kernel(
+    engine: SimpleNamespace, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings of ReplaySSM, trees of drafts, checkpoints: as they were given; nothing is written."""
+    asks = {"decode": RINGS, "packed_decode": RINGS, "extend": {"num_state_checkpoints"}}
+    asks["target_verify"] = {"cache_ring", "retrieve_parent_token"}
+    for kind, name in NAMES.items():
+        made = built(engine, Call.decode(False), getattr(engine.modules[kind], name))
+        theirs, asked = type(made.kernel_dispatcher.decode_kernel), []
+        assert theirs.__name__ == f"Triton{kind.upper()}Kernel"
+        monkeypatch.setattr(
+            theirs, method, lambda self, *given, asked=asked, **more: asked.append((given, more))
+        )
         call = Call.verify(kind == "kda")
-        backend = built(engine, call, getattr(sglang, NAMES[kind]))
-        dispatcher, parents = backend.kernel_dispatcher, torch.zeros(N, T)
-        asked = []
-        trees = getattr(dispatcher, "tree_verify_kernel", None)
-        trees = dispatcher.verify_kernel.trees if trees is None else trees
-        assert type(trees).__name__ == f"Triton{kind.upper()}Kernel"
-        trees.target_verify = lambda asked=asked, **given: asked.append(given)
-        given = {**call.sglang(), **call.sglang_verify()}
-        dispatcher.target_verify(**{**given, "retrieve_parent_token": parents})
-        assert asked[0]["retrieve_parent_token"] is parents
-        near(dispatcher.target_verify(**given), call.expected()[0])  # states stay
+        backend = built(engine, call, getattr(sglang, name))
+        kernel, before = backend.kernel_dispatcher.verify_kernel, call.states.clone()
+        assert type(kernel).__module__ == sglang.__name__
+        for argument in asks[method]:
+            given = {**call.sglang(), argument: torch.ones(N, T)}
+            if method == "extend":
+                given = {**call.sglang_prefill(), argument: 2}
+            if method == "target_verify":
+                given |= {**call.sglang_verify(), argument: torch.ones(N, T)}
+            if method == "packed_decode":
+                packed = {"mixed_qkv": mixed(call), "num_v_heads": HV, "head_v_dim": V}
+                given = {k: x for k, x in given.items() if k not in "qkv"} | packed
+            getattr(kernel, method)(**given)
+            assert asked.pop() == ((), given) and not asked
+            (row,) = [
+                x
+                for x in report().rows
+                if x.name == f"{name}.{method.removeprefix('packed_')}" and x.library == "sglang"
+            ]
+            assert any(why.startswith(f"{argument}:") for why in row.refused)
+        assert torch.equal(call.states, before) and call.buffer is not None
+        assert not call.buffer.any()
 
 
 def test_hooks_reach_models_of_sglang(
@@ -336,7 +219,7 @@ def test_plugin_is_called(
     else:
         assert found == {k: getattr(sglang, name) for k, name in NAMES.items()}
         assert all(issubclass(found[k], theirs[k]) and found[k] is not theirs[k] for k in NAMES)
-        assert [len(hooks) for hooks in registry._hooks.values()] == [1, 1]
+        assert [len(hooks) for hooks in registry._hooks.values()] == [1] * 7
     assert warned(caplog) == []
 
 
@@ -346,13 +229,15 @@ def test_release_without_a_class_keeps_its_own(
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
-    """The other kind is ours."""
+    """Or a function; the other kinds are ours."""
     install(monkeypatch, tmp_path)
     monkeypatch.setenv("SLIPSTREAM_SGLANG", "1")
     monkeypatch.delattr(engine.modules["kda"], NAMES["kda"])
+    monkeypatch.delattr("sglang.srt.layers.attention.mamba.mamba.selective_state_update")
     loader(engine.plugins, monkeypatch)()
-    (said,) = warned(caplog)
+    said, mamba = warned(caplog)
     assert re.search("sglang kda is not used: .*KDAAttnBackend", said)
+    assert re.search("sglang mamba2 is not used: .*selective_state_update", mamba)
     assert any("KDAAttnBackend" in why for _, why in report().not_replaced)
     assert engine.modules["gdn"].GDNAttnBackend is sglang.GDNAttnBackend
 
