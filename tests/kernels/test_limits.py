@@ -16,6 +16,7 @@ from slipstream.kernels.attention.triton import plan as attention
 from slipstream.kernels.attnres import op as attnres
 from slipstream.kernels.conv import op as conv
 from slipstream.kernels.elementwise import copy_states, rotation, token_shift
+from slipstream.kernels.elementwise.triton import rotary
 from slipstream.kernels.linear import decode, inputs, segments
 from slipstream.kernels.linear import op as linear
 from slipstream.kernels.linear.inputs import LinearInputs
@@ -294,3 +295,11 @@ def test_windows_of_one_key_are_windows() -> None:
 
 def test_tile_of_a_projection_has_16_columns_or_more() -> None:
     assert [projected.tile_of(16, 16, 64, 2, 2, n).BK for n in (0, 1 << 17)] == [16, 64]
+
+
+@pytest.mark.parametrize(("stride", "columns"), [(4, 4), (5, 4), (8, 4), (8, 6)])
+def test_rows_are_copied_whatever_their_strides(stride: int, columns: int) -> None:
+    """By words of 8 bytes where all rows begin at one and end with one."""
+    x, y = torch.zeros(2, 4, stride, dtype=BF16), torch.randn(2, 4, stride).to(BF16)
+    rotary._copy(x[..., :columns], y[..., :columns])
+    assert torch.equal(x[..., :columns], y[..., :columns])

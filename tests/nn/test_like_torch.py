@@ -90,7 +90,9 @@ def test_short_convolution_loads_conv1ds_state_dict() -> None:
     y, state = again(x[:, :5], use_cache=True)
     with torch.no_grad():
         for t in range(5, 9):
-            step, state = again(x[:, t : t + 1], state, True)
+            before, kept = state, state.clone()
+            step, state = again(x[:, t : t + 1], before, True)
+            assert torch.equal(before, kept)
             y = torch.cat([y, step], 1)
     torch.testing.assert_close(y, again(x)[0])
 

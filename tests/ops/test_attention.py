@@ -13,8 +13,9 @@ def qkv(B: int = 1, T: int = 20, S: int | None = None) -> tuple[torch.Tensor, ..
 
 def test_attention_window_of_one_is_the_value_itself() -> None:
     q, k, v = qkv()
-    got = attention(q, k, v, window_size=1)
-    torch.testing.assert_close(got, v.repeat_interleave(2, dim=2))
+    for given in ({}, {"cu_seqlens": torch.tensor([0, 12, 20])}):
+        got = attention(q, k, v, window_size=1, **given)
+        torch.testing.assert_close(got, v.repeat_interleave(2, dim=2))
     torch.testing.assert_close(attention(q, k, v, window_size=(-1, -1)), attention(q, k, v))
 
 
