@@ -45,7 +45,7 @@ MODULES = {
 }
 VARIABLES = {
     "SLIPSTREAM_AHEAD": (
-        "`on`, `off`",
+        "`on` or `1`, `off` or `0`",
         "`on`",
         "Whether an operator's kernels of other sizes are compiled in the background after its "
         "first call. Read at import.",
@@ -80,7 +80,7 @@ VARIABLES = {
         "`once`: on unverified combinations, remembered on disk. `always`: once in every process.",
     ),
     "SLIPSTREAM_REPLAY": (
-        "`on`, `off`",
+        "`on` or `1`, `off` or `0`",
         "`on`",
         "Whether repeated calls with the same shapes replay a recorded launch sequence. Read at "
         "import.",

@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import numbers
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
@@ -22,6 +23,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # Under this name a function may have another, which `operator` calls for consistent=True.
 CONSISTENT = "_consistent"
+
+
+def is_on(variable: str) -> bool:
+    """Whether a variable of the environment, which is on if it is not set, is on.
+
+    Raises:
+        ValueError: it is neither on nor off.
+    """
+    value = os.environ.get(variable, "on")
+    if value not in ("on", "1", "off", "0"):
+        raise ValueError(f"{variable}: want on or off, got {value!r}")
+    return value in ("on", "1")
 
 
 def operator(fn: Callable[P, R]) -> Callable[P, R]:

@@ -14,7 +14,6 @@ operation gives a number to the host, or there are more operations of torch than
     SLIPSTREAM_REPLAY   on, or off
 """
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -24,11 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from slipstream.common.checks import is_on
 from slipstream.runtime import recording
 from slipstream.runtime.call_recorder import CallRecorder
 
 Key = tuple
-ENABLED = os.environ.get("SLIPSTREAM_REPLAY", "on") != "off"
+ENABLED = is_on("SLIPSTREAM_REPLAY")
 # Operations of torch in a record besides fresh memory and views, or half as many as there are
 # launches: plain torch that takes over from kernels is not recorded.
 MAX_OPERATIONS = 24

@@ -28,11 +28,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from slipstream.common.checks import is_on
 from slipstream.compiler import triton_cache_key
 from slipstream.compiler.compiler_state import compiler_state
 from slipstream.runtime import backends, launch_cache, parallel_compile
 
-ENABLED = os.environ.get("SLIPSTREAM_AHEAD", "on") != "off"
+ENABLED = is_on("SLIPSTREAM_AHEAD")
 # One processor in so many compiles in the background.
 SHARE = 4
 # Seconds of a thread's turn with Python's lock, meanwhile. Python's own 5 ms come on top of each
