@@ -4,13 +4,15 @@
     python bench/transformers_models.py --only "kimi.*patched"
     python bench/transformers_models.py --cpu               four layers of each on this CPU
 
-The kinds of Qwen3-Next, Kimi-Linear and Nemotron-H, without experts. torch: plain torch, where
-transformers falls back to it. fla: its kernels, where they are installed. patched:
-slipstream.integrations.transformers.patch() and attn_implementation="slipstream".
+The kinds of Qwen3-Next, Kimi-Linear and Nemotron-H, without experts, and four layers of those whose
+mixers have loops of their own. torch: plain torch, where transformers falls back to it. fla: its
+kernels, where they are installed. patched: slipstream.integrations.transformers.patch() and
+attn_implementation="slipstream".
 
 train ms: forward, backward and AdamW of one row, bf16, the median of some steps (CPU: float32, and
 time of the processor, with one thread); fastest ms: of the fastest of them, far below the median
 where something else kept the host busy.
+prefill ms: a prompt of as many tokens, with a cache.
 tokens/s: generate, eager and greedy, after a prompt of 128, without the time of the prompt; the
 median of up to three runs.
 Each way is a process, for functions of fla are looked up as a model is imported. All compile at
@@ -57,10 +59,34 @@ NEMOTRON_H: dict[str, Any] = {
         *["linear_attention", "mlp"] * 4,
     ],
 }  # fmt: skip
+# four layers of those whose plain torch loops over tokens, of which a step takes seconds
+MINIMAX: dict[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 1408, "num_hidden_layers": 4, "head_dim": 128,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 2,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+}  # fmt: skip
+RECURRENT_GEMMA: dict[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 6144, "num_hidden_layers": 4, "lru_width": 1024,
+    "num_attention_heads": 8, "num_key_value_heads": 1,
+}  # fmt: skip
+RWKV: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 4, "context_length": 4096}
+XLSTM: dict[str, Any] = {
+    "hidden_size": 1024, "embedding_dim": 1024, "num_hidden_layers": 4, "num_blocks": 4,
+    "num_heads": 4,
+}  # fmt: skip
+ZAYA: dict[str, Any] = {
+    "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 128,
+    "num_key_value_heads": 2, "num_experts": 2, "moe_intermediate_size": 1408,
+}  # fmt: skip
 MODELS = {
     "qwen3_next": ("Qwen3Next", QWEN3_NEXT),
     "kimi_linear": ("KimiLinear", KIMI_LINEAR),
     "nemotron_h": ("NemotronH", NEMOTRON_H),
+    "minimax": ("MiniMax", MINIMAX),
+    "recurrent_gemma": ("RecurrentGemma", RECURRENT_GEMMA),
+    "rwkv": ("Rwkv", RWKV),
+    "xlstm": ("xLSTM", XLSTM),
+    "zaya": ("Zaya", ZAYA),
 }
 COMMON: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": True, "pad_token_id": 0}
 COMMON |= {"bos_token_id": 1, "eos_token_id": 2}
@@ -78,6 +104,8 @@ SMALL_OWN: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8, "v_head_dim": 8,
     },
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
+    "recurrent_gemma": {"lru_width": 32},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},
 }  # fmt: skip
 # on a CPU, and for --small
 FOUR_LAYERS: dict[str, dict[str, Any]] = {
@@ -112,7 +140,11 @@ def prepare(way: str) -> None:
 def has_fla(kind: str) -> bool:
     from importlib.util import find_spec
 
-    return kind != "nemotron_h" and find_spec("fla") is not None and DEVICE.type == "cuda"
+    return (
+        kind in ("qwen3_next", "kimi_linear")
+        and find_spec("fla") is not None
+        and DEVICE.type == "cuda"
+    )
 
 
 def model_of(kind: str, way: str, small: bool, dtype: torch.dtype, **other: Any) -> Any:
@@ -120,11 +152,19 @@ def model_of(kind: str, way: str, small: bool, dtype: torch.dtype, **other: Any)
     import transformers
 
     prefix, sizes = MODELS[kind]
-    fewer = FOUR_LAYERS[kind] if small or DEVICE.type == "cpu" else {}
-    sizes = {**sizes, **COMMON, **fewer, **(SMALL | SMALL_OWN[kind] if small else {}), **other}
+    fewer = FOUR_LAYERS.get(kind, {}) if small or DEVICE.type == "cpu" else {}
+    sizes = {
+        **sizes,
+        **COMMON,
+        **fewer,
+        **(SMALL | SMALL_OWN.get(kind, {}) if small else {}),
+        **other,
+    }
     config = getattr(transformers, f"{prefix}Config")(**sizes)
-    config._attn_implementation = "slipstream" if way == "patched" else "sdpa"
-    return getattr(transformers, f"{prefix}ForCausalLM")(config).to(DEVICE, dtype)
+    model = getattr(transformers, f"{prefix}ForCausalLM")
+    if way == "patched" or model._supports_sdpa:
+        config._attn_implementation = "slipstream" if way == "patched" else "sdpa"
+    return model(config).to(DEVICE, dtype)
 
 
 def made(kind: str, way: str, small: bool) -> Any:
@@ -224,6 +264,12 @@ def child(kind: str, way: str, mode: str, tunes: bool) -> None:
         del training
     tell(**cells)
     model.eval()
+    if not note:
+        ids = torch.randint(3, model.config.vocab_size, (1, tokens), device=DEVICE)
+        prefill = torch.no_grad()(partial(model, ids, use_cache=True))
+        prefill()
+        cells = {"prefill ms": round(1e3 * statistics.median(repeated(prefill, *STEPS)), 2)}
+        tell(**cells)
     for B in ROWS[:1] if cpu else ROWS:
         seconds = decode_seconds(model, B, decoded)
         tell(**{f"B{B} tokens/s": round(B * decoded / max(seconds, 1e-9), 1)})

@@ -9,121 +9,18 @@ what it returns, so that sequences stay apart and states pass padding by, on eit
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.integrations import linear_mixers
-from slipstream.integrations.linear_mixers import running
+from slipstream.integrations.rows import Rows, rows_of
 from slipstream.ops import conv, hgrn, rwkv4
 from slipstream.ops._fp32 import widen
 from slipstream.ops.recurrent_step import recurrent_step
 from slipstream.ops.simple_gla import chunk_simple_gla
 from slipstream.ops.token_shift import token_shift
-
-
-class Rows(NamedTuple):
-    """Rows [B, T] as one of several sequences, the tokens of padding behind all others.
-
-    size: B, T. cuts: offsets [N+1] of the sequences; None if the rows stay as they are. first, last
-    [B]: the sequence that a row begins with, and ends with. order: [B T], the token at each place;
-    None without padding.
-    """
-
-    size: tuple[int, int]
-    cuts: Any = None
-    first: Any = None
-    last: Any = None
-    order: Any = None
-
-    def pack(self, x: Tensor) -> Tensor:
-        """[B, T, ...] -> [1, B T, ...], or x."""
-        if self.cuts is None:
-            return x
-        x = x.flatten(0, 1)
-        return (x if self.order is None else x[self.order])[None]
-
-    def unpack(self, x: Tensor) -> Tensor:
-        """The reverse of pack."""
-        if self.cuts is None:
-            return x
-        rows = (
-            x[0] if self.order is None else torch.empty_like(x[0]).index_copy(0, self.order, x[0])
-        )
-        return rows.unflatten(0, self.size)
-
-    def enter(self, state: Tensor | None, new: float = 0.0) -> Any:
-        """The state before each sequence, of rows [B, ...]; `new` before those within a row."""
-        if state is None or self.cuts is None:
-            return state
-        before = state.new_full((len(self.cuts) - 1, *state.shape[1:]), new)
-        return before.index_copy(0, self.first, state)
-
-    def leave(self, state: Tensor | None) -> Any:
-        """The state after each row, of sequences [N, ...]."""
-        return state if state is None or self.cuts is None else state[self.last]
-
-
-def rows_of(kwargs: dict[str, Any], x: Tensor, mask: Any = None) -> Rows:
-    """What is packed in x [B, T, ...], and what is padding. mask: [B, T], 0 at padding, for a layer
-    whose model did not say.
-
-    Raises:
-        ValueError: another number of tokens is packed.
-    """
-    B, T = x.shape[:2]
-    seq_idx, real = linear_mixers.sequences_of(kwargs, B, T), running.real_of_layer
-    if real is None and isinstance(mask, Tensor) and mask.shape == (B, T):
-        real = mask.bool()
-    for name, given in (("seq_idx", seq_idx), ("attention_mask", real)):
-        if given is not None and given.shape != (B, T):
-            raise ValueError(f"{name}: want shape {(B, T)}, got {tuple(given.shape)}")
-    if seq_idx is None and real is None:
-        return Rows((B, T))
-    key: Any = seq_idx if real is None else real
-    if linear_mixers.is_unreadable(key):
-        return _find_rows(seq_idx, real, B, T)
-    found = getattr(key, "slipstream_rows", None)
-    if found is None or found[0] is not seq_idx:
-        found = seq_idx, _find_rows(seq_idx, real, B, T)
-        key.slipstream_rows = found  # every layer asks
-    return found[1]
-
-
-def _find_rows(seq_idx: Tensor | None, real: Tensor | None, B: int, T: int) -> Rows:
-    device = (seq_idx if real is None else real).device  # pyright: ignore[reportOptionalMemberAccess]
-    number, order, row = B * T, None, torch.arange(B * T, device=device) // T
-    bounds = torch.arange(B + 1, device=device) * T
-    if real is not None:
-        order = (~real.flatten()).int().argsort(stable=True)
-        bounds, row = F.pad(real.sum(1).cumsum(0), (1, 0)), row[order]
-    cuts, inner = bounds, bounds[:0]
-    if real is not None:
-        cuts = torch.cat([cuts, cuts.new_full((1,), number)])
-    if seq_idx is not None:
-        ids = seq_idx.flatten() if order is None else seq_idx.flatten()[order]
-        begins = (ids[1:] != ids[:-1]) & (row[1:] == row[:-1])
-        begins = F.pad(begins, (1, 0)) & (torch.arange(number, device=device) < bounds[-1])
-        # offsets of a first sequence too, which is no cut within a row
-        inner = linear_mixers.offsets_of_starts(begins)[:-1]
-        cuts = torch.cat([cuts, inner]).sort().values
-    at = torch.arange(B + 1, device=device) + torch.searchsorted(inner, bounds)
-    return Rows((B, T), cuts, at[:-1], at[1:] - 1, order)
-
-
-def padding_of(mask: Any, tokens: Any) -> Tensor | None:
-    """bool [B, T], where there is none, of a mask of all tokens so far; None if there is none. One
-    token is never padding."""
-    if isinstance(mask, dict):  # of generate
-        mask = mask.get("linear_attention", mask.get("conv"))
-    if not isinstance(mask, Tensor) or not isinstance(tokens, Tensor) or mask.dim() != 2:
-        return None
-    real = mask[:, -tokens.shape[1] :].bool()
-    if tokens.shape[1] == 1 or (not linear_mixers.is_unreadable(real) and bool(real.all())):
-        return None
-    return real
 
 
 def _of(cache: Any, past_key_values: Any) -> Any:
@@ -162,7 +59,7 @@ def _scalar_decay(
     token without gradients moves the state on in place."""
     state = None if state is None else widen(state)
     grads = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g))
-    if rows.size[1] == 1 and state is not None and not grads and rows.cuts is None:
+    if rows.one and state is not None and not grads:
         g = g.expand(q.shape[:3]) if g.dim() == 1 else g
         return recurrent_step(q, k, v, state=state, g=g, scale=scale), state
     each, all_tokens = (None, g) if g.dim() == 1 else (g, None)
@@ -214,10 +111,15 @@ def recurrent_gemma(
     held = {} if cache is None else vars(cache).setdefault("slipstream_states", {})
     window, h = held.get(id(self), (None, None))
     x, gate = rows.pack(input_states), self.rg_lru
-    u, window = conv.short_convolution(
-        self.linear_x(x), self.conv_1d.weight[:, 0], self.conv_1d.bias,
-        initial_state=rows.enter(window), output_final_state=True, cu_seqlens=rows.cuts,
-    )  # fmt: skip
+    u, taps, bias = self.linear_x(x), self.conv_1d.weight[:, 0], self.conv_1d.bias
+    if rows.one and window is not None:
+        window = torch.cat([window[..., 1:], u.mT], -1)
+        u = ((window * taps).sum(-1) + bias)[:, None]
+    else:
+        u, window = conv.short_convolution(
+            u, taps, bias, initial_state=rows.enter(window), output_final_state=True,
+            cu_seqlens=rows.cuts,
+        )  # fmt: skip
     heads = u.flatten(0, 1).unflatten(-1, (gate.num_attention_heads, -1)).transpose(0, 1)
 
     def gated(bias: Tensor, weight: Tensor) -> Tensor:
@@ -231,10 +133,13 @@ def recurrent_gemma(
     if rows.cuts is not None:  # positions may count padding and other sequences
         first = first | _begins(rows, h is not None)
     first = first[..., None]
-    x_t = u * opened * torch.where(first, 1.0, _clipped_sqrt(-torch.expm1(2 * g))).to(u.dtype)
-    o, h = hgrn.chunk_hgrn(
-        x_t, torch.where(first, -torch.inf, g), rows.enter(h), True, cu_seqlens=rows.cuts
-    )
+    x_t = u * opened * _clipped_sqrt(-torch.expm1(2 * g)).masked_fill(first, 1.0).to(u.dtype)
+    g = g.masked_fill(first, -torch.inf)
+    if rows.one and h is not None:
+        last = torch.addcmul(widen(x_t[:, 0]), torch.exp(g[:, 0]), h)
+        o, h = last[:, None].to(x_t.dtype), last
+    else:
+        o, h = hgrn.chunk_hgrn(x_t, g, rows.enter(h), True, cu_seqlens=rows.cuts)
     if cache is not None:
         held[id(self)] = (rows.leave(window), rows.leave(h))
     return rows.unpack(self.linear_out(o * self.act_fn(self.linear_y(x)))), None
@@ -253,6 +158,8 @@ def _begins(rows: Rows, continued: bool) -> Tensor:
 def _clipped_sqrt(x: Tensor) -> Tensor:
     """sqrt(x) with a derivative of at most 1000."""
     root = x.detach()
+    if not x.requires_grad:
+        return root.sqrt()
     return root.sqrt() + (x - root) / (4 * root).clamp(min=1e-6).sqrt()
 
 
@@ -263,20 +170,32 @@ def rwkv_attention(
     denominator and the logarithm by which both are scaled."""
     rows = rows_of({}, hidden)
     k, v, r = _shifted(self, hidden, state, 1, rows, ("key", "value", "receptance"))
-    before = None
-    if state is not None:
-        over, under, top = (widen(s[:, :, self.layer_id]) for s in state[2:])
-        z = rows.enter(under.log() + top, -torch.inf)
-        before = rows.enter(torch.where(under > 0, over / under, 0.0)), z
-    o, after = rwkv4.chunk_rwkv4(
-        -torch.exp(widen(self.time_decay)), self.time_first, self.key(k), self.value(v),
-        initial_state=before, output_final_state=state is not None, cu_seqlens=rows.cuts,
-    )  # fmt: skip
-    if state is not None and after is not None:
+    k, v, u, w = self.key(k), self.value(v), self.time_first, -torch.exp(widen(self.time_decay))
+    old = None if state is None else [widen(x[:, :, self.layer_id]) for x in state[2:]]
+    if old is None:
+        o, _ = rwkv4.chunk_rwkv4(w, u, k, v, cu_seqlens=rows.cuts)
+        new = ()
+    elif rows.one:
+        k, v, (over, under, top) = widen(k[:, 0]), widen(v[:, 0]), old
+        most = torch.maximum(top, k + u)
+        past, now = torch.exp(top - most), torch.exp(k + u - most)
+        o = ((past * over + now * v) / (past * under + now))[:, None]
+        most = torch.maximum(top + w, k)
+        past, now = torch.exp(top + w - most), torch.exp(k - most)
+        new = past * over + now * v, past * under + now, most
+    else:
+        over, under, top = (x.clone() for x in old)  # which gradients read after new ones
+        before = rows.enter(torch.where(under > 0, over / under, 0.0))
+        before = before, rows.enter(under.log() + top, -torch.inf)
+        o, after = rwkv4.chunk_rwkv4(
+            w, u, k, v, initial_state=before, output_final_state=True, cu_seqlens=rows.cuts
+        )
+        assert after is not None
         mean, z = map(rows.leave, after)
         under = (z > -torch.inf).to(mean.dtype)
-        for s, new in zip(state[2:], (mean * under, under, z.clamp(min=-1e38))):
-            s[:, :, self.layer_id] = new.detach()
+        new = mean * under, under, z.clamp(min=-1e38)
+    for x, y in zip((state or ())[2:], new):
+        x[:, :, self.layer_id] = y.detach()
     return rows.unpack(self.output(torch.sigmoid(self.receptance(r)) * o.to(r.dtype))), state
 
 
@@ -293,14 +212,18 @@ def _shifted(
     """hidden [B, T, D] mixed with the token before each, by time_mix_* of each name, packed."""
     x = rows.pack(hidden)
     before = None if state is None else state[index][:, :, self.layer_id].to(x.dtype)
-    previous, last = token_shift(
-        x, initial_state=rows.enter(before), output_final_state=state is not None,
-        cu_seqlens=rows.cuts,
-    )  # fmt: skip
+    if rows.one and before is not None:
+        previous, last = before[:, None], x[:, 0]
+    else:
+        previous, last = token_shift(
+            x, initial_state=rows.enter(before), output_final_state=state is not None,
+            cu_seqlens=rows.cuts,
+        )  # fmt: skip
+    mixes = (getattr(self, f"time_mix_{name}") for name in names)
+    mixed = [x * mix + previous * (1 - mix) for mix in mixes]
     if state is not None:
         state[index][:, :, self.layer_id] = rows.leave(last).detach()
-    mixes = (getattr(self, f"time_mix_{name}") for name in names)
-    return [x * mix + previous * (1 - mix) for mix in mixes]
+    return mixed
 
 
 def _reorder_rwkv(self: Any, state: list[Tensor], beam_idx: Tensor) -> list[Tensor]:
@@ -339,17 +262,23 @@ def zaya(
     delayed = self.v_proj_delayed(x)
     # the token before the first is zeros, of which the projection makes its bias
     bias = self.v_proj_delayed.bias
-    bias = delayed.new_zeros(delayed.shape[-1]) if bias is None else bias.to(delayed.dtype)
-    number = len(x) if rows.cuts is None else len(rows.cuts) - 1
-    start = rows.enter(None if before is None else before - bias)
-    start = bias.expand(number, -1) if start is None else start + bias
-    late, last = token_shift(
-        delayed, initial_state=start.contiguous(), output_final_state=True, cu_seqlens=rows.cuts
-    )
+    if rows.cuts is None and before is not None:
+        start = before
+    else:
+        bias = delayed.new_zeros(delayed.shape[-1]) if bias is None else bias.to(delayed.dtype)
+        number = len(x) if rows.cuts is None else len(rows.cuts) - 1
+        start = rows.enter(None if before is None else before - bias)
+        start = bias.expand(number, -1) if start is None else start + bias
+    late, last = start[:, None], delayed[:, 0]
+    if not rows.one:
+        start = start.contiguous()
+        late, last = token_shift(
+            delayed, initial_state=start, output_final_state=True, cu_seqlens=rows.cuts
+        )
+    v = torch.cat([self.v_proj_current(x), late], -1).unflatten(-1, heads)
     if cache is not None:
         cache.update_conv_state(window, self.layer_idx)
         cache.update_recurrent_state(rows.leave(last), self.layer_idx)
-    v = torch.cat([self.v_proj_current(x), late], -1).unflatten(-1, heads)
     return rows.unpack(q), rows.unpack(k), rows.unpack(v)
 
 
@@ -374,8 +303,12 @@ def _convolved(self: Any, x: Tensor, window: Tensor | None, rows: Rows) -> tuple
         wide = wide.index_copy(1, at, x)
         window = wide[0, begins[rows.last + 1][:, None] - width + gap]
     depthwise = self.conv_qk_depthwise
-    y = conv.short_convolution(wide, depthwise.weight[:, 0], depthwise.bias)[0]
-    y = self.conv_qk_grouped(y[:, depthwise.kernel_size[0] - 1 :].mT).mT
+    if rows.one:
+        y = depthwise(wide.mT)
+    else:
+        y = conv.short_convolution(wide, depthwise.weight[:, 0], depthwise.bias)[0]
+        y = y[:, depthwise.kernel_size[0] - 1 :].mT
+    y = self.conv_qk_grouped(y).mT
     return y if at is None else y[:, at - width], window.mT
 
 
@@ -404,40 +337,49 @@ def mlstm(
     rows = rows_of({}, q)
     q, k, v, i, f = map(rows.pack, (q, k, v, i, f))
     before = None if m_initial is None else widen(m_initial).flatten(1)
-    f = F.logsigmoid(widen(f))
-    m, m_before, last = _running_max(f, widen(i), before, rows)
+    f, i = F.logsigmoid(widen(f)), widen(i)
+    wide = f.dtype
+    if rows.one and before is not None:
+        m_before, m = before[:, None], torch.maximum(before[:, None] + f, i)
+        last = m[:, 0]
+    else:
+        f, i = f.double(), i.double()
+        m, m_before, last = _running_max(f, i, before, rows)
     shift = m.detach()  # scales what is divided and the divisor alike
-    decay = (f.double() + m_before.detach() - shift).to(f.dtype)
-    weight = torch.exp(i.double() - shift).to(f.dtype)[..., None]
-    v = (torch.cat([v, torch.ones_like(v[..., :1])], -1) * weight).to(q.dtype)
+    decay = (f + m_before.detach() - shift).to(wide)
+    weight = torch.exp(i - shift).to(wide)[..., None]
+    v = (F.pad(v, (0, 1), value=1.0) * weight).to(q.dtype)
     state = None
     if c_initial is not None and n_initial is not None:
         state = torch.cat([widen(c_initial), widen(n_initial)[..., None]], -1)
     o, state = _scalar_decay(q, k.to(q.dtype), v, decay, state, rows, q.shape[-1] ** -0.5)
     over, under = widen(o[..., :-1]), widen(o[..., -1:])
-    divisor = torch.maximum(under.abs(), torch.exp(-shift).to(f.dtype)[..., None])
-    o = over / (divisor + self.config.eps * torch.exp(m - shift).to(f.dtype)[..., None])
+    divisor = torch.maximum(under.abs(), torch.exp(-shift).to(wide)[..., None])
+    eps = self.config.eps
+    if m.requires_grad:
+        eps = eps * torch.exp(m - shift).to(wide)[..., None]
+    o = over / (divisor + eps)
     h = rows.unpack(o.to(query.dtype)).transpose(1, 2)
     if return_last_states is None:
         return_last_states = self.config.return_last_states
     if "train" in (self.config.mode if mode is None else mode) and not return_last_states:
         return h
-    return h, (state[..., :-1], state[..., -1], rows.leave(last)[..., None].to(f.dtype))
+    return h, (state[..., :-1], state[..., -1], rows.leave(last)[..., None].to(wide))
 
 
 def _running_max(
     f: Tensor, i: Tensor, before: Tensor | None, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """m_t = max(m_{t-1} + f_t, i_t) of f, i [B, T, H] as packed, in float64, m_{t-1}, and the last
-    of each sequence [N, H]; before: that before a row [B, H], 0 before others and if None."""
+    """m_t = max(m_{t-1} + f_t, i_t) of f, i [B, T, H] as packed, float64, m_{t-1}, and the last of
+    each sequence [N, H]; before: that before a row [B, H], 0 before others and if None."""
     B, T, H = f.shape
     cuts = torch.arange(B + 1, device=f.device) * T if rows.cuts is None else rows.cuts
     token = torch.arange(B * T, device=f.device)
     owner = torch.searchsorted(cuts[1:].contiguous(), token, right=True)
     start = None if before is None else rows.enter(before.double())
     start = f.new_zeros(len(cuts) - 1, H, dtype=torch.float64) if start is None else start
-    sums = F.pad(f.double().flatten(0, 1).cumsum(0), (0, 0, 1, 0))
-    above = i.double().flatten(0, 1) - sums[1:]
+    sums = F.pad(f.flatten(0, 1).cumsum(0), (0, 0, 1, 0))
+    above = i.flatten(0, 1) - sums[1:]
     # each sequence above all of the ones before
     lift = owner[:, None] * (above.detach().amax() - above.detach().amin() + 1)
     highest = (above + lift).cummax(0).values - lift

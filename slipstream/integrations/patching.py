@@ -30,7 +30,7 @@ from torch.utils import checkpoint
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slipstream.integrations import auto_models, class_mixers, linear_mixers, usage
+from slipstream.integrations import auto_models, class_mixers, linear_mixers, rows, usage
 from slipstream.integrations.class_mixers import FORWARDS, METHODS
 from slipstream.integrations.linear_mixers import FUNCTIONS, running, sequences_of
 from slipstream.ops.norm import rms_norm_gated
@@ -263,12 +263,12 @@ def _model_forward(forward: Callable, padded: bool) -> Callable:
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         seq_idx = None
         if padded and given.get("attention_mask") is not None:
-            running.real_of_model = class_mixers.padding_of(given["attention_mask"], tokens)
+            running.real_of_model = rows.padding_of(given["attention_mask"], tokens)
         if isinstance(tokens, Tensor) and is_packed(given):
             seq_idx = running.of_model = sequences_of(given, *tokens.shape[:2])
         elif (seq_idx := _sequences_of_positions(given)) is not None:
-            rows = len(tokens) if isinstance(tokens, Tensor) else len(seq_idx)
-            running.of_model = seq_idx.expand(rows, -1)
+            number = len(tokens) if isinstance(tokens, Tensor) else len(seq_idx)
+            running.of_model = seq_idx.expand(number, -1)
         try:
             if seq_idx is not None and (table := _one_table(given.get("position_ids"))) is not None:
                 return forward(self, **given | {"position_ids": table})

@@ -16,6 +16,7 @@ import transformers
 
 from slipstream.integrations import class_mixers
 from slipstream.integrations.linear_mixers import running
+from slipstream.integrations.rows import rows_of
 from slipstream.integrations.transformers import NAME, patch, unpatch
 from tests.support.linear_models import next_cache, own_cache, tiny
 from tests.support.tiny_models import build
@@ -89,6 +90,21 @@ def test_padded_rows_equal_rows_alone(name: str, side: str) -> None:
                 torch.testing.assert_close(
                     p.grad.double(), q.grad, rtol=1e-3, atol=1e-4 * largest, msg=n
                 )
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_gradients_beside_a_cache(name: str) -> None:
+    """transformers' own of RWKV and xLSTM write into what their backward reads."""
+    model, _, ids = _models(name)
+    grads = []
+    for use_cache in (False, True):
+        loss = model(ids, use_cache=use_cache).logits.square().sum()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        grads.append(torch.autograd.grad(loss, parameters, allow_unused=True))
+    for without, beside in zip(*grads):
+        assert (without is None) == (beside is None)
+        if without is not None:
+            torch.testing.assert_close(beside, without)
 
 
 @pytest.mark.parametrize("side", [None, *PADDED])
@@ -174,7 +190,7 @@ def test_rows_pack_tokens_and_states() -> None:
     state = torch.tensor([10.0, 20.0, 30.0])
     running.real_of_layer = real
     try:
-        rows = class_mixers.rows_of({"seq_idx": seq_idx}, x)
+        rows = rows_of({"seq_idx": seq_idx}, x)
     finally:
         running.real_of_layer = None
     assert torch.equal(rows.unpack(rows.pack(x)), x)
@@ -184,7 +200,7 @@ def test_rows_pack_tokens_and_states() -> None:
     assert sorted(packed[6]) == [0.0, 3.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 16.0, 17.0]
     assert rows.enter(state, -1.0).tolist() == [10.0, -1.0, -1.0, 20.0, 30.0, -1.0, -1.0]
     assert rows.leave(torch.arange(7)).tolist() == [2, 3, 5]
-    plain = class_mixers.rows_of({}, x)
+    plain = rows_of({}, x)
     assert plain.cuts is None and plain.pack(x) is x and plain.enter(state) is state
     with pytest.raises(ValueError, match="seq_idx"):
-        class_mixers.rows_of({"seq_idx": seq_idx}, x[:, :5])
+        rows_of({"seq_idx": seq_idx}, x[:, :5])
