@@ -97,7 +97,7 @@ class _Kernel:
             A_log=A_log,
             dt_bias=dt_bias,
             states=ssm_states,
-            slots=cache_indices,
+            slots=sglang_functions.own_slots(cache_indices),
             lower_bound=lower_bound,
             scale=scale,
         )

@@ -49,6 +49,12 @@ def or_theirs(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Ca
     return call
 
 
+def own_slots(slots: Tensor) -> Tensor:
+    """-1 for slot 0, which SGLang keeps for padded rows, any number of them: on the host a slot
+    that comes twice would be refused. A device does not ask."""
+    return slots.masked_fill(slots == 0, -1) if slots.is_cpu else slots
+
+
 def hooks(kind: str, replace: Any, around: Any) -> list[tuple[str, Callable[..., Any], Any]]:
     """Names in SGLang, what goes there and how."""
     module, name, functions = KINDS[kind]
@@ -228,6 +234,7 @@ def selective_state_update(
     parts = [C, B, x, dt[..., 0]]
     if drafts is None:
         parts = [t[:, None] for t in parts]
+        slots = own_slots(slots)
         _mamba_step(*parts, states=state, slots=slots, out=out[:, None], **options)
         return
     rows = slots if intermediate_state_indices is None else intermediate_state_indices
@@ -300,7 +307,7 @@ def seg_la_fwd(
     options = {"gamma": gamma, "scale": softmax_scale}
     parts = [t.unflatten(0, (N, -1)) for t in (q, k, v)]
     if caches is None or q.shape[0] <= N:
-        return _lightning_step(*parts, states=s, slots=slots, **options).flatten(0, 1)
+        return _lightning_step(*parts, states=s, slots=own_slots(slots), **options).flatten(0, 1)
     assert cache_indices is not None
     steps = q.shape[0] // N
     y = serving.step_drafts(

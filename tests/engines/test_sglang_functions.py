@@ -116,12 +116,12 @@ def call(module: Any, mixer: Mixer, x: Tensor, cache: Any, metadata: Any, **more
 
 
 def test_mixed_batches_of_mamba2(engine: SimpleNamespace) -> None:
-    """Two prompts, of which the first goes on from a state, and three tokens: one is padding."""
+    """Two prompts, of which the first goes on from a state, and tokens: three are padding."""
     module, mixer = mixer_of(engine)
-    cache, slots = caches((H, P, S)), torch.tensor([4, 2, 5, -1, 3], dtype=torch.int32)
+    cache, slots = caches((H, P, S)), torch.tensor([4, 2, 5, -1, 3, 0, 0], dtype=torch.int32)
     before = cache.temporal.clone()
-    x = torch.randn(70 + 33 + 3, H * P + mixer.conv_dim + H)
-    got = call(module, mixer, x, cache, mamba_metadata([70, 33], 3, slots))
+    x = torch.randn(70 + 33 + 5, H * P + mixer.conv_dim + H)
+    got = call(module, mixer, x, cache, mamba_metadata([70, 33], 5, slots))
     first = {0: before[4], 1: torch.zeros(H, P, S), 2: before[5], 4: before[3]}
     starts, ends = (0, 70, 103, 104, 105), (70, 103, 104, 105, 106)
     for n, state in first.items():
@@ -268,9 +268,9 @@ def test_prompts_of_lightning(engine: SimpleNamespace, tracked: bool) -> None:
 
 def test_decoding_of_lightning(engine: SimpleNamespace) -> None:
     module = hooked(engine, "lightning", LIGHTNING)
-    ours = Lightning(module, lightning_metadata([1, 1, 1], [4, -1, 2], [1, 1, 1]))
+    ours = Lightning(module, lightning_metadata([1] * 5, [4, -1, 2, 0, 0], [1] * 5))
     before = ours.cache.temporal.clone()
-    x = tuple(torch.randn(3, H, S) for _ in range(3))
+    x = tuple(torch.randn(5, H, S) for _ in range(3))
     got = ours.run("forward_decode", x)
     for n, slot in ((0, 4), (2, 2)):
         want, states = ours.expected(tuple(t[n : n + 1] for t in x), before[slot])

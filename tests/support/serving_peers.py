@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.integrations import vllm
+from slipstream.integrations import sglang_functions, vllm
 from slipstream.integrations.sglang import GDNKernel, KDAKernel
 from slipstream.runtime.backends import INTERPRETED
 from tests.support.engines import loaded
@@ -55,8 +55,107 @@ def of_sglang(release: str) -> None:
     if release == "sglang-0.5.16":
         fused = "fla.fused_sigmoid_gating_recurrent"
     given: dict[str, Any] = {"sglang__srt__utils": ANSWERS, "sglang__srt__utils__common": ANSWERS}
-    with loaded(release, f"{folder}.{fused}", f"{folder}.fla", **given) as (module, _):
+    given["einops"] = {"rearrange": flattened}
+    files = [f"{folder}.{fused}", f"{folder}.fla", f"{folder}.linear.seg_la"]
+    files.append("sglang.kernels.ops.mamba.triton_ops")
+    if INTERPRETED:
+        torch.cpu.device = lambda index: nullcontext()  # pyright: ignore[reportAttributeAccessIssue]
+        # the first of the tiles that 0.5.23 would time
+        triton.runtime.autotuner.Autotuner._bench = lambda *args, **more: [0.0] * 3
+    with loaded(release, *files, **given) as (module, _, seg_la, _):
         compare_sglang(release, module.fused_sigmoid_gating_delta_rule_update)
+        compare_sglangs_mamba()
+        compare_sglangs_lightning(seg_la)
+
+
+def flattened(x: Tensor, pattern: str, n: int = 0) -> Tensor:
+    """What SGLang's scan of Mamba-2 asks of einops."""
+    return x.unflatten(-1, (-1, n)) if n else x.flatten(-2)
+
+
+def compare_pools(name: str, pools: list[Tensor], ours: Run, theirs: Run) -> None:
+    """What two calls return and leave in pools."""
+    before, results = [x.clone() for x in pools], []
+    for call in (theirs, ours):
+        results.append([call(), *(x.clone() for x in pools)])
+        for x, y in zip(pools, before):
+            x.copy_(y)
+    for i, (want, got) in enumerate(zip(*results)):
+        show(f"{name}, {i}", got, want, 1e-5)
+
+
+def compare_sglangs_mamba() -> None:
+    """A token, drafts in a chain, and prompts that begin where SGLang's chunks do."""
+    folder = "sglang.kernels.ops.mamba.triton_ops"
+    update = import_module(f"{folder}.mamba_ssm").selective_state_update
+    scan = import_module(f"{folder}.ssd_combined").mamba_chunk_scan_combined
+    N, H, P, G, S, T = 3, 2, 16, 1, 32, 2
+    A, D, bias = -torch.rand(H) - 0.1, torch.randn(H), torch.randn(H)
+    wide = {"A": A[:, None, None].expand(H, P, S), "D": D[:, None].expand(H, P)}
+    wide |= {"dt_bias": bias[:, None].expand(H, P)}
+    pool, buffer = torch.randn(5, H, P, S), torch.ones(N, T, H, P, S)
+    given: dict[str, Any] = {"state": pool, "dt_softplus": True, **wide}
+    given["state_batch_indices"] = torch.tensor([3, 0, 2], dtype=torch.int32)
+    for name, shape in (("token", (N,)), ("drafts", (N, T))):
+        x, dt = torch.randn(*shape, H, P), torch.randn(*shape, H)[..., None].expand(*shape, H, P)
+        tokens: dict[str, Any] = {"x": x, "dt": dt, "out": torch.zeros_like(x)}
+        tokens |= {n: torch.randn(*shape, G, S) for n in "BC"}
+        if name == "drafts":
+            tokens |= {"disable_state_update": True, "intermediate_states_buffer": buffer}
+            tokens |= {"intermediate_state_indices": torch.tensor([2, 1, 0], dtype=torch.int32)}
+            tokens["cache_steps"] = T
+
+        def run(function: Any, tokens: Any = tokens) -> Tensor:
+            function(**given, **tokens)
+            return tokens["out"].clone()
+
+        compare_pools(
+            f"Mamba-2 {name}",
+            [pool, buffer],
+            lambda run=run: run(sglang_functions.selective_state_update),
+            lambda run=run: run(update),
+        )
+    offsets = torch.tensor([0, 64, 128], dtype=torch.int32)
+    given = {"x": torch.randn(1, 128, H, P), "dt": torch.randn(1, 128, H), "A": A, "D": D}
+    given |= {n: torch.randn(1, 128, G, S) for n in "BC"}
+    given |= {"dt_bias": bias, "dt_softplus": True, "chunk_size": 64, "cu_seqlens": offsets}
+    given |= {"initial_states": torch.randn(2, H, P, S), "out": torch.ones(1, 128, H, P)}
+    given |= {"seq_idx": (torch.arange(128)[None] // 64).int(), "return_varlen_states": True}
+    given |= {"chunk_indices": torch.arange(2).int(), "chunk_offsets": torch.zeros(2).int()}
+    given |= {"return_intermediate_states": True, "state_dtype": torch.float32}
+    compare_pools(
+        "Mamba-2 prompts",
+        [given["out"]],
+        lambda: sglang_functions.mamba_chunk_scan_combined(**given)[1],
+        lambda: scan(**given)[1],
+    )
+
+
+def compare_sglangs_lightning(seg_la: Any) -> None:
+    """Tokens, drafts and prompts, of which one goes on from a state."""
+    H, D = 1, 128
+    pool, buffer, slopes = torch.randn(5, H, D, D), torch.ones(3, 2, H, D, D), torch.rand(H) / 2
+    for name, lengths in (("tokens", [1, 1, 1]), ("drafts", [2, 2, 2]), ("prompts", [40, 3, 2])):
+        q, k, v = (torch.randn(sum(lengths), H, D) for _ in range(3))
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        meta = seg_la.SegLaMeta(
+            batch_size=3,
+            max_q_length=None,
+            q_offsets=offsets,
+            s_offsets=torch.tensor([3, 0, 2], dtype=torch.int32),
+            q_lengths=offsets.diff(),
+            s_scales=torch.tensor([1, 0, 1]) if name == "prompts" else torch.ones(3),
+        )
+        more: dict[str, Any] = {"meta": meta}
+        if name == "drafts":
+            more |= {"caches": buffer, "cache_indices": torch.tensor([2, 0, 1], dtype=torch.int32)}
+        given = (q, k, v, pool, slopes)
+        compare_pools(
+            f"lightning attention's {name}",
+            [pool, buffer],
+            lambda given=given, more=more: sglang_functions.seg_la_fwd(*given, **more),
+            lambda given=given, more=more: seg_la.seg_la_fwd(*given, **more),
+        )
 
 
 def compare_sglang(release: str, update: Callable[..., Any]) -> None:
