@@ -48,6 +48,7 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("linear", "", 20),
         ("linear", "--lengths", 8),
         ("linear", "--once --only gla", 3),
+        ("engines", "", 6),
         ("kda", "", 12),
         ("kda", "--once --only 96.*-5", 1),
         ("attention", "", 20),
