@@ -233,6 +233,24 @@ def test_records_hold_for_other_sizes() -> None:
     assert toy.calls <= 6
 
 
+def test_sizes_that_take_turns_are_computed_once() -> None:
+    """As those of a model's layers do, step by step."""
+
+    def body(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        launch(x, y)
+        return y
+
+    record = call_replay.record(body, (torch.randn(3, 4),))[1]
+    assert record is not None
+    scope = record._function.__globals__
+    scope["sizes"] = mock.Mock(side_effect=scope["sizes"])
+    for n in [*range(1, 9)] * 3:
+        x = torch.randn(n, 4)
+        torch.testing.assert_close(record.play((x,)), 2 * x)
+    assert scope["sizes"].call_count == 8
+
+
 def test_sizes_used_as_numbers_are_no_secret() -> None:
     """What a size decides by other means than comparisons, the record holds for that size alone."""
     tables: dict[Any, float] = {}
