@@ -58,7 +58,7 @@ test-oldest: venv
 NEWEST ?= torch>=2.14.1,<2.16
 NEWEST_TESTS = tests/compiler/test_aot.py tests/compiler/test_trace.py tests/cli/test_diagnosis.py \
   tests/kernels/test_compiles.py::test_matrix_reaches_every_kernel_and_family \
-  tests/gluon_emulator/test_race_detector.py tests/kernels/test_gluon_compat.py \
+  tests/gluon_emulator/test_race_detector.py tests/kernels/test_sm90_names.py \
   tests/runtime/test_call_replay.py tests/runtime/test_launch_cache.py tests/runtime/test_triton_launcher.py \
   tests/models/test_export.py tests/ops/test_compile.py::test_linear_ops_pass_opcheck \
   tests/ops/test_compile.py::test_operator_exports_with_gradients tests/ops/test_random_sizes.py

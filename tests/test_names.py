@@ -157,7 +157,8 @@ def _launches(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def _is_launch(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.Subscript) and ast.unparse(node.value).startswith("cached(")
+    launch = isinstance(node, ast.Subscript) and ast.unparse(node.value)
+    return bool(launch and launch.removeprefix("launch_cache.").startswith("cached("))
 
 
 def test_launches_go_through_the_cache() -> None:

@@ -24,12 +24,11 @@ from typing import Any
 
 import torch
 
-from slipstream.compiler import aot, source_digest, toolchain, triton_hooks
+from slipstream.compiler import aot, known_bugs, source_digest, toolchain, triton_hooks
 from slipstream.compiler import arch as arches
 from slipstream.compiler.compile_worker import TIMEOUT, Worker
 from slipstream.compiler.kernel_key import CORE, FEATURE_RULES, describe, family, features_of
 from slipstream.compiler.kernel_key import KernelKey as KernelKey
-from slipstream.compiler.known_bugs import INTERPRETER, KnownBug, blocking, suspected, version
 from slipstream.runtime.files import write_text
 
 # Seconds that a process waits for another that writes down what it has learnt.
@@ -129,7 +128,7 @@ def verified() -> dict[tuple[str, str, str], frozenset[str]]:
 
 def uses_gluon(arch: str, triton: str) -> bool:
     """Whether kernels in Gluon, those of the folders sm90, are taken there."""
-    return arch == "sm_90" and _GLUON[0] <= version(triton)[:2] <= _GLUON[1]
+    return arch == "sm_90" and _GLUON[0] <= known_bugs.version(triton)[:2] <= _GLUON[1]
 
 
 @cache
@@ -233,7 +232,7 @@ class CompilerState:
         if remembers:
             self._verdicts = self._read().get(self.name, {})
         every = {y for x in FEATURE_RULES for y in x.triggers}
-        self._blocked = blocking(arch, triton, ptxas or None, every) is not None
+        self._blocked = known_bugs.blocking(arch, triton, ptxas or None, every) is not None
         self._settle()
 
     def _settle(self) -> None:
@@ -273,13 +272,13 @@ class CompilerState:
         self._reasons[kind] = reason
         return reason
 
-    def _fault(self, kind: KernelKey) -> KnownBug | None:
+    def _fault(self, kind: KernelKey) -> known_bugs.KnownBug | None:
         """One that these kernels meet by what they are and by their dtypes."""
-        return blocking(self.arch, self.triton, self.ptxas or None, features_of(kind))
+        return known_bugs.blocking(self.arch, self.triton, self.ptxas or None, features_of(kind))
 
-    def _suspected(self, triggers: Collection[str]) -> KnownBug | None:
+    def _suspected(self, triggers: Collection[str]) -> known_bugs.KnownBug | None:
         """One that only results can show."""
-        return suspected(self.arch, self.triton, self.ptxas or None, triggers)
+        return known_bugs.suspected(self.arch, self.triton, self.ptxas or None, triggers)
 
     @property
     def remembered(self) -> dict[str, dict[str, str]]:
@@ -378,11 +377,11 @@ def interpreter_failure(kind_of: Callable[[], KernelKey]) -> str | None:
     """The known fault of these kernels in Triton's interpreter, or None; None outside of it."""
     if os.environ.get("TRITON_INTERPRET") != "1" or (triton := toolchain.triton_version()) is None:
         return None
-    fault = blocking(INTERPRETER, triton, None, features_of(kind_of()))
+    fault = known_bugs.blocking(known_bugs.INTERPRETER, triton, None, features_of(kind_of()))
     return None if fault is None else _reason(fault)
 
 
-def _reason(fault: KnownBug) -> str:
+def _reason(fault: known_bugs.KnownBug) -> str:
     return f"{fault.pattern}: {fault.name}; {fault.way_out}"
 
 

@@ -3,15 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from slipstream.layers.base import NormalLinear, ShortConvolution
+from slipstream.layers import base, delta_heads
 from slipstream.layers.call import Mixed, MixerCall
-from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding
 from slipstream.ops.comba import chunk_comba, fused_recurrent_comba
 from slipstream.ops.norm import l2_norm
 
 
-class Comba(DeltaHeads):
+class Comba(delta_heads.DeltaHeads):
     """Comba behind short convolutions, with a gated norm after it.
 
         q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k)
@@ -51,11 +50,11 @@ class Comba(DeltaHeads):
         heads = num_heads, head_dim, head_v_dim, num_v_heads
         super().__init__(hidden_size, *heads, norm_eps, mode, layer_idx)
         self.initial_correction = correction
-        self.qkv_proj = NormalLinear(hidden_size, self.channels)
-        self.z_proj = NormalLinear(hidden_size, self.values)
-        self.ab_proj = NormalLinear(hidden_size, 2 * self.num_v_heads)
-        self.o_proj = NormalLinear(self.values, hidden_size)
-        self.conv = ShortConvolution(self.channels, conv_size)
+        self.qkv_proj = base.NormalLinear(hidden_size, self.channels)
+        self.z_proj = base.NormalLinear(hidden_size, self.values)
+        self.ab_proj = base.NormalLinear(hidden_size, 2 * self.num_v_heads)
+        self.o_proj = base.NormalLinear(self.values, hidden_size)
+        self.conv = base.ShortConvolution(self.channels, conv_size)
         self.erase = nn.Parameter(torch.empty(num_heads))
         self.correction = nn.Parameter(torch.empty(num_heads))
         self._add_decay_and_norm(self.num_v_heads, self.num_v_heads)

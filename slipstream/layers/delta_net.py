@@ -5,15 +5,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers import base
+from slipstream.layers import base, delta_heads
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.layers.delta_heads import StepInputs, SteppedDeltaHeads
 from slipstream.nn import decoding, projections
 from slipstream.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from slipstream.ops.norm import l2_norm
 
 
-class DeltaNet(SteppedDeltaHeads):
+class DeltaNet(delta_heads.SteppedDeltaHeads):
     """The delta rule, with a norm after it.
 
         q, k, v = silu(conv(x W_qkv));  q, k = l2_norm(q), l2_norm(k);  beta = sigmoid(x W_b)
@@ -123,7 +122,7 @@ class DeltaNet(SteppedDeltaHeads):
         usual = self.qk_activation == "silu" and self.qk_norm == "l2"
         return self.conv is not None and usual
 
-    def _step_inputs(self, x: Tensor, norm: nn.Module | None) -> StepInputs:
+    def _step_inputs(self, x: Tensor, norm: nn.Module | None) -> delta_heads.StepInputs:
         qkv, beta, z = projections.linears(x, (self.qkv_proj, self.b_proj, self.g_proj), norm)
         terms: dict[str, Any] = {"beta": beta}
         if beta is None:

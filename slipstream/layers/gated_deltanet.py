@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from slipstream.layers.base import NormalLinear, ShortConvolution, expect_gate_activation
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.delta_heads import StepInputs, SteppedDeltaHeads
-from slipstream.nn import decoding, linear, projections
-from slipstream.nn.recompute import Recompute
+from slipstream.nn import decoding, linear, projections, recompute
 from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 
@@ -89,7 +88,7 @@ class GatedDeltaNet(SteppedDeltaHeads):
             if self.recurrent(x, call.context)
             else chunk_gated_delta_rule
         )
-        with Recompute(prepare, elements) as (*_, q, k, v):
+        with recompute.Recompute(prepare, elements) as (*_, q, k, v):
             o, recurrent = rule(
                 *self._split_heads(q, k, v),
                 g=a,

@@ -2,9 +2,8 @@
 
 from torch import Tensor
 
-from slipstream.layers.base import NormalLinear, ShortConvolution
+from slipstream.layers import base, delta_heads
 from slipstream.layers.call import Mixed, MixerCall
-from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.nn import decoding
 from slipstream.ops.gated_delta_product import (
     chunk_gated_delta_product,
@@ -13,7 +12,7 @@ from slipstream.ops.gated_delta_product import (
 from slipstream.ops.norm import l2_norm
 
 
-class GatedDeltaProduct(DeltaHeads):
+class GatedDeltaProduct(delta_heads.DeltaHeads):
     """Gated DeltaNet with n keys, values and steps a token, of which the first decays.
 
         q, k_1 .. k_n, v_1 .. v_n = silu(conv(x W_qkv));  beta = 2 sigmoid(x W_b)
@@ -59,12 +58,12 @@ class GatedDeltaProduct(DeltaHeads):
         self.num_householder, self.allow_neg_eigval = num_householder, allow_neg_eigval
         n = num_householder
         self.sizes = [self.keys, n * self.keys, n * self.values]
-        self.qkv_proj = NormalLinear(hidden_size, sum(self.sizes))
-        self.a_proj = NormalLinear(hidden_size, self.num_v_heads)
-        self.b_proj = NormalLinear(hidden_size, n * self.num_v_heads)
-        self.z_proj = NormalLinear(hidden_size, self.values)
-        self.o_proj = NormalLinear(self.values, hidden_size)
-        self.conv = ShortConvolution(sum(self.sizes), conv_size)
+        self.qkv_proj = base.NormalLinear(hidden_size, sum(self.sizes))
+        self.a_proj = base.NormalLinear(hidden_size, self.num_v_heads)
+        self.b_proj = base.NormalLinear(hidden_size, n * self.num_v_heads)
+        self.z_proj = base.NormalLinear(hidden_size, self.values)
+        self.o_proj = base.NormalLinear(self.values, hidden_size)
+        self.conv = base.ShortConvolution(sum(self.sizes), conv_size)
         self._add_decay_and_norm(self.num_v_heads, self.num_v_heads)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:

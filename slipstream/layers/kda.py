@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from slipstream.layers.base import NormalLinear, ShortConvolution
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.delta_heads import StepInputs, SteppedDeltaHeads
-from slipstream.nn import decoding, linear, projections
-from slipstream.nn.recompute import Recompute
+from slipstream.nn import decoding, linear, projections, recompute
 from slipstream.ops._preprocess import delta_gate
 from slipstream.ops.kda import chunk_kda, fused_recurrent_kda
 
@@ -102,7 +101,7 @@ class KimiDeltaAttention(SteppedDeltaHeads):
         # every fourth layer keeps them: what is made again takes time, what is kept memory
         if elements and self.layer_idx % 4 == 0:  # not read under torch.compile, one graph for all
             elements = 0
-        with Recompute(prepare, elements) as (*_, q, k, v, g):
+        with recompute.Recompute(prepare, elements) as (*_, q, k, v, g):
             o, recurrent = kda(
                 *self._split_heads(q, k, v),
                 g,

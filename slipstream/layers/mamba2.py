@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from slipstream.layers.base import Mixer, ShortConvolution, heads_of_inner, reset_decay
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.nn import decoding, projections
-from slipstream.nn.recompute import Recompute
+from slipstream.nn import decoding, projections, recompute
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 
@@ -104,7 +103,7 @@ class Mamba2(Mixer):
             return [inner, u, b, c, u * step.to(u.dtype)[..., None]]
 
         ssd = fused_recurrent_simple_gla if self.recurrent(x, call.context) else chunk_simple_gla
-        with Recompute(prepare, elements) as (_, u, b, c, v):
+        with recompute.Recompute(prepare, elements) as (_, u, b, c, v):
             b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
             o, recurrent = ssd(c, b, v, g, scale=1.0, **call.sequence(call.past("recurrent")))
             D = self.D.to(u.dtype).view(self.num_heads, -1)  # [H, 1] or [H, P]

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from slipstream.layers.base import Mixer, assign, heads_of_inner
 from slipstream.layers.call import Mixed, MixerCall
-from slipstream.ops._fp32 import widen
+from slipstream.ops import _fp32, norm
 from slipstream.ops.mamba3 import chunk_mamba3, fused_recurrent_mamba3
-from slipstream.ops.norm import rms_norm
 
 
 class Mamba3(Mixer):
@@ -125,9 +124,9 @@ class Mamba3(Mixer):
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         z, u, b, c, dt, a, trap, angle = self.in_proj(x).split(self.sizes, dim=-1)
-        step = F.softplus(widen(dt) + self.dt_bias)
-        rate = _ACTIVATIONS[self.A_activation](widen(a)).clamp(min=self.A_floor)
-        angles = math.pi * step[..., None] * torch.tanh(widen(angle))[:, :, None]
+        step = F.softplus(_fp32.widen(dt) + self.dt_bias)
+        rate = _ACTIVATIONS[self.A_activation](_fp32.widen(a)).clamp(min=self.A_floor)
+        angles = math.pi * step[..., None] * torch.tanh(_fp32.widen(angle))[:, :, None]
         u, z = self._of_ranks(u, self.mimo_x), self._of_ranks(z, self.mimo_z)
         mamba3 = fused_recurrent_mamba3 if self.recurrent(x, call.context) else chunk_mamba3
         o, after = mamba3(
@@ -136,13 +135,13 @@ class Mamba3(Mixer):
             v=u,
             g=-rate * step,
             dt=step,
-            trap=torch.sigmoid(widen(trap)),
+            trap=torch.sigmoid(_fp32.widen(trap)),
             angles=angles,
             **call.sequence(call.pasts("recurrent", "key", "value", "theta")),
         )
         o = o + self.D[:, None, None].to(o.dtype) * u
         if self.norm_weight is not None:
-            o = rms_norm(o, eps=self.norm_eps) * self.norm_weight[:, None].to(o.dtype)
+            o = norm.rms_norm(o, eps=self.norm_eps) * self.norm_weight[:, None].to(o.dtype)
         o = o * F.silu(z)
         if self.mimo_o is not None:
             o = o * self.mimo_o.to(o.dtype)
@@ -153,7 +152,7 @@ class Mamba3(Mixer):
     def _of_heads(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """B or C [B, T, R G N] -> [B, T, H, R, N], normalised and with its bias."""
         x = x.unflatten(-1, (self.mimo_rank, self.n_groups, self.state_size))
-        x = rms_norm(x, weight, eps=self.norm_eps).transpose(2, 3)
+        x = norm.rms_norm(x, weight, eps=self.norm_eps).transpose(2, 3)
         x = x.repeat_interleave(self.num_heads // self.n_groups, dim=2)
         return x + bias.to(x.dtype)
 

@@ -13,9 +13,8 @@ from slipstream.kernels.time_mix import rwkv7, token_mix
 from slipstream.kernels.time_mix.low_rank import LowRankInputs, low_rank
 from slipstream.layers.base import Mixer, assign, expect_first_value, heads_of
 from slipstream.layers.call import MixerCall, State
-from slipstream.nn import decoding, linear, projections
+from slipstream.nn import decoding, linear, projections, recompute
 from slipstream.nn.consistent import product
-from slipstream.nn.recompute import Recompute
 from slipstream.ops.activation import squared_relu
 from slipstream.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
 from slipstream.ops.rwkv7_step import rwkv7_step, token_mix_step
@@ -145,7 +144,7 @@ class RWKV7(Mixer):
         # of every other layer: the terms take six times the memory of x, and of all kernels here
         # those that make them are the slowest except for the recurrence
         elements = 0 if torch.compiler.is_compiling() or self.layer_idx % 2 == 0 else x.numel()
-        with Recompute(make, elements) as made:
+        with recompute.Recompute(make, elements) as made:
             w, k, a, b, v, k_read, v_read = _with_values(made, v)
             o, recurrent = operator(
                 r=r, w=w, k=k, v=v, a=a, b=b, **call.sequence(call.past("recurrent"))

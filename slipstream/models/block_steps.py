@@ -15,8 +15,7 @@ from torch import Tensor
 from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.layers.attention import InPlace
 from slipstream.models.consistent import LayerStates, ModelStates, Row, State, normed
-from slipstream.runtime.block_step import BlockStep
-from slipstream.runtime.consistent import BLOCK
+from slipstream.runtime import block_step, consistent
 
 
 @dataclass
@@ -38,7 +37,7 @@ class OpenBlocks:
     lengths: list[int]
     states: list[State]
     token_states: list[tuple[str, ...]]
-    inputs: BlockStep
+    inputs: block_step.BlockStep
 
     @staticmethod
     def of(model: Any, rows: list[Row], tokens: int) -> "OpenBlocks":
@@ -51,8 +50,8 @@ class OpenBlocks:
         each = [block.mixer.token_states for block in model.layers]
         counts = rows[0].positions.new_zeros(N)
         made = OpenBlocks(
-            like.new_zeros(N, BLOCK, like.shape[2]),
-            rows[0].positions.new_zeros(N, BLOCK),
+            like.new_zeros(N, consistent.BLOCK, like.shape[2]),
+            rows[0].positions.new_zeros(N, consistent.BLOCK),
             counts,
             torch.zeros_like(counts),
             [],
@@ -66,7 +65,7 @@ class OpenBlocks:
                 for state, names in zip(states, each)
             ],
             each,
-            BlockStep(counts, place_tokens),
+            block_step.BlockStep(counts, place_tokens),
         )
         made.load(model, rows)
         return made
@@ -86,7 +85,7 @@ class OpenBlocks:
     def load(self, model: Any, rows: list[Row]) -> None:
         """Takes over rows, a list of one sequence each, and runs their blocks once."""
         self.h.zero_()
-        after = torch.arange(1, BLOCK + 1, device=self.h.device)
+        after = torch.arange(1, consistent.BLOCK + 1, device=self.h.device)
         self.lengths = [row.length for row in rows]
         counts = [row.h.shape[1] for row in rows]
         self.counts.copy_(torch.tensor(counts, device=self.counts.device))
@@ -94,9 +93,9 @@ class OpenBlocks:
         for n, row in enumerate(rows):
             count = row.h.shape[1]
             self.h[n, :count] = row.h[0]
-            last = row.positions[0, -1] if count else row.blocks * BLOCK - 1
+            last = row.positions[0, -1] if count else row.blocks * consistent.BLOCK - 1
             self.positions[n, :count] = row.positions[0]
-            self.positions[n, count:] = last + after[: BLOCK - count]
+            self.positions[n, count:] = last + after[: consistent.BLOCK - count]
             for i, own in enumerate(self.states):
                 for name, x in own.items():
                     given = None if row.states is None else row.states[i][name]
@@ -114,9 +113,9 @@ class OpenBlocks:
         """The rows with the tokens that were added since they were loaded, as copies."""
         found = []
         for n, length in enumerate(self.lengths):
-            blocks, count = divmod(length, BLOCK)
+            blocks, count = divmod(length, consistent.BLOCK)
             each = zip(self.states, self.token_states)
-            states = tuple(_row_of(own, n, blocks * BLOCK, names) for own, names in each)
+            states = tuple(_row_of(own, n, blocks * consistent.BLOCK, names) for own, names in each)
             h, positions = self.h[n : n + 1, :count], self.positions[n : n + 1, :count]
             found.append(Row(states if blocks else None, h.clone(), positions.clone(), blocks))
         return found
@@ -132,7 +131,7 @@ class OpenBlocks:
 
     def closes(self) -> bool:
         """Whether the next token is the last of some row's block."""
-        return any(n % BLOCK == BLOCK - 1 for n in self.lengths)
+        return any(n % consistent.BLOCK == consistent.BLOCK - 1 for n in self.lengths)
 
     def step(self, model: Any, input_ids: Tensor, positions: Tensor | None, closes: bool) -> Tensor:
         """Computes a token for each row: ids and positions [N, 1] -> hidden states [N, 1, D].
@@ -160,19 +159,19 @@ class OpenBlocks:
         return y
 
     def _close(self, held: ModelStates) -> None:
-        whole = self.counts == BLOCK
+        whole = self.counts == consistent.BLOCK
         for own, names, layer in zip(self.states, self.token_states, held.layers):
             for name, x in own.items():
                 if name not in names:  # those are there already
                     each = whole.view(-1, *[1] * (x.dim() - 1))
                     x.copy_(torch.where(each, (layer.after or {})[name], x))
-        self.positions.add_(BLOCK * whole[:, None])
+        self.positions.add_(consistent.BLOCK * whole[:, None])
         self.counts.mul_(~whole)
 
 
 def _room(length: int, tokens: int) -> int:
     """Entries of a tensor with one for each token: whole blocks, as a step writes a whole one."""
-    return ((length + tokens) // BLOCK + 1) * BLOCK
+    return ((length + tokens) // consistent.BLOCK + 1) * consistent.BLOCK
 
 
 def _row_of(state: State, n: int, end: int, token_states: tuple[str, ...]) -> State:
@@ -184,8 +183,8 @@ def _row_of(state: State, n: int, end: int, token_states: tuple[str, ...]) -> St
 
 def _states_of_a_block(model: Any, like: Tensor) -> tuple[State, ...]:
     """The states after any 64 tokens."""
-    h = like.new_zeros(1, BLOCK, like.shape[2])
+    h = like.new_zeros(1, consistent.BLOCK, like.shape[2])
     held = ModelStates([LayerStates() for _ in model.layers])
-    positions = torch.arange(BLOCK, device=like.device)[None]
+    positions = torch.arange(consistent.BLOCK, device=like.device)[None]
     model._run(normed(model, h), None, held, False, positions, None)
     return tuple(layer.after or {} for layer in held.layers)

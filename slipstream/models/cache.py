@@ -16,8 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from slipstream.layers import Mixer
-from slipstream.models.open_rows import OpenRows, expect_count, expect_row
-from slipstream.models.rollback import MLP_SHIFT, Record, Rollback, forgotten_tokens
+from slipstream.models import open_rows, rollback
 from slipstream.nn import rounded
 
 # What outputs of models call it: past_key_values before transformers 5.24.
@@ -53,7 +52,7 @@ class LayerState(CacheLayerMixin):
         self.seen = 0  # columns of the batch so far, padding included
         self.token_states: tuple[str, ...] = ()
         self.rounded_keys: tuple[str, ...] = ()  # of the mixer
-        self.rollback: Rollback | None = None
+        self.rollback: rollback.Rollback | None = None
         self._tensors: dict[str, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -257,15 +256,15 @@ class LayerState(CacheLayerMixin):
     def is_croppable(self) -> bool:
         if self.token_states:
             # what came before the last tokens is in the keys, but not for an MLP that shifts
-            return MLP_SHIFT not in (self.state or {})
+            return rollback.MLP_SHIFT not in (self.state or {})
         return self.rollback is not None
 
     def activate_past_recording(self) -> None:
         """Keeps what `crop` needs, from the next tokens on; of a softmax layer nothing more."""
         if self.rollback is None:
-            self.rollback = Rollback()
+            self.rollback = rollback.Rollback()
 
-    def record(self, record: Record) -> None:
+    def record(self, record: rollback.Record) -> None:
         """Records the arguments of a layer's call, before the call."""
         if self.rollback is not None and not self.token_states:
             self.rollback.add(record, self.seen, self.state)
@@ -277,7 +276,7 @@ class LayerState(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last -n tokens of every row; a positive n is how many to keep."""
-        count = forgotten_tokens(self, tokens_to_remove)
+        count = rollback.forgotten_tokens(self, tokens_to_remove)
         if self._tensors is not None and count and self.token_states:
             self._tensors["length"].sub_(count)
         elif self._tensors is not None and count and self.rollback is not None:
@@ -286,7 +285,7 @@ class LayerState(CacheLayerMixin):
         self.is_initialized = self.is_initialized and self.seen > 0
 
     @torch.no_grad()
-    def _replay(self, start: dict[str, Tensor] | None, records: list[Record]) -> None:
+    def _replay(self, start: dict[str, Tensor] | None, records: list[rollback.Record]) -> None:
         self._own()
         assert self._tensors is not None
         for name, x in self._tensors.items():
@@ -298,7 +297,7 @@ class LayerState(CacheLayerMixin):
         """Removes all tokens; the tensors stay where they are."""
         self.is_initialized, self.seen = False, 0
         if self.rollback is not None:
-            self.rollback = Rollback()
+            self.rollback = rollback.Rollback()
         for name, x in (self._tensors or {}).items():
             if name not in self.token_states:
                 x.zero_()
@@ -326,7 +325,7 @@ class LayerState(CacheLayerMixin):
             self.rollback.map(move)
 
 
-class StateCache(OpenRows):
+class StateCache(open_rows.OpenRows):
     """The states of all layers; `cache` of the model, made by its first call.
 
     A pool: its tensors keep their addresses, and every call of the model without gradients updates
@@ -345,7 +344,7 @@ class StateCache(OpenRows):
     def __init__(
         self, num_layers: int, max_length: int | None = None, key_dtype: torch.dtype | None = None
     ) -> None:
-        expect_count("num_layers", num_layers)
+        open_rows.expect_count("num_layers", num_layers)
         self.max_length, self.key_dtype = max_length, key_dtype
         super().__init__(layers=[LayerState(max_length, key_dtype) for _ in range(num_layers)])
         # of decoding steps, by what they were captured for: models/graphs.py
@@ -373,7 +372,7 @@ class StateCache(OpenRows):
 
     def reserve(self, tokens: int) -> None:
         """Room for T more tokens in the softmax layers; graphs go if that moved tensors."""
-        tokens = expect_count("tokens", tokens)
+        tokens = open_rows.expect_count("tokens", tokens)
         moved = [layer.reserve(tokens) for layer in self.layers]
         if any(moved):
             self.graphs.clear()
@@ -398,7 +397,7 @@ class StateCache(OpenRows):
     def copy(self, row: int = 0) -> "StateCache":
         """Copies one row: to be kept as the state after a prefix, or to go on with."""
         if self.rows:
-            row = expect_row(row, self.rows)
+            row = open_rows.expect_row(row, self.rows)
         made = StateCache(0, None, self.key_dtype)
         made.layers = [layer.copied(row) for layer in self.layers]
         if self.open_rows is not None:  # whose tensors no call changes
@@ -420,7 +419,7 @@ class StateCache(OpenRows):
         does not matter, but it counts: `put(row, None)` empties it.
         """
         self._expect_tensors("pool")
-        rows = expect_count("rows", rows)
+        rows = open_rows.expect_count("rows", rows)
         made = StateCache(0, max_length, self.key_dtype)
         made.layers = [layer.empty_rows(rows, max_length) for layer in self.layers]
         made.lengths = [0] * rows
@@ -431,7 +430,7 @@ class StateCache(OpenRows):
         cache is longer than the pool has room for."""
         if self.lengths is None:
             raise ValueError("put: want a cache that StateCache.pool() made")
-        row = expect_row(row, len(self.lengths))
+        row = open_rows.expect_row(row, len(self.lengths))
         if cache is not None:
             self._expect_fits(cache)
             if cache.key_dtype != self.key_dtype:
@@ -448,7 +447,7 @@ class StateCache(OpenRows):
         super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        repeats = expect_count("repeats", repeats)
+        repeats = open_rows.expect_count("repeats", repeats)
         self.graphs.clear()
         super().batch_repeat_interleave(repeats)
 

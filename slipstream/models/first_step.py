@@ -20,8 +20,7 @@ from slipstream.models.block import Block, apply_norm, make_norm
 from slipstream.nn import Embedding
 from slipstream.nn.linear import plain_linear, plain_module
 from slipstream.ops.embedding import embedding
-from slipstream.runtime import backends
-from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime import backends, context_parallel
 from slipstream.runtime.parallel_compile import compile_kernels
 
 # Parts of parameters' names that are no part of the model: checkpointing, torch.compile, FSDP.
@@ -66,7 +65,7 @@ def compile_blocks(
     h: Tensor,
     cu_seqlens: Tensor | None,
     positions: Tensor | None,
-    context: ContextParallel | None,
+    context: context_parallel.ContextParallel | None,
     cache: Any,
 ) -> None:
     """Compiles the blocks before a model's first forward through them, with h [B, T, D]."""
@@ -88,7 +87,7 @@ def compile_with_embedding(
     input_ids: Tensor | None,
     sequences: packing.Sequences | None,
     positions: Tensor | None,
-    context: ContextParallel | None,
+    context: context_parallel.ContextParallel | None,
     cache: Any,
 ) -> None:
     """compile_once before the embedding of the first step, whose kernel is compiled beside the
@@ -115,7 +114,7 @@ def compile_once(
     h: Tensor,
     cu_seqlens: Tensor | None,
     positions: Tensor | None,
-    context: ContextParallel | None = None,
+    context: context_parallel.ContextParallel | None = None,
     also: Callable[[], object] = lambda: None,
 ) -> None:
     """Compiles what the blocks launch in a training step, once for each dtype, packed or not.
@@ -155,7 +154,7 @@ def run_blocks(
     h: Tensor,
     cu_seqlens: Tensor | None,
     positions: Tensor | None,
-    context: ContextParallel | None,
+    context: context_parallel.ContextParallel | None,
 ) -> None:
     """Forward and backward of a block of each kind and of the last norm, with any weights."""
     done, value = set(), None

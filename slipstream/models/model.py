@@ -15,13 +15,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from slipstream.compiler import triton_cache_key
-from slipstream.models import arguments, depth, graphs, mlps, rollback
+from slipstream.models import arguments, depth, generation, graphs, mlps, rollback, tensor_parallel
 from slipstream.models import consistent as blocks
 from slipstream.models.block import Block, apply_norm, make_norm, with_norms_behind
 from slipstream.models.cache import CACHE, StateCache, named
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.first_step import before_loss, compile_blocks, compile_with_embedding
-from slipstream.models.generation import Generation, is_step
 from slipstream.models.packing import (
     Sequences,
     find_sequences,
@@ -29,12 +28,10 @@ from slipstream.models.packing import (
     next_tokens,
     text_positions,
 )
-from slipstream.models.tensor_parallel import is_sharded, shard_planned_heads, whole_state_dict
 from slipstream.nn import Embedding, decoding, linear
 from slipstream.ops._fp32 import widen
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
-from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.token_ids import clamped, expect_ids
+from slipstream.runtime import context_parallel, token_ids
 
 IGNORED = -100  # of torch's cross entropy
 
@@ -72,7 +69,7 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
         """Loads as transformers' does, whose distributed_config=DistributedConfig(tp_size=n)
         divides the heads among n processes (shard_heads); each reads the whole checkpoint."""
         found = super().from_pretrained(*args, **options)
-        shard_planned_heads(found[0] if isinstance(found, tuple) else found)
+        tensor_parallel.shard_planned_heads(found[0] if isinstance(found, tuple) else found)
         return found
 
     def save_pretrained(
@@ -80,8 +77,8 @@ class SlipstreamPreTrainedModel(PreTrainedModel):
     ) -> Any:
         """Saves as transformers' does. Where heads are sharded every rank calls it, and the first
         writes whole tensors."""
-        if is_sharded(self):
-            whole = whole_state_dict(self, options.get("state_dict"))
+        if tensor_parallel.is_sharded(self):
+            whole = tensor_parallel.whole_state_dict(self, options.get("state_dict"))
             if self.config.tie_word_embeddings:  # transformers knows it by their memory
                 whole.pop("lm_head.weight", None)
             options["state_dict"] = whole
@@ -157,7 +154,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         output_hidden_states: bool | None = None,
         cache: StateCache | None = None,
         sequences: Sequences | None = None,
-        context: ContextParallel | None = None,
+        context: context_parallel.ContextParallel | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast:
         cache = arguments.the_cache(cache, past_key_values, len(self.layers))
@@ -294,8 +291,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         if not isinstance(table, Embedding):
             # an adapter, or another table of the user's: its lookup may not check the ids
             rows = getattr(table, "num_embeddings", self.config.vocab_size)
-            expect_ids("input_ids", input_ids, rows)
-            input_ids = clamped(input_ids, rows)
+            token_ids.expect_ids("input_ids", input_ids, rows)
+            input_ids = token_ids.clamped(input_ids, rows)
         return self._first_normed(table(input_ids))
 
     def _first_normed(self, h: Tensor) -> Tensor:
@@ -325,7 +322,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         cache: StateCache | None,
         keep: bool,
         positions: Tensor | None,
-        context: ContextParallel | None,
+        context: context_parallel.ContextParallel | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """The blocks and the last norm; `keep` also collects what goes into each block."""
         every, first_value, sources = [], None, self._sources(h)
@@ -349,7 +346,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         return h, [*every, h] if keep else []
 
 
-class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMixin):
+class SlipstreamForCausalLM(SlipstreamPreTrainedModel, generation.Generation, GenerationMixin):
     """The language model with its head.
 
     Args of forward, besides those of SlipstreamModel:
@@ -389,14 +386,14 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, Generation, GenerationMix
         output_hidden_states: bool | None = None,
         cache: StateCache | None = None,
         skip_logits: bool | None = None,
-        context: ContextParallel | None = None,
+        context: context_parallel.ContextParallel | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
         if use_cache is None and labels is not None:
             use_cache = False
         cache, sequences = arguments.the_cache(cache, past_key_values, len(self.model.layers)), None
         plain = labels is None and attention_mask is None and not output_hidden_states
-        if self.decoding.here and plain and is_step(input_ids, cache, others):
+        if self.decoding.here and plain and generation.is_step(input_ids, cache, others):
             assert input_ids is not None
             assert cache is not None
             return self._graph_step(input_ids, cache, position_ids)

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from slipstream.common.checks import expect_tensor
 from slipstream.nn.linear import is_hooked
 from slipstream.ops import conv, norm
-from slipstream.runtime.consistent import consistent_scope
-from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime import consistent, context_parallel
 from slipstream.runtime.prefix_scope import prefix_scope
 
 
@@ -45,13 +44,13 @@ class ShortConvolution(nn.Module):
         state: Tensor | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
+        context: context_parallel.ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D], state [N, D, W] or None -> y [B, T, D] and the next state, if wanted."""
         expect_tensor("x", x)
         if state is not None:
             expect_tensor("state", state)
-        step = consistent_scope.step
+        step = consistent.consistent_scope.step
         if step is not None and state is not None:
             window = step.window(x, state)
             if window is not None:
@@ -83,7 +82,7 @@ class ShortConvolution(nn.Module):
         state: Tensor | None = None,
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
-        context: ContextParallel | None = None,
+        context: context_parallel.ContextParallel | None = None,
         unit: int = 0,
     ) -> tuple[list[Tensor], Tensor | None]:
         """As a call, with y in three tensors [B, T, n], n of sizes; unit: as split_convolution."""
@@ -98,7 +97,7 @@ class ShortConvolution(nn.Module):
             queries, keys, _ = sizes  # in one launch
             heads = norm.l2_norm(y[..., : queries + keys].unflatten(-1, (-1, unit))).flatten(-2)
             return [*heads.split((queries, keys), -1), *parts[2:], *parts[:2]], after
-        step = consistent_scope.step
+        step = consistent.consistent_scope.step
         if step is not None and state is not None:
             step.window(x, state)  # for the steps after this block
         self._leave_windows(x, state, use_cache)

@@ -10,15 +10,14 @@ from slipstream.kernels.gated_scan.dispatch import run as gated_scan
 from slipstream.kernels.running_mean import eager, inputs, op
 from slipstream.ops._fp32 import result_dtype, widen
 from slipstream.ops.token_shift import token_shift
-from slipstream.runtime.context_parallel import ContextParallel, Share
-from slipstream.runtime.token_ids import expect_offsets
+from slipstream.runtime import context_parallel, token_ids
 
 
 class Packing(NamedTuple):
     """The place where sequences begin: side by side, packed, or divided among ranks."""
 
     cu_seqlens: Tensor | None
-    context: ContextParallel | None
+    context: context_parallel.ContextParallel | None
     impl: str | None
 
 
@@ -30,7 +29,7 @@ def running_mean(
         impl = op.chosen(packing.impl, k, v)
         if impl is not None:
             if packing.cu_seqlens is not None:
-                expect_offsets("cu_seqlens", packing.cu_seqlens, k.shape[1])
+                token_ids.expect_offsets("cu_seqlens", packing.cu_seqlens, k.shape[1])
             return op.running_mean(inputs.MeanInputs(k, v, w, u, start, packing.cu_seqlens), impl)
     wide = widen(k), widen(v)
     sums = running_sums(*wide, w, start, packing)
@@ -66,7 +65,7 @@ def running_max(
     w: Tensor,
     start: Tensor,
     cu_seqlens: Tensor | None,
-    context: ContextParallel | None,
+    context: context_parallel.ContextParallel | None,
 ) -> Tensor:
     """m_t = max(m_{t-1} + w, k_t) [B, T, D], from the last D columns of start [N, .]."""
     first = start[:, -k.shape[2] :].to(k.dtype)
@@ -86,7 +85,7 @@ def running_max(
     return m
 
 
-def _continued(m: Tensor, w: Tensor, every: list[Tensor], share: Share) -> Tensor:
+def _continued(m: Tensor, w: Tensor, every: list[Tensor], share: context_parallel.Share) -> Tensor:
     """m of the head's tokens, with what the ranks before have of its sequence."""
     n, before = share.pieces[0], torch.full_like(every[0], -torch.inf)
     for rank in share.earlier:

@@ -6,13 +6,12 @@ from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.prefix_states import PrefixStates
-from slipstream.ops._blocks import by_blocks
-from slipstream.ops._preprocess import beta_or_ones, beta_sigmoid, delta_gate, l2_normalised
+from slipstream.ops import _blocks, _preprocess
 from slipstream.runtime.context_parallel import ContextParallel
 
 
 @checks.operator
-@by_blocks
+@_blocks.by_blocks
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -82,11 +81,11 @@ def chunk_gated_delta_rule(
     checks.expect_rank("g", g, 3, "[B, T, HV]")
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(impl, q=q, k=k)
+        q, k = _preprocess.l2_normalised(impl, q=q, k=k)
     if use_gate_in_kernel:
-        g = delta_gate(g, A_log, dt_bias, impl=impl)
+        g = _preprocess.delta_gate(g, A_log, dt_bias, impl=impl)
     if use_beta_sigmoid_in_kernel or allow_neg_eigval:
-        beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        beta = _preprocess.beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
         LinearInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(
@@ -151,19 +150,19 @@ def fused_recurrent_gated_delta_rule(
     if g is not None:
         checks.expect_shape("g", g, v.shape[:3])
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(impl, q=q, k=k)
+        q, k = _preprocess.l2_normalised(impl, q=q, k=k)
     if use_gate_in_kernel:
         if g is None:
             raise ValueError("g: want a tensor [B, T, HV] with use_gate_in_kernel, got None")
-        g = delta_gate(g, A_log, dt_bias, impl=impl)
+        g = _preprocess.delta_gate(g, A_log, dt_bias, impl=impl)
     if gk is not None:
         checks.expect_shape("gk", gk, (*v.shape[:3], q.shape[-1]))
         checks.expect_floating({"g": g, "gk": gk})
         checks.expect_one_device({"q": q, "g": g, "gk": gk})
         g = gk if g is None else g[..., None] + gk
-    beta = beta_or_ones(beta, v)
+    beta = _preprocess.beta_or_ones(beta, v)
     if use_beta_sigmoid_in_kernel or allow_neg_eigval:
-        beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        beta = _preprocess.beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
         LinearInputs(
             q, k, v, g=g, gv=gv, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens

@@ -8,8 +8,7 @@ from slipstream.common import checks
 from slipstream.kernels.elementwise.erase import erase
 from slipstream.kernels.linear import channel_gates, inputs
 from slipstream.kernels.linear.dispatch import LinearOptions, run
-from slipstream.ops._preprocess import expect_inputs, l2_normalised
-from slipstream.ops.kda import channel_gate
+from slipstream.ops import _preprocess, kda
 from slipstream.runtime.context_parallel import ContextParallel
 
 # of terms, for users
@@ -73,7 +72,7 @@ def chunk_gdn2(
         raise ValueError(
             "lower_bound: want a number below 0 with safe_gate and use_gate_in_kernel, got None"
         )
-    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
+    g = kda.channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
     terms = _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel, impl)
     if context is not None or not channel_gates.takes_as_they_are(terms, impl):
         terms = channel_gates.as_dplr(terms, partial(erase, impl=impl))
@@ -112,7 +111,7 @@ def fused_recurrent_gdn2(
 
     Arguments, result and errors as chunk_gdn2. Cost: 8 T HV K V flops, one after the other.
     """
-    g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
+    g = kda.channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
     terms = channel_gates.as_dplr(
         _terms(q, k, v, g, b, w, use_qk_l2norm_in_kernel, impl), partial(erase, impl=impl)
     )
@@ -133,10 +132,10 @@ def _terms(
     normalise: bool,
     impl: str | None,
 ) -> inputs.LinearInputs:
-    expect_inputs(
+    _preprocess.expect_inputs(
         None, None, q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T HV V"),
         g=(g, "B T HV K"), b=(b, "B T HV K"), w=(w, "B T HV V"),
     )  # fmt: skip
     if normalise:
-        q, k = l2_normalised(impl, q=q, k=k)
+        q, k = _preprocess.l2_normalised(impl, q=q, k=k)
     return inputs.LinearInputs(q, k, v, g=g, erase=b, write=w)

@@ -9,14 +9,11 @@ from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, check, plan_for
 from slipstream.kernels.linear.gsa import GSAInputs, attend
 from slipstream.kernels.linear.modes.wide_heads import groups_of
-from slipstream.ops._fp32 import result_dtype, run_wide, widen
-from slipstream.ops._preprocess import expect_inputs
-from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.dispatch import ValidationCache, signature
-from slipstream.runtime.token_ids import expect_offsets
+from slipstream.ops import _fp32, _preprocess
+from slipstream.runtime import context_parallel, dispatch, token_ids
 
 States = tuple[Tensor, Tensor]
-_PLANS = ValidationCache()
+_PLANS = dispatch.ValidationCache()
 
 
 @checks.operator
@@ -33,7 +30,7 @@ def chunk_gsa(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, States | None]:
@@ -99,7 +96,7 @@ def fused_recurrent_gsa(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, States | None]:
     """Gated slot attention, token by token: for decoding and short sequences, with gradients.
@@ -124,12 +121,12 @@ def _run(
 ) -> tuple[Tensor, States | None]:
     states = initial_state or (None, None)
     if cu_seqlens is not None and cu_seqlens.is_cuda:  # plain torch looks on the CPU
-        expect_offsets("cu_seqlens", cu_seqlens, k.shape[1])
+        token_ids.expect_offsets("cu_seqlens", cu_seqlens, k.shape[1])
     given = GSAInputs(q, k, v, s, cast(Tensor, g), *states, cu_seqlens)  # without g none is narrow
     if options.context is not None:
         _check(given, options)
         return _run_wide(given, options, recurrent)
-    key, dtype = signature(given, *options[1:], recurrent), None
+    key, dtype = dispatch.signature(given, *options[1:], recurrent), None
     if key is not None:
         dtype = checks.autocast_dtype(q)
         key = (*key, dtype)
@@ -137,7 +134,7 @@ def _run(
     if not plan:
         return _run_wide(given, options, recurrent)
     first, second, as_they_are = plan
-    laid = given if as_they_are else _narrowed(given, dtype or result_dtype(q))
+    laid = given if as_they_are else _narrowed(given, dtype or _fp32.result_dtype(q))
     group = q.shape[2] // k.shape[2]
     chunk = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
     o, keys, values = attend(laid, options.scale_of(q), chunk, first, second)
@@ -152,7 +149,7 @@ def _plan(
     """The implementations of both passes where only the scores are float32, and whether they take
     the tensors as they are; else (). Looks at no values."""
     _check(given, options)
-    dtype = result_dtype(given.q)
+    dtype = _fp32.result_dtype(given.q)
     if not _stays_narrow(given, dtype, options):
         return ()
     laid = _narrowed(given, dtype)
@@ -192,10 +189,10 @@ def _run_wide(
     if group > 1:
         given = _grouped(given)
     names, once = {"v": "s", "gv": "g"}, options._replace(scale=1.0)
-    scores, keys = run_wide(given.first(), options, recurrent=recurrent, names=names)
+    scores, keys = _fp32.run_wide(given.first(), options, recurrent=recurrent, names=names)
     p = scores.softmax(-1)
-    o, values = run_wide(given.second(p), once, recurrent=recurrent)
-    o = o.to(result_dtype(q))
+    o, values = _fp32.run_wide(given.second(p), once, recurrent=recurrent)
+    o = o.to(_fp32.result_dtype(q))
     if keys is None or values is None:
         return o, None
     return o, (keys[:, ::group], values[:, ::group])
@@ -212,7 +209,7 @@ def _stays_narrow(given: GSAInputs, dtype: torch.dtype, options: LinearOptions) 
 
 def _abc(s: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
     """Slot weights and log decays that keep each slot a weighted mean."""
-    s = widen(s)
+    s = _fp32.widen(s)
     z = (s.flip(1) if reverse else s).logcumsumexp(1)
     # of z[:, :-1] torch.export would want two tokens or more, so three of s
     g = -z.diff(dim=1, prepend=z[:, :1])
@@ -224,7 +221,7 @@ def _abc(s: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
 def _check(given: GSAInputs, options: LinearOptions) -> None:
     q, k, v, s, g, keys, values, cu_seqlens = given
     v_first = options.state_v_first
-    expect_inputs(
+    _preprocess.expect_inputs(
         cu_seqlens, options.context, q=(q, "B T HQ K"), k=(k, "B T H K"), v=(v, "B T H V"),
         s=(s, "B T H M"), g=(g, "B T H M"),
         **{

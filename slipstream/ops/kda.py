@@ -6,13 +6,12 @@ from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.prefix_states import PrefixStates
-from slipstream.ops._blocks import by_blocks
-from slipstream.ops._preprocess import beta_sigmoid, delta_gate, l2_normalised
+from slipstream.ops import _blocks, _preprocess
 from slipstream.runtime.context_parallel import ContextParallel
 
 
 @checks.operator
-@by_blocks
+@_blocks.by_blocks
 def chunk_kda(
     q: Tensor,
     k: Tensor,
@@ -94,10 +93,10 @@ def chunk_kda(
             "lower_bound: want a number below 0 with safe_gate and use_gate_in_kernel, got None"
         )
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(impl, q=q, k=k)
+        q, k = _preprocess.l2_normalised(impl, q=q, k=k)
     g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
     if use_beta_sigmoid_in_kernel or allow_neg_eigval:
-        beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        beta = _preprocess.beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
         LinearInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(
@@ -146,10 +145,10 @@ def fused_recurrent_kda(
     """
     checks.expect_tensor("beta", beta)
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(impl, q=q, k=k)
+        q, k = _preprocess.l2_normalised(impl, q=q, k=k)
     g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
     if use_beta_sigmoid_in_kernel or allow_neg_eigval:
-        beta = beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+        beta = _preprocess.beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return run(
         LinearInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
@@ -168,4 +167,4 @@ def channel_gate(
     """Log decays of every channel, computed by delta_gate if they are raw."""
     checks.expect_rank("g", g, 4, "[B, T, HV, K]")
     checks.expect_lower_bound(lower_bound)
-    return delta_gate(g, A_log, dt_bias, lower_bound, impl) if is_raw else g
+    return _preprocess.delta_gate(g, A_log, dt_bias, lower_bound, impl) if is_raw else g

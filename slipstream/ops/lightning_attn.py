@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.ops._decay_tables import per_head
-from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+from slipstream.ops import _decay_tables, simple_gla
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -51,7 +50,7 @@ def chunk_lightning_attn(
     Source: Qin and others, "Lightning Attention-2: A Free Lunch for Handling Unlimited Sequence
     Lengths in Large Language Models" (2024).
     """
-    return chunk_simple_gla(
+    return simple_gla.chunk_simple_gla(
         q,
         k,
         v,
@@ -90,7 +89,7 @@ def fused_recurrent_lightning_attn(
     Arguments, result and errors as chunk_lightning_attn. Cost: 4 T HV K V flops, one after the
     other.
     """
-    return fused_recurrent_simple_gla(
+    return simple_gla.fused_recurrent_simple_gla(
         q,
         k,
         v,
@@ -111,7 +110,7 @@ def _decay(v: Tensor, layer_idx: int, num_layers: int) -> Tensor:
         raise ValueError(f"num_layers: want at least 1, got {num_layers}")
     if not 0 <= layer_idx <= num_layers:
         raise ValueError(f"layer_idx: want from 0 to num_layers = {num_layers}, got {layer_idx}")
-    return per_head(v, decay_of_heads, 1 - layer_idx / num_layers)
+    return _decay_tables.per_head(v, decay_of_heads, 1 - layer_idx / num_layers)
 
 
 def decay_of_heads(h: Tensor, share: float, first: int = 0, heads: int | None = None) -> Tensor:

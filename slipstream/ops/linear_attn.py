@@ -9,8 +9,7 @@ from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, check, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops._fp32 import result_dtype, run_wide, widen
-from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime import autograd, context_parallel
 
 # Of ones, of which one is read: as few as are fast.
 COLUMNS = 16
@@ -33,7 +32,7 @@ def chunk_linear_attn(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, State | None]:
@@ -96,7 +95,7 @@ def fused_recurrent_linear_attn(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, State | None]:
     """Linear attention, token by token: for decoding and short sequences, with gradients.
@@ -145,7 +144,7 @@ def _normalized(
         q, first = terms.q, (kv, z)
         o, weights, kv, z = _in_two(terms._replace(q=q.detach()), kv, z, options, recurrent)
         o = (o / (weights + EPS)).to(dtype)
-        if needs_autograd(q):
+        if autograd.needs_autograd(q):
             given = (o, weights, q, terms.k, terms.v, terms.cu_seqlens, *first)
             o = _WithQuery.apply(options.scale_of(q), options.reverse, *given)
     else:
@@ -190,7 +189,7 @@ def _in_two(
     return o, widen(weights[..., :1]), kv, z
 
 
-class _WithQuery(Function):
+class _WithQuery(autograd.Function):
     """o, with the gradient of q, which o was computed without.
 
     With keys of one sign it is what is left of two sums that nearly cancel: in float32, where
@@ -204,12 +203,12 @@ class _WithQuery(Function):
     @staticmethod
     def forward(ctx: Any, scale: float, reverse: bool, o: Tensor, *given: Any) -> Tensor:
         ctx.options = LinearOptions(scale=scale, reverse=reverse)
-        save(ctx, *given)
+        autograd.save(ctx, *given)
         return o.view_as(o)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, do: Tensor) -> Any:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, do: Tensor) -> Any:
         weights, q, k, v, cu_seqlens, kv, z = saved
         d = widen(do) / (weights + EPS)
         k = widen(k).repeat_interleave(v.shape[2] // k.shape[2], dim=2)

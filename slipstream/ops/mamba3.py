@@ -12,12 +12,9 @@ from slipstream.kernels.elementwise.rotation import product, rotate_qk
 from slipstream.kernels.gated_scan.dispatch import run as gated_scan
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.ops._fp32 import alike, widen
-from slipstream.ops._preprocess import expect_inputs, in_time_order, scan_impl
+from slipstream.ops import _fp32, _preprocess
 from slipstream.ops.token_shift import token_shift
-from slipstream.runtime.context_in_segments import of_segments
-from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.dispatch import plain_impl
+from slipstream.runtime import context_in_segments, context_parallel, dispatch
 
 States = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -37,7 +34,7 @@ def chunk_mamba3(
     output_final_state: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, States | None]:
@@ -96,7 +93,7 @@ def fused_recurrent_mamba3(
     output_final_state: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, States | None]:
     """Mamba-3, token by token: for decoding and short sequences, with gradients.
@@ -132,7 +129,7 @@ def _run(
     _check(given, initial_state, cu_seqlens, options)
     trapezoid = partial(_trapezoid, options=options._replace(reverse=False), recurrent=recurrent)
     states = initial_state or ()
-    return in_time_order(
+    return _preprocess.in_time_order(
         trapezoid, tuple(given), states, cu_seqlens, context, reverse=options.reverse
     )
 
@@ -144,26 +141,26 @@ def _trapezoid(
     options: LinearOptions,
     recurrent: bool,
 ) -> tuple[Tensor, States | None]:
-    given = _Given(*alike(*tensors))
+    given = _Given(*_fp32.alike(*tensors))
     theta, last_theta = _angles(given, states, cu_seqlens, options)
-    in_segments = partial(of_segments, options.context)
+    in_segments = partial(context_in_segments.of_segments, options.context)
     rotate = partial(rotate_qk, impl=options.impl)
     q, k, dots = in_segments(rotate, given.q, given.k, theta)
     previous = partial(_previous, cu_seqlens=cu_seqlens, options=options)
     S, key, value = states[:3] if states else (None, None, None)
     keys, key = previous(k, key)
     values, value = previous(given.v, value)
-    own, other = (widen(x) for x in (given.trap * given.dt, (1 - given.trap) * given.dt))
+    own, other = (_fp32.widen(x) for x in (given.trap * given.dt, (1 - given.trap) * given.dt))
     own_before, last_own = previous(own, None)  # of a state it has been written
-    weight = widen(given.g).exp() * (own_before + other)
+    weight = _fp32.widen(given.g).exp() * (own_before + other)
     values = in_segments(_weighted, values, weight)[0].to(k.dtype)
     o, S = _written(q, keys, values, given.g, S, cu_seqlens, options, recurrent)
     (dots,) = in_segments(_weighted, dots, own * _scale(options))
     if q.shape[3] == 1:
         o = torch.addcmul(o, dots.to(o.dtype), given.v.to(o.dtype))
     else:
-        now = in_segments(lambda x, y: (product(x, widen(y)),), dots, given.v)
-        o = (widen(o) + now[0]).to(o.dtype)
+        now = in_segments(lambda x, y: (product(x, _fp32.widen(y)),), dots, given.v)
+        o = (_fp32.widen(o) + now[0]).to(o.dtype)
     if S is None or key is None or value is None or last_own is None or last_theta is None:
         return o, None
     S = S + last_own[..., None, None] * product(key.mT, value)
@@ -184,24 +181,24 @@ def _previous(
         output_final_state=options.output_final_state,
         cu_seqlens=cu_seqlens,
         context=options.context,
-        impl=plain_impl(options.impl),
+        impl=dispatch.plain_impl(options.impl),
     )
-    return y.view(x.shape), None if last is None else widen(last).unflatten(1, x.shape[2:])
+    return y.view(x.shape), None if last is None else _fp32.widen(last).unflatten(1, x.shape[2:])
 
 
 def _angles(
     given: _Given, states: States | tuple[()], cu_seqlens: Tensor | None, options: LinearOptions
 ) -> tuple[Tensor, Tensor | None]:
     """theta [B, T, HV, P], and after the last token [N, HV, P]."""
-    angles = widen(given.angles)
+    angles = _fp32.widen(given.angles)
     theta, last = gated_scan(
         angles.flatten(2),
         torch.zeros_like(angles).flatten(2),
-        widen(states[3]).flatten(1) if states else None,
+        _fp32.widen(states[3]).flatten(1) if states else None,
         options.output_final_state,
         False,
         cu_seqlens,
-        scan_impl(options.impl),
+        _preprocess.scan_impl(options.impl),
         options.context,
     )
     last = None if last is None else last.unflatten(1, angles.shape[2:])
@@ -227,7 +224,7 @@ def _written(
         q = F.pad(q, (0, 0, 0, 0, R - 1, 0))
         k, v = (F.pad(x, (0, 0, 0, 0, 0, R - 1)) for x in (k, v))
     q, k, v = (x.flatten(1, 2) for x in (q, k, v))
-    g = F.pad(widen(g)[:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
+    g = F.pad(_fp32.widen(g)[:, :, None], (0, 0, 0, n - 1)).flatten(1, 2)
     context = None if options.context is None else options.context.repeated(n)
     offsets = None if cu_seqlens is None else cu_seqlens * n
     o, S = run(
@@ -247,7 +244,7 @@ def _check(
 ) -> None:
     q, k, v, g, dt, trap, angles = given
     S, key, value, theta = states or (None,) * 4
-    expect_inputs(
+    _preprocess.expect_inputs(
         cu_seqlens, options.context, q=(q, "B T HV R K"), k=(k, "B T HV R K"), v=(v, "B T HV R V"),
         g=(g, "B T HV"), dt=(dt, "B T HV"), trap=(trap, "B T HV"), angles=(angles, "B T HV P"),
         **{

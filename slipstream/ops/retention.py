@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.ops._decay_tables import per_head
-from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+from slipstream.ops import _decay_tables, simple_gla
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -47,11 +46,11 @@ def chunk_retention(
     Source: Sun and others, "Retentive Network: A Successor to Transformer for Large Language
     Models" (2023).
     """
-    return chunk_simple_gla(
+    return simple_gla.chunk_simple_gla(
         q,
         k,
         v,
-        g_gamma=per_head(v, log_decay),
+        g_gamma=_decay_tables.per_head(v, log_decay),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -83,11 +82,11 @@ def fused_recurrent_retention(
 
     Arguments, result and errors as chunk_retention. Cost: 4 T HV K V flops, one after the other.
     """
-    return fused_recurrent_simple_gla(
+    return simple_gla.fused_recurrent_simple_gla(
         q,
         k,
         v,
-        g_gamma=per_head(v, log_decay),
+        g_gamma=_decay_tables.per_head(v, log_decay),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,

@@ -6,13 +6,12 @@ from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.prefix_states import PrefixStates
-from slipstream.ops._blocks import by_blocks
-from slipstream.ops._fp32 import widen
+from slipstream.ops import _blocks, _fp32
 from slipstream.runtime.context_parallel import ContextParallel
 
 
 @checks.operator
-@by_blocks
+@_blocks.by_blocks
 def chunk_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -131,4 +130,4 @@ def _decay(v: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tensor | None
     if g is None:
         return g_gamma.expand(v.shape[:3])
     checks.expect_shape("g", g, v.shape[:3])
-    return widen(g) + g_gamma
+    return _fp32.widen(g) + g_gamma

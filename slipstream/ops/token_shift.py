@@ -5,9 +5,8 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.elementwise.token_shift import previous
+from slipstream.runtime import context_parallel, token_ids
 from slipstream.runtime.context_exchange import states_of_pieces, tie
-from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.token_ids import expect_offsets
 
 
 @checks.operator
@@ -17,7 +16,7 @@ def token_shift(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The token before each.
@@ -59,7 +58,7 @@ def token_shift(
         checks.expect_cu_seqlens(cu_seqlens, *x.shape[:2])
         sequences = cu_seqlens.shape[0] - 1 if share is None else share.sequences
         if not torch.compiler.is_compiling():
-            expect_offsets("cu_seqlens", cu_seqlens, x.shape[1])
+            token_ids.expect_offsets("cu_seqlens", cu_seqlens, x.shape[1])
     if initial_state is not None:
         checks.expect_shape("initial_state", initial_state, (sequences, x.shape[2]))
         checks.expect_one_dtype({"x": x, "initial_state": initial_state})

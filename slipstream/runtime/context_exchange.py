@@ -7,8 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.runtime.autograd import Function, Saved, once_differentiable
-from slipstream.runtime.launch_cache import of_thread
+from slipstream.runtime import autograd, launch_cache
 
 if TYPE_CHECKING:
     from slipstream.runtime.context_share import Share
@@ -19,7 +18,7 @@ def all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> T
 
     The result may be read after `wait`. A rank that only sends does not wait.
     """
-    if of_thread.warmup is not None:  # of one rank: the others are not asked
+    if launch_cache.of_thread.warmup is not None:  # of one rank: the others are not asked
         return x.new_empty(sum(received))
     run = torch.ops._c10d_functional.all_to_all_single
     return run(x, received, sent, group.group_name)
@@ -27,7 +26,7 @@ def all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> T
 
 def all_gather(x: Tensor, ranks: int, group: Any) -> Tensor:
     """Starts an all-gather, as all_to_all does."""
-    if of_thread.warmup is not None:
+    if launch_cache.of_thread.warmup is not None:
         return x.new_empty(ranks * x.shape[0], *x.shape[1:])
     return torch.ops._c10d_functional.all_gather_into_tensor(x, ranks, group.group_name)
 
@@ -35,7 +34,7 @@ def all_gather(x: Tensor, ranks: int, group: Any) -> Tensor:
 def wait(x: Tensor) -> Tensor:
     """x, once it is there; on a GPU the stream waits, not the host. These three are operators of
     tensors alone, so that calls with them inside are replayed (call_replay.py)."""
-    if of_thread.warmup is None:
+    if launch_cache.of_thread.warmup is None:
         torch.ops._c10d_functional.wait_tensor(x)
     return x
 
@@ -54,7 +53,7 @@ class Messages:
             dist.P2POp(run, x, group=group, group_peer=rank)
             for run, tensors in pairs
             for rank, x in tensors
-            if x.numel() and of_thread.warmup is None
+            if x.numel() and launch_cache.of_thread.warmup is None
         ]
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
@@ -65,7 +64,7 @@ class Messages:
         self._works, self._sent = [], []
 
 
-class _SumOfRanks(Function):
+class _SumOfRanks(autograd.Function):
     operator = "slipstream::context_sum"
 
     @staticmethod
@@ -74,12 +73,12 @@ class _SumOfRanks(Function):
         return share.add_up(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, grad: Tensor) -> Any:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, grad: Tensor) -> Any:
         return ctx.share.add_up(grad.clone(memory_format=torch.contiguous_format)), None
 
 
-class _Gather(Function):
+class _Gather(autograd.Function):
     operator = "slipstream::context_gather"
 
     @staticmethod
@@ -88,13 +87,13 @@ class _Gather(Function):
         return torch.stack(share.gather(x))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, grad: Tensor) -> Any:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, grad: Tensor) -> Any:
         grad = grad.clone(memory_format=torch.contiguous_format)
         return ctx.share.add_up(grad)[ctx.share.rank], None
 
 
-class _Tie(Function):
+class _Tie(autograd.Function):
     operator = "slipstream::context_tie"
 
     @staticmethod
@@ -103,8 +102,8 @@ class _Tie(Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, grad: Tensor) -> Any:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, grad: Tensor) -> Any:
         return grad, *(torch.zeros(n, dtype=d, device=at) for n, d, at in ctx.like)
 
 

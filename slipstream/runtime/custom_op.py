@@ -28,15 +28,14 @@ from slipstream.runtime import (
     compile_ahead,
     dispatch,
     gradient,
+    guarded_launch,
     kernel_pair,
+    launch_cache,
     parallel_compile,
+    token_ids,
 )
 from slipstream.runtime.autograd import Function, Saved, is_tracing, once_differentiable, untraced
-from slipstream.runtime.backends import device_of, is_current, is_plain_call
-from slipstream.runtime.guarded_launch import known_failure
 from slipstream.runtime.kernel_pair import KernelPair, Mismatch, Probe, by_name, compare, fresh
-from slipstream.runtime.launch_cache import of_thread
-from slipstream.runtime.token_ids import raise_pending
 
 NAMESPACE = "slipstream"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -102,7 +101,7 @@ class DirectCall:
         if named:
             args = self._by_position(args, named)
         x = args[0]
-        if not is_plain_call(x) or is_tracing():
+        if not backends.is_plain_call(x) or is_tracing():
             return self._by_dispatcher(args)
         if self._has_keys and not backends.TRACING and call_replay.is_enabled(x):
             found = self._replayed(args)
@@ -143,7 +142,7 @@ class DirectCall:
 
     def _replayed(self, args: tuple) -> Any:
         """The call by a record, or MISS where there is none for it: it runs as it is then."""
-        if of_thread.recorder is not None:
+        if launch_cache.of_thread.recorder is not None:
             return call_replay.MISS  # it is part of another
         key, addresses = call_replay.call_key(args)
         known = self._known.get(key)
@@ -154,7 +153,7 @@ class DirectCall:
                     compile_ahead.begin(self._compile, args, self.at_sizes)
             return call_replay.MISS
         if known.records:
-            raise_pending()
+            token_ids.raise_pending()
         for record in known.records:
             if record.is_profiled():
                 return call_replay.MISS
@@ -173,10 +172,10 @@ class DirectCall:
     def _play(self, record: call_replay.RecordedCall, args: tuple, addresses: list[Any]) -> Any:
         device = args[0].device
         autocast = record.operations and torch.is_autocast_enabled(device.type)
-        if not autocast and is_current(device):
+        if not autocast and backends.is_current(device):
             return record.play(args, addresses)
         autocast_off = torch.autocast(device.type, enabled=False) if autocast else nullcontext()
-        with device_of(device), autocast_off:
+        with backends.device_of(device), autocast_off:
             return record.play(args, addresses)
 
     def _known_of(self, key: tuple) -> call_replay.Records:
@@ -408,7 +407,7 @@ class KernelOp(DirectCall):
         kind = by_name(self._kind, (*inspect.signature(reason).parameters,))
 
         def unsupported_reason(*call: Any) -> str | None:
-            return reason(*call) or known_failure(lambda: kind(call), call[0].device)
+            return reason(*call) or guarded_launch.known_failure(lambda: kind(call), call[0].device)
 
         return dispatch.triton_or_eager(unsupported_reason)
 

@@ -21,8 +21,7 @@ from torch import Size, Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from slipstream.runtime import backends, call_replay, launch_cache
-from slipstream.runtime.autograd import is_tracing, untraced
+from slipstream.runtime import autograd, backends, call_replay, launch_cache
 
 FALLBACK = "SLIPSTREAM_FALLBACK"
 PLAIN = ("eager", "reference")
@@ -137,8 +136,8 @@ def choose(
         ValueError: no candidate has that name.
         NotImplementedError: the one named, or every one, refuses the call.
     """
-    if is_tracing():
-        with untraced():
+    if autograd.is_tracing():
+        with autograd.untraced():
             return choose(candidates, call, impl, family, x)
     if impl is not None:
         return _named(candidates, call, current_name(impl))
@@ -245,7 +244,7 @@ class _Results:
         before = _fallbacks
         # to torch.jit.trace sizes are tensors
         first = next((x for x in tensors if x is not None), None)
-        decides = first is not None and call_replay.is_enabled(first) and not is_tracing()
+        decides = first is not None and call_replay.is_enabled(first) and not autograd.is_tracing()
         found = self._decided(make, (*tensors,)) if decides else make()
         if before == _fallbacks:
             call_replay.remember(self.by_shapes, shapes, found, _MAX_ENTRIES)

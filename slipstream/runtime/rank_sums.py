@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.runtime.autograd import Function, Saved, once_differentiable, save
-from slipstream.runtime.launch_cache import of_thread
+from slipstream.runtime import autograd, launch_cache
 
 
 class HeadShard(NamedTuple):
@@ -22,7 +21,7 @@ class HeadShard(NamedTuple):
     size: int
 
 
-class _SumGradients(Function):
+class _SumGradients(autograd.Function):
     operator = "slipstream::rank_sums"
 
     @staticmethod
@@ -31,12 +30,12 @@ class _SumGradients(Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, grad: Tensor) -> Any:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, grad: Tensor) -> Any:
         return _summed(grad, ctx.group), None
 
 
-class _SumParts(Function):
+class _SumParts(autograd.Function):
     operator = "slipstream::rank_sums"
 
     @staticmethod
@@ -44,29 +43,29 @@ class _SumParts(Function):
         return _summed(x, group)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, grad: Tensor) -> Any:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, grad: Tensor) -> Any:
         return grad, None
 
 
-class _GatherLast(Function):
+class _GatherLast(autograd.Function):
     operator = "slipstream::rank_sums"
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: HeadShard) -> Tensor:
         ctx.shard, ctx.width = shard, x.shape[-1]
         parts = [torch.empty_like(x) for _ in range(shard.size)]
-        if of_thread.warmup is None:
+        if launch_cache.of_thread.warmup is None:
             dist.all_gather(parts, x.contiguous(), group=shard.group)
         return torch.cat(parts, dim=-1)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, grad: Tensor) -> Any:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, grad: Tensor) -> Any:
         return grad.narrow(-1, ctx.shard.rank * ctx.width, ctx.width).contiguous(), None
 
 
-class _NormOfParts(Function):
+class _NormOfParts(autograd.Function):
     """x / sqrt(mean(x^2) + eps), x in parts; float32 or wider."""
 
     operator = "slipstream::rank_sums"
@@ -77,12 +76,12 @@ class _NormOfParts(Function):
         mean = _summed(x.square().sum(-1, keepdim=True), shard.group) / size
         scale = torch.rsqrt(mean + eps)
         ctx.group, ctx.size = shard.group, size
-        save(ctx, x, scale)
+        autograd.save(ctx, x, scale)
         return x * scale
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, grad: Tensor) -> Any:
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, grad: Tensor) -> Any:
         x, scale = saved
         along = _summed((grad * x).sum(-1, keepdim=True), ctx.group) / ctx.size
         return scale * (grad - x * scale.square() * along), None, None
@@ -111,7 +110,7 @@ def norm_of_parts(x: Tensor, eps: float, shard: HeadShard) -> Tensor:
 
 def _summed(x: Tensor, group: Any) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
-    if of_thread.warmup is not None:  # of one rank: the others are not asked
+    if launch_cache.of_thread.warmup is not None:  # of one rank: the others are not asked
         return x
     dist.all_reduce(x, group=group)
     return x

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.common.checks import plain_int
-from slipstream.common.varlen import check_cu_seqlens_values
+from slipstream.common import checks, varlen
 from slipstream.runtime import autograd, launch_cache
 from slipstream.runtime.backends import HAVE_TRITON, is_fake
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
@@ -54,7 +53,7 @@ def expect_ids(name: str, ids: Tensor, size: int, ignore_index: int | None = Non
     if ids.is_cuda:
         if HAVE_TRITON and not torch.compiler.is_compiling() and ids.numel():
             raise_pending()
-            _scan(name, ids, plain_int(size), ignore_index)
+            _scan(name, ids, checks.plain_int(size), ignore_index)
             launched()
         return
     if not ids.is_cpu or ids.numel() == 0 or is_fake(ids):
@@ -97,7 +96,7 @@ def expect_below(
     assert name in INDICES, name  # on a CPU too: kernels know it by its number
     if indices.is_cuda:
         if HAVE_TRITON and not _looked_at(name, indices, size, lengths, more, rows):
-            sizes = plain_int(size), lengths, plain_int(more)
+            sizes = checks.plain_int(size), lengths, checks.plain_int(more)
             _on_device(name, indices, "scan_indices", (*sizes, step, rows))
         return
     if not indices.is_cpu or is_fake(indices):
@@ -135,9 +134,9 @@ def expect_offsets(name: str, offsets: Tensor, tokens: int) -> None:
         return
     assert name in OFFSETS, name  # as in expect_below
     if not offsets.is_cuda:
-        check_cu_seqlens_values(offsets, tokens, name)
+        varlen.check_cu_seqlens_values(offsets, tokens, name)
     elif HAVE_TRITON and not _looked_at(name, offsets, tokens):
-        _on_device(name, offsets, "scan_offsets", (plain_int(tokens),))
+        _on_device(name, offsets, "scan_offsets", (checks.plain_int(tokens),))
 
 
 # name -> the tensors that were looked at last, and as what: layers share their indices

@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from slipstream.compiler import aot, known_bugs, toolchain
+from slipstream.compiler import aot, compiler_state, known_bugs, toolchain
 from slipstream.compiler.arch import named
-from slipstream.compiler.compiler_state import CompilerState
 from slipstream.tools import backend_query, terminal
 from slipstream.tools.catalog import Sample, Shape
 from slipstream.tools.precompile_cache import DTYPES
@@ -137,7 +136,7 @@ def _compilers(arch: str) -> Iterator[str]:
         return
     path = toolchain.ptxas_path(arch)
     ptxas = (path and toolchain.ptxas_version(path)) or ""
-    how = CompilerState(arch, triton, ptxas, passive=True, remembers=False).trust
+    how = compiler_state.CompilerState(arch, triton, ptxas, passive=True, remembers=False).trust
     whose = f" ({toolchain.selected(arch)})" if ptxas else ""
     yield f"  Triton {triton}, ptxas {ptxas or 'none'}{whose}: {how}"
     for fault in known_bugs.applying(arch, triton, ptxas or None):

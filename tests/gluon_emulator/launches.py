@@ -22,7 +22,7 @@ FAMILY = "slipstream.kernels.linear."
 def module(path: str, rounds: bool) -> Any:
     """With functions for threads.launch. float64 has no halves of 16 bits, nor float32's bits."""
     with emulated():
-        gl = sys.modules["slipstream.kernels.primitives.gluon_compat"].gl
+        gl = sys.modules["slipstream.kernels.primitives.sm90"].gl
         vars(gl).update(rounding.language() if rounds else {})
         made, exp2 = importlib.import_module(path), gl.exp2
         wide: dict[str, Any] = {"halves": halves}
@@ -95,7 +95,7 @@ def as_numpy(
     others = {"cached": cached, "tma_descriptor": descriptor, "family_of": lambda _: "sm_90"}
     others |= {"sm_count": lambda _: 2, "supports_dqkg": lambda terms, do: terms.g is not None}
     for path, part in [*sys.modules.items()]:
-        if path.startswith(FAMILY):
+        if path.startswith(FAMILY) or path == "slipstream.runtime.launch_cache":
             for name, x in [*vars(part).items()]:
                 if name in others:
                     monkeypatch.setattr(part, name, others[name])

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.gluon_emulator import threads
 from tests.support.products import product
 
-ORDERS = re.compile(r"\s+(mbarrier\.wait\(.*\)|fence_async_shared\(\)|store_wait\(\d\))$")
+ORDERS = re.compile(r"\s+(mbarrier\.wait\(.*\)|sm90\.(?:fence_async_shared\(\)|store_wait\(\d\)))$")
 INPUTS_HAVE_NAN = False  # else what is not finite has been read where nothing was written
 
 
@@ -170,8 +170,8 @@ def emulated() -> Any:
     ):
         import sys
 
-        gluon: Any = sys.modules["slipstream.kernels.primitives.gluon_compat"]
-        gluon.copy_out = _copy_out
+        sm90: Any = sys.modules["slipstream.kernels.primitives.sm90"]
+        sm90.copy_out = _copy_out
         yield
 
 

@@ -421,7 +421,7 @@ def emulated() -> Iterator[None]:
         "warpgroup_mma": _mma,
         "warpgroup_mma_wait": _mma_wait,
     }
-    triton, language, gluon = ModuleType("triton"), ModuleType("triton.language"), ModuleType("g")
+    triton, language, sm90 = ModuleType("triton"), ModuleType("triton.language"), ModuleType("h")
     semaphore = ModuleType("semaphore")
     vars(semaphore).update(
         tma_reduce_add=_tma_reduce_add, semaphore_acquire=_semaphore_acquire,
@@ -433,12 +433,12 @@ def emulated() -> Iterator[None]:
     vars(ampere).update(async_copy=AsyncCopies())
     vars(language).update(vars(gl))
     vars(triton).update(jit=_jit, language=language)
-    vars(gluon).update(names)
+    vars(sm90).update(names)
     fake = {
         "triton": triton,
         "triton.language": language,
         "triton.experimental.gluon.language.nvidia.ampere": ampere,
-        "slipstream.kernels.primitives.gluon_compat": gluon,
+        "slipstream.kernels.primitives.sm90": sm90,
     }
     fake["slipstream.kernels.primitives.semaphore"] = semaphore
     kept = dict(sys.modules)

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 """A kernel in Gluon that waits at a barrier, and invalidates it or not."""
 
-from slipstream.kernels.primitives.gluon_compat import gl, gluon, mbarrier
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier
 
 
 @gluon.jit

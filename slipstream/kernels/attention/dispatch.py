@@ -5,8 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention import op
-from slipstream.kernels.attention.cache import Cache
+from slipstream.kernels.attention import cache, op
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.sm90.plan import unsupported_reason as sm90_unsupported
 from slipstream.kernels.attention.triton.plan import (
@@ -84,7 +83,7 @@ def plan_across_ranks(
     return plan.impls, gradient_impls(inputs, options, impl)
 
 
-def decode(call: Cache, options: AttentionOptions, impl: str | None) -> tuple[Tensor, Tensor]:
+def decode(call: cache.Cache, options: AttentionOptions, impl: str | None) -> tuple[Tensor, Tensor]:
     """o and lse of a call on a cache, without gradients."""
     with torch.no_grad():
         return op.call_decode(*call, *options, impl=plan_cache(call.q, call.k, call.v, impl))

@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from slipstream.common import checks
-from slipstream.kernels.attention import eager, reference
-from slipstream.kernels.attention.context import across_ranks
-from slipstream.kernels.attention.dispatch import gradient_impls, plan_for
+from slipstream.kernels.attention import context, dispatch, eager, reference
 from slipstream.kernels.attention.inputs import (
     Asked,
     AttentionInputs,
@@ -70,7 +68,7 @@ class Context(Mode):
 
     def into(self, call: Call) -> Call:
         how = {"asked": call.asked, "context": call.context, "run": run}
-        return call._replace(run=partial(across_ranks, **how))
+        return call._replace(run=partial(context.across_ranks, **how))
 
 
 class Autocast(Mode):
@@ -106,7 +104,7 @@ class OtherGradients(Mode):
     def into(self, call: Call) -> Call:
         if not autograd.needs_autograd(*call.terms):
             return call
-        impls = gradient_impls(call.terms, call.options, call.asked.impl)
+        impls = dispatch.gradient_impls(call.terms, call.options, call.asked.impl)
         return call._replace(run=partial(softmax, backward_impls=impls))
 
 
@@ -194,7 +192,7 @@ def make_plan(
         return Plan("", _sees_nothing, (*modes,))
     if context is not None:
         return Plan("", softmax, (CONTEXT,))
-    chosen = plan_for(terms, options, asked.impl)
+    chosen = dispatch.plan_for(terms, options, asked.impl)
     call = _call_of(chosen.impl, terms, options, asked, same_bits)
     # softmax in kernels, or in plain torch with an operator's gradient
     if call is softmax:

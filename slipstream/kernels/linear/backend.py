@@ -5,8 +5,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.prefix_states import PrefixStates
+from slipstream.kernels.linear import inputs, prefix_states
 from slipstream.kernels.linear.segments import Segments
 
 
@@ -61,7 +60,7 @@ class Exchange(Protocol):
 
     def segments(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         chosen: Segments | None,
         chunk: int,
         unit: int | None = None,
@@ -83,7 +82,7 @@ def pass_states(
     run: Callable[[Tensor, Tensor | None], None],
     states: Tensor,
     s_out: Tensor | None,
-    terms: LinearInputs,
+    terms: inputs.LinearInputs,
     segments: Segments,
     transition: Callable[[], Tensor | None],
     exchange: Exchange | None,
@@ -121,4 +120,4 @@ class Extras(NamedTuple):
 
     save: bool = False
     exchange: Exchange | None = None
-    prefix: PrefixStates | None = None
+    prefix: prefix_states.PrefixStates | None = None

@@ -7,35 +7,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import backend, op
-from slipstream.kernels.linear.inputs import BackwardCall, ForwardCall, LinearInputs
+from slipstream.kernels.linear import backend, inputs, op
 from slipstream.runtime.context_share import Share
 
 # From the terms of a call to the implementations to try for it.
-Choose = Callable[[LinearInputs], str]
+Choose = Callable[[inputs.LinearInputs], str]
 
 
 class Call(NamedTuple):
     """How the operator runs on each rank: see op.py."""
 
-    how: ForwardCall
+    how: inputs.ForwardCall
     choose: Choose
     wants_final: bool
 
 
-def states_per_sequence(terms: LinearInputs) -> int:
+def states_per_sequence(terms: inputs.LinearInputs) -> int:
     """States of one sequence: a row of the batch each, or one where sequences are packed."""
     return terms.q.shape[0] if terms.cu_seqlens is None else 1
 
 
-def terms_of(terms: LinearInputs, begin: int, end: int | None) -> LinearInputs:
+def terms_of(terms: inputs.LinearInputs, begin: int, end: int | None) -> inputs.LinearInputs:
     """Tokens `begin` to `end` alone, without a state before them."""
     terms = terms.of_tokens(lambda x: x[:, begin:end])
     return terms._replace(initial_state=None, cu_seqlens=None)
 
 
 def tail_state(
-    terms: LinearInputs,
+    terms: inputs.LinearInputs,
     share: Share,
     call: Call,
     start: Tensor | None,
@@ -50,7 +49,7 @@ def tail_state(
 
 
 def head_gradient(
-    terms: LinearInputs,
+    terms: inputs.LinearInputs,
     share: Share,
     call: Call,
     dout: Tensor,
@@ -63,7 +62,7 @@ def head_gradient(
     end, states = share.head_end, terms.initial_state
     assert states is not None
     head = terms_of(terms, 0, end)._replace(initial_state=states[: states_per_sequence(terms)])
-    given = *head, *BackwardCall(dout[:, :end], dfinal, *call.how.backward, False)
+    given = *head, *inputs.BackwardCall(dout[:, :end], dfinal, *call.how.backward, False)
     if exchange is not None:
         grads = op.backward_impl(*given, extras=op.Extras(exchange=exchange))
     else:
@@ -71,12 +70,12 @@ def head_gradient(
     return op.by_name(head, False, grads)["initial_state"]
 
 
-def _identity(terms: LinearInputs, width: int) -> Tensor:
+def _identity(terms: inputs.LinearInputs, width: int) -> Tensor:
     (HV, K), options = terms.state_shape[1:3], {"dtype": terms.dtype, "device": terms.q.device}
     return torch.eye(K, **options).expand(width, HV, K, K).contiguous()
 
 
-def transition_matrix(tail: LinearInputs, width: int, call: Call) -> Tensor:
+def transition_matrix(tail: inputs.LinearInputs, width: int, call: Call) -> Tensor:
     """M [width, HV, K, K]: where the identity ends up if nothing is written."""
     K = tail.q.shape[-1]
     v = tail.v.new_zeros(*tail.v.shape[:3], K)
@@ -84,7 +83,7 @@ def transition_matrix(tail: LinearInputs, width: int, call: Call) -> Tensor:
     return op.call_forward(*alone, *call.how._replace(impl=call.choose(alone)))[1]
 
 
-def transition_factors(tail: LinearInputs) -> Tensor:
+def transition_factors(tail: inputs.LinearInputs) -> Tensor:
     """M as factors of the state's elements, [width, HV, K or 1, V or 1]."""
     M = tail.v.new_ones(1, 1, 1, 1, dtype=tail.dtype)
     if tail.g is not None:

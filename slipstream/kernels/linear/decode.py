@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.common import checks
-from slipstream.common.pool_rows import PoolRows
-from slipstream.kernels.linear import op, probe
-from slipstream.kernels.linear.dispatch import LinearOptions, as_autocast, check
+from slipstream.common import checks, pool_rows
+from slipstream.kernels.linear import dispatch, op, probe
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton.plan import kind
@@ -75,7 +73,7 @@ def run(
             "torch.no_grad(), or a fused_recurrent operator"
         )
     if key is None or dtype is not None:
-        terms = as_autocast(terms)
+        terms = dispatch.as_autocast(terms)
     scale = float(max(terms.q.shape[-1], 1) ** -0.5 if scale is None else scale)
     if terms.q.is_cuda:  # outside of what is replayed; on the CPU the operator looks
         token_ids.expect_below("state_indices", pool.indices, pool.state.shape[0], "slots")
@@ -88,9 +86,9 @@ def run(
 
 def plan_for(terms: LinearInputs, pool: Pool, impl: str | None) -> Selection:
     """Checks the arguments and chooses; looks at nothing but shapes, strides, dtypes, devices."""
-    check(terms, {}, LinearOptions(), True)
+    dispatch.check(terms, {}, dispatch.LinearOptions(), True)
     _check_pool(terms, pool)
-    return choose(CANDIDATES, (as_autocast(terms), pool), impl, "recurrent_step", terms.q)
+    return choose(CANDIDATES, (dispatch.as_autocast(terms), pool), impl, "recurrent_step", terms.q)
 
 
 def _check_pool(terms: LinearInputs, pool: Pool) -> None:
@@ -155,7 +153,7 @@ def step_eager(terms: LinearInputs, pool: Pool, scale: float) -> Tensor:
         o, final = recurrent_forward(terms._replace(initial_state=pool.k_first), scale)
         pool.k_first.copy_(final)
         return o
-    rows = PoolRows(pool.indices, pool.state.shape[0])
+    rows = pool_rows.PoolRows(pool.indices, pool.state.shape[0])
     states = rows.read(pool.k_first)
     o, final = recurrent_forward(terms._replace(initial_state=states), scale)
     rows.write(pool.k_first, final)

@@ -21,9 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import backend, inputs
-from slipstream.kernels.linear.inputs import ChunkBackend, Cotangents, LinearInputs, as_fp32
-from slipstream.kernels.linear.prefix_states import PrefixStates
+from slipstream.kernels.linear import backend, inputs, prefix_states
 from slipstream.kernels.linear.segments import Segments, scan_args
 from slipstream.runtime.backends import device_of
 
@@ -65,7 +63,7 @@ class Checkpoints(NamedTuple):
     states: Tensor
 
 
-class DeltaBackend(ChunkBackend):
+class DeltaBackend(inputs.ChunkBackend):
     """A back end's stages. Tensors are contiguous; what is written is allocated by the caller."""
 
     # Whether chunk_dqkg reads its own part of w, and of q, before it writes there: then a gradient
@@ -73,12 +71,12 @@ class DeltaBackend(ChunkBackend):
     reuses_w = False
 
     @abstractmethod
-    def solve_tril(self, terms: LinearInputs) -> WYFactors: ...
+    def solve_tril(self, terms: inputs.LinearInputs) -> WYFactors: ...
 
     @abstractmethod
     def chunk_fwd(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         wy: WYFactors,
         scale: float,
         out: Tensor,
@@ -88,7 +86,7 @@ class DeltaBackend(ChunkBackend):
         s_out: Tensor | None = None,
         segments: Segments | None = None,
         checkpoints: Checkpoints | None = None,
-        prefix: PrefixStates | None = None,
+        prefix: prefix_states.PrefixStates | None = None,
     ) -> None:
         """Into out: o, or w if states [chunks, HV, V, K] are wanted, the state before each chunk.
         s_in, s_out: the states before and after sequences; s_in those before segments, if cut."""
@@ -96,7 +94,7 @@ class DeltaBackend(ChunkBackend):
     @abstractmethod
     def chunk_dstate(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         do: Tensor,
         wy: WYFactors,
         scale: float,
@@ -113,7 +111,7 @@ class DeltaBackend(ChunkBackend):
     @abstractmethod
     def chunk_dqkg(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         do: Tensor,
         wy: WYFactors,
         w: Tensor,
@@ -126,12 +124,12 @@ class DeltaBackend(ChunkBackend):
         """Into grads: q, k and p [B, T, HV / heads_per_sum, K], beta and g [B, T, HV] float32."""
 
     @abstractmethod
-    def choose_segments(self, terms: LinearInputs) -> Segments | None: ...
+    def choose_segments(self, terms: inputs.LinearInputs) -> Segments | None: ...
 
     @abstractmethod
     def entry_states(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         wy: WYFactors,
         segments: Segments,
         final: Tensor | None,
@@ -141,7 +139,7 @@ class DeltaBackend(ChunkBackend):
     @abstractmethod
     def entry_dstates(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         do: Tensor,
         wy: WYFactors,
         scale: float,
@@ -153,14 +151,14 @@ class DeltaBackend(ChunkBackend):
     ) -> EntryStates: ...
 
     @abstractmethod
-    def num_chunks(self, terms: LinearInputs) -> int:
+    def num_chunks(self, terms: inputs.LinearInputs) -> int:
         """Chunks of all sequences, at most."""
 
-    def heads_per_sum(self, terms: LinearInputs) -> int:
+    def heads_per_sum(self, terms: inputs.LinearInputs) -> int:
         """Value heads that share q and k whose gradients chunk_dqkg adds up."""
         return 1
 
-    def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
+    def to_kernel_layout(self, terms: inputs.LinearInputs) -> inputs.LinearInputs:
         """Everything as the kernels index it."""
         assert terms.beta is not None
         return inputs.contiguous(terms)._replace(
@@ -170,22 +168,22 @@ class DeltaBackend(ChunkBackend):
         )
 
     def empty_checkpoints(
-        self, terms: LinearInputs, exchange: backend.Exchange | None
+        self, terms: inputs.LinearInputs, exchange: backend.Exchange | None
     ) -> Checkpoints | None:
         """Memory for the states that forward leaves for backward, if that wants them."""
         return None
 
     def forward(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         scale: float,
         dtype: torch.dtype | None = None,
         save: bool = False,
         exchange: backend.Exchange | None = None,
-        prefix: PrefixStates | None = None,
+        prefix: prefix_states.PrefixStates | None = None,
     ) -> tuple[Any, ...]:
         if dtype is not None:
-            terms = as_fp32(terms)
+            terms = inputs.as_fp32(terms)
         terms = self.to_kernel_layout(terms)
         o = terms.v.new_empty(terms.v.shape)
         final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
@@ -200,7 +198,7 @@ class DeltaBackend(ChunkBackend):
 
     def scan_ends(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         wy: WYFactors,
         final: Tensor | None,
         exchange: backend.Exchange | None = None,
@@ -215,19 +213,19 @@ class DeltaBackend(ChunkBackend):
         return {"segments": segments, "s_in": s_in, "s_out": final}
 
     def fused_gradients(
-        self, terms: LinearInputs, wy: WYFactors, given: Cotangents
+        self, terms: inputs.LinearInputs, wy: WYFactors, given: inputs.Cotangents
     ) -> dict[str, Tensor] | None:
         """As staged_gradients, in one kernel; None where a call is better cut into the stages."""
         return None
 
-    def gradients(self, terms: LinearInputs, given: Cotangents) -> dict[str, Tensor]:
+    def gradients(self, terms: inputs.LinearInputs, given: inputs.Cotangents) -> dict[str, Tensor]:
         saved = given.saved
         wy = WYFactors(*saved[:3]) if saved else self.solve_tril(terms)
         grads = self.fused_gradients(terms, wy, given)
         return grads or self.staged_gradients(terms, wy, given)
 
     def staged_gradients(
-        self, terms: LinearInputs, wy: WYFactors, given: Cotangents
+        self, terms: inputs.LinearInputs, wy: WYFactors, given: inputs.Cotangents
     ) -> dict[str, Tensor]:
         do, dfinal, dstate, scale, _, _, exchange = given
         segments = self.choose_segments(terms)
@@ -252,7 +250,7 @@ class DeltaBackend(ChunkBackend):
             grads[name] = inputs.sum_grouped_heads(grads[name], terms.q.shape[2])
         return {**grads, "v": dv}
 
-    def _empty_grads(self, terms: LinearInputs, do: Tensor, w: Tensor) -> dict[str, Tensor]:
+    def _empty_grads(self, terms: inputs.LinearInputs, do: Tensor, w: Tensor) -> dict[str, Tensor]:
         """Memory for what chunk_dqkg writes."""
         B, T, HV = terms.v.shape[:3]
         H, K = terms.q.shape[2:]
@@ -269,7 +267,7 @@ class DeltaBackend(ChunkBackend):
 
 
 def delta_args(
-    terms: LinearInputs, segments: Segments | None, s_in: Tensor | None, s_out: Tensor | None
+    terms: inputs.LinearInputs, segments: Segments | None, s_in: Tensor | None, s_out: Tensor | None
 ) -> dict[str, Any]:
     """Arguments of every kernel that goes from chunk to chunk."""
     K, V = terms.q.shape[-1], terms.v.shape[-1]

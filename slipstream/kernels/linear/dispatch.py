@@ -15,13 +15,12 @@ from slipstream.common import checks
 from slipstream.kernels.linear import inputs, reference
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes import consistent as consistent_mode
+from slipstream.kernels.linear.modes import context, wide_heads
 from slipstream.kernels.linear.modes import context as context_mode
 from slipstream.kernels.linear.modes import v_first as v_first_mode
-from slipstream.kernels.linear.modes import wide_heads
 from slipstream.kernels.linear.modes.autocast import Autocast, as_autocast
 from slipstream.kernels.linear.modes.call import Call, LinearOptions, Mode, Results, Road
 from slipstream.kernels.linear.modes.consistent import ConsistentStep
-from slipstream.kernels.linear.modes.context import Context
 from slipstream.kernels.linear.modes.memory import Memory
 from slipstream.kernels.linear.modes.memory import groups_of as memory_groups_of
 from slipstream.kernels.linear.modes.prefix_states import Prefix
@@ -44,7 +43,7 @@ CANDIDATES = (
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )
 # The modes from outside in. Arguments are checked as those after ConsistentStep have them.
-MODES = (VFirst, Context, Prefix, ConsistentStep, Autocast, Reverse, WideHeads, Memory)
+MODES = (VFirst, context.Context, Prefix, ConsistentStep, Autocast, Reverse, WideHeads, Memory)
 # Pairs that exclude each other, and what the error says.
 FORBIDDEN = (
     ("consistent", "reverse", "consistent: is not implemented with reverse"),
@@ -223,7 +222,7 @@ def make_plan(
     if dtype is not None:
         terms = as_autocast(terms)
     chosen, groups = choose_plan(terms, options, recurrent, asked)
-    plain = {VFirst: asked.v_first, Context: asked.context, ConsistentStep: asked.step}
+    plain = {VFirst: asked.v_first, context.Context: asked.context, ConsistentStep: asked.step}
     plain |= {Autocast: dtype, Reverse: asked.reverse}
     modes: dict[Any, Mode] = {mode: mode() for mode, on in plain.items() if on}
     if asked.prefix_states:

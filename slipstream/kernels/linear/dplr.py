@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import backend, inputs
+from slipstream.kernels.linear import backend, inputs, prefix_states
 from slipstream.kernels.linear.inputs import ChunkBackend, Cotangents, LinearInputs, as_fp32
-from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import Segments, num_chunks, sequence_args
 from slipstream.runtime.backends import device_of
 
@@ -124,7 +123,7 @@ class DplrBackend(ChunkBackend):
         s_in: Tensor | None = None,
         s_out: Tensor | None = None,
         segments: Segments | None = None,
-        prefix: PrefixStates | None = None,
+        prefix: prefix_states.PrefixStates | None = None,
     ) -> None:
         """Writes the tensors that are given: o; or x and the states before each chunk."""
 
@@ -199,7 +198,7 @@ class DplrBackend(ChunkBackend):
         dtype: torch.dtype | None = None,
         save: bool = False,
         exchange: backend.Exchange | None = None,
-        prefix: PrefixStates | None = None,
+        prefix: prefix_states.PrefixStates | None = None,
     ) -> tuple[Any, ...]:
         if dtype is not None:
             terms = as_fp32(terms)

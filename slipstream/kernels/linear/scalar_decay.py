@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import backend, inputs
+from slipstream.kernels.linear import backend, inputs, prefix_states
 from slipstream.kernels.linear.inputs import ChunkBackend, LinearInputs, sum_grouped_heads
-from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
     FORWARD_UNIT,
@@ -70,7 +69,7 @@ class ChunkLaunch(NamedTuple):
     transposed: bool = False
     sums: GateSums | None = None
     qk: Tensor | None = None
-    prefix: PrefixStates | None = None
+    prefix: prefix_states.PrefixStates | None = None
 
 
 class ScalarDecayBackend(ChunkBackend):
@@ -121,7 +120,7 @@ class ScalarDecayBackend(ChunkBackend):
         dtype: torch.dtype | None = None,
         save: bool = False,
         exchange: backend.Exchange | None = None,
-        prefix: PrefixStates | None = None,
+        prefix: prefix_states.PrefixStates | None = None,
     ) -> tuple[Any, ...]:
         if dtype is not None:
             terms = inputs.as_fp32(terms)

@@ -29,9 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import backend, inputs
+from slipstream.kernels.linear import backend, inputs, prefix_states
 from slipstream.kernels.linear.inputs import ChunkBackend, Cotangents, LinearInputs, contiguous
-from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
     FORWARD_UNIT,
@@ -105,7 +104,7 @@ class ChunkLaunch(NamedTuple):
     reverse: bool = False
     rows: bool = False
     sums: GateSums | None = None
-    prefix: PrefixStates | None = None
+    prefix: prefix_states.PrefixStates | None = None
 
 
 class VectorDecayBackend(ChunkBackend):
@@ -201,7 +200,7 @@ class VectorDecayBackend(ChunkBackend):
         dtype: torch.dtype | None = None,
         save: bool = False,
         exchange: backend.Exchange | None = None,
-        prefix: PrefixStates | None = None,
+        prefix: prefix_states.PrefixStates | None = None,
     ) -> tuple[Any, ...]:
         terms = self.to_kernel_layout(terms)
         o = terms.v.new_empty(terms.v.shape, dtype=dtype)

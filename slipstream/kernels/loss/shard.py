@@ -20,8 +20,7 @@ from torch import Tensor
 from slipstream.common.linear_rows import ClassifierInputs
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.loss.reference import LossInputs, reduced
-from slipstream.runtime import autograd, numeric_probe, token_ids
-from slipstream.runtime.kernel_pair import guarded
+from slipstream.runtime import autograd, kernel_pair, numeric_probe, token_ids
 
 
 class Shard(NamedTuple):
@@ -165,7 +164,7 @@ def _guarded(name: str, plain: Callable, impl: str, t: RankRows, *args: Any) -> 
     """A rank whose compilers fail goes on alone in plain torch: the collectives are the same."""
     dtype, classes, device = t.logits.dtype, t.logits.shape[1], t.logits.device
     mismatch = partial(_mismatch, dtype, classes, device)
-    return guarded(
+    return kernel_pair.guarded(
         impl,
         device,
         f"{__name__}:{name}",

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from slipstream.common.checks import cast
+from slipstream.compiler import arch, kernel_key
 from slipstream.compiler import arch as arches
-from slipstream.compiler.arch import Arch
-from slipstream.compiler.kernel_key import KernelKey
 from slipstream.kernels.matmul import eager
 from slipstream.kernels.matmul.config import (
     KERNELS,
@@ -107,7 +106,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def arch_of(device: torch.device) -> Arch:
+def arch_of(device: torch.device) -> arch.Arch:
     """The interpreter has the limits of sm_90."""
     if device.type != "cuda":
         return arches.named("sm_90")
@@ -120,7 +119,7 @@ def problem(t: MatmulInputs) -> Problem:
     return Problem(t.a.dtype, t.out_dtype, t.precision, *columns, tma_swaps(t), residual)
 
 
-def _kind(name: str, t: MatmulInputs) -> KernelKey:
+def _kind(name: str, t: MatmulInputs) -> kernel_key.KernelKey:
     """The calls that share a verdict on the kernels."""
     return (f"matmul.{name}", t.a.dtype, t.precision)
 

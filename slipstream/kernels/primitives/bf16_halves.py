@@ -1,6 +1,6 @@
 """A float32 tile as two of bf16, so that three products of tensor cores keep 16 bits of it."""
 
-from slipstream.kernels.primitives.gluon_compat import gl, gluon
+from slipstream.kernels.primitives.sm90 import gl, gluon
 
 
 @gluon.jit

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 # Partial sums added at once: more than there mostly are, so that it waits for memory but once.
 ROWS, COLUMNS = 512, 32
@@ -46,8 +45,8 @@ def add_partial_sums(partial: Tensor, outs: Sequence[Tensor | None]) -> None:
     elements that is given; at most five."""
     P, M, D = partial.shape
     pointers = {f"out{i}_ptr": outs[i] if i < M else None for i in range(5)}
-    with device_of(partial.device):
-        cached(partial_sums_kernel)[(-(-D // COLUMNS), M)](
+    with backends.device_of(partial.device):
+        launch_cache.cached(partial_sums_kernel)[(-(-D // COLUMNS), M)](
             partial_ptr=partial,
             **pointers,
             P=P,

@@ -5,14 +5,8 @@ Slice i_step, counted over all tiles of a program, is in stage i_step % STAGES o
 of `full` is a slice that is there, one of `empty` a slice that both warpgroups have read.
 """
 
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_out,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-)
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier
 
 
 @gluon.jit
@@ -73,7 +67,7 @@ def halves(b_x):
 def write_tile(b_x, desc, buffer, row, col):
     """By TMA, through one of two buffers of a warpgroup."""
     # all of this warpgroup's stores but the last have left their buffer
-    store_wait(1)
+    sm90.store_wait(1)
     buffer.store(b_x.to(desc.dtype))
-    fence_async_shared()
-    copy_out(desc, [row, col], buffer)
+    sm90.fence_async_shared()
+    sm90.copy_out(desc, [row, col], buffer)

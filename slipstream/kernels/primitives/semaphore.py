@@ -7,7 +7,7 @@ say `landed` and meet at a barrier before one of them says that its turn is done
 from triton._C.libtriton import ir
 from triton.experimental.gluon.language._core import builtin
 
-from slipstream.kernels.primitives.gluon_compat import gl, gluon
+from slipstream.kernels.primitives.sm90 import gl, gluon
 
 
 @builtin

@@ -2,7 +2,7 @@
 take no registers in between, and nothing of what is made of them is made before a loop and kept.
 """
 
-from slipstream.kernels.primitives.gluon_compat import gl, gluon
+from slipstream.kernels.primitives.sm90 import gl, gluon
 
 
 @gluon.jit

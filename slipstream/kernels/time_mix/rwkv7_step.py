@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.common import checks
-from slipstream.common.pool_rows import PoolRows
+from slipstream.common import checks, pool_rows
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.time_mix import rwkv7
 from slipstream.kernels.time_mix.inputs import TOKENS, OutputInputs, StepInputs, TermsInputs
@@ -130,7 +129,7 @@ def plain(
     found = rwkv7.plain_terms(TermsInputs._make([*terms, wide.k_k, wide.k_a, *biases]), H)
     w, k, a, b, *v = (x[:, 0] for x in found)
     value = v[0] if v else wide.v.unflatten(-1, (H, K))
-    rows = PoolRows(indices, state.shape[0])
+    rows = pool_rows.PoolRows(indices, state.shape[0])
     r, S = wide.r.unflatten(-1, (H, K)), rows.read(state).to(dtype)
     read = (a[..., None] * S).sum(-2, keepdim=True)
     S = S * w.exp()[..., None] + b[..., None] * read + k[..., None] * value[..., None, :]

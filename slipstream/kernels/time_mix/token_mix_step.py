@@ -10,8 +10,7 @@ It has no gradient.
 import torch
 from torch import Tensor
 
-from slipstream.common import checks
-from slipstream.common.pool_rows import PoolRows
+from slipstream.common import checks, pool_rows
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.time_mix.rwkv7 import wide
 from slipstream.runtime import autograd, custom_op, dispatch, guarded_launch, token_ids
@@ -44,7 +43,7 @@ def run(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None, impl: str 
 def plain(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None) -> Tensor:
     if indices is not None:
         token_ids.expect_unique("state_indices", indices, "slot")
-    rows, token = PoolRows(indices, state.shape[0]), wide(x)
+    rows, token = pool_rows.PoolRows(indices, state.shape[0]), wide(x)
     before = rows.read(state).to(token.dtype)
     y = token + (before - token) * mu.to(token.dtype)[:, None]
     rows.write(state, x)

@@ -14,13 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert import files, fla, mamba2, mamba3, qwen_kimi, rwkv7
-from slipstream.models.convert.families import Family, expect_equal
+from slipstream.models.convert import families, files, fla, mamba2, mamba3, qwen_kimi, rwkv7
 from slipstream.models.convert.rules import Rule
 from slipstream.models.model import SlipstreamForCausalLM
 from slipstream.runtime.files import read_json
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, families.Family] = {
     x.name: x
     for x in (
         fla.GLA(),
@@ -99,7 +98,7 @@ def convert(
             raise ValueError(f"to: want one of {', '.join(FAMILIES)}, got {to!r}")
         family, config = FAMILIES[to], SlipstreamConfig(**_without(given, "model_type"))
         theirs = family.write(config)
-        expect_equal(config, SlipstreamConfig(**family.read(dict(theirs))), family.name)
+        families.expect_equal(config, SlipstreamConfig(**family.read(dict(theirs))), family.name)
     with torch.device("meta"):
         model = SlipstreamForCausalLM(config)
     rules = list(family.rules(config, model))
@@ -179,7 +178,7 @@ def _shapes(model: Any, config: SlipstreamConfig) -> dict[str, torch.Size]:
 _OF_VALUES = (TypeError, AttributeError, ZeroDivisionError, ValueError)
 
 
-def _read(family: Family, given: dict[str, Any]) -> dict[str, Any]:
+def _read(family: families.Family, given: dict[str, Any]) -> dict[str, Any]:
     """
     Raises:
         ValueError: names the key whose value no such model can have, such as None for a size.
@@ -197,7 +196,7 @@ def _read(family: Family, given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"config.json: of no {family.name} model ({error})") from error
 
 
-def _family_of(given: dict[str, Any], source: Path) -> Family | None:
+def _family_of(given: dict[str, Any], source: Path) -> families.Family | None:
     """None for a checkpoint of ours."""
     kind = given.get("model_type")
     if kind == SlipstreamConfig.model_type:
@@ -226,7 +225,7 @@ def _read_config(source: Path) -> dict[str, Any]:
 def _write_config(
     target: Path,
     config: SlipstreamConfig,
-    family: Family,
+    family: families.Family,
     theirs: dict[str, Any] | None,
     given: dict[str, Any],
 ) -> None:

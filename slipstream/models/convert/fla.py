@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert import families
-from slipstream.models.convert.rules import Rule, convolutions, joined, renamed
+from slipstream.models.convert import families, rules
 
 # keys of fla's configs that change no result here
 WITHOUT_EFFECT = (
@@ -86,7 +85,7 @@ class Gated(families.Family):
         """The inverse of `mixer`."""
         return {}
 
-    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[rules.Rule]:
         """The weights of a mixer."""
         raise NotImplementedError
 
@@ -142,7 +141,7 @@ class Gated(families.Family):
         yield (
             "",
             "",
-            renamed(
+            rules.renamed(
                 ("mixer_norm.weight", "attn_norm.weight"),
                 "mlp_norm.weight",
                 *(f"mlp.{x}.weight" for x in ("gate_proj", "up_proj", "down_proj")),
@@ -170,10 +169,10 @@ class GLA(Gated):
         config.expect("use_gv", False)
         return {"norm_affine": bool(config["elementwise_affine"])}
 
-    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[rules.Rule]:
         return [
             *projections(*"qkvo", *("g" if mixer["use_gate"] else "")),
-            *renamed(
+            *rules.renamed(
                 ("gk_down.weight", "gk_proj.0.weight"),
                 ("gk_up.weight", "gk_proj.1.weight"),
                 ("gk_up.bias", "gk_proj.1.bias"),
@@ -209,7 +208,7 @@ class RetNet(Gated):
         size, width = config.hidden_size, mixer["head_dim"] * mixer["num_heads"]
         return {"expand_k": width / size, "expand_v": width * mixer["expand_v"] / size}
 
-    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[rules.Rule]:
         found = projections(*"qkvo", *("g" if mixer["use_gate"] else ""))
         return [*found, *_gate_norm(mixer, module)]
 
@@ -237,13 +236,13 @@ class DeltaNet(Gated):
         size = config.hidden_size / mixer["num_heads"]
         return {"expand_k": mixer["head_dim"] / size, "expand_v": mixer["head_v_dim"] / size}
 
-    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[rules.Rule]:
         keys, values = (mixer["num_heads"] * mixer[x] for x in ("head_dim", "head_v_dim"))
         others = "o" + "b" * mixer["use_beta"] + "g" * mixer["use_gate"]
         return [
             *_qkv(module.conv, [keys, keys, values]),
             *projections(*others),
-            *renamed(("norm_weight", "o_norm.weight")),
+            *rules.renamed(("norm_weight", "o_norm.weight")),
         ]
 
 
@@ -271,14 +270,14 @@ class GatedDeltaNet(Gated):
             "output_gate_activation": mixer["gate_activation"],
         }
 
-    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[rules.Rule]:
         gate = [("z_proj.weight", "g_proj.weight")] if mixer["use_gate"] else []
         heads = [mixer["num_v_heads"]] * 2
         return [
             *_qkv(module.conv, [module.keys, module.keys, module.values]),
             *projections("o"),
-            joined("ab_proj.weight", ["a_proj.weight", "b_proj.weight"], heads),
-            *renamed(*gate, ("norm_weight", "o_norm.weight"), "A_log", "dt_bias"),
+            rules.joined("ab_proj.weight", ["a_proj.weight", "b_proj.weight"], heads),
+            *rules.renamed(*gate, ("norm_weight", "o_norm.weight"), "A_log", "dt_bias"),
         ]
 
 
@@ -303,11 +302,11 @@ class KDA(Gated):
             "safe_gate": mixer["lower_bound"] is not None,
         }
 
-    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[rules.Rule]:
         return [
             *_qkv(module.conv, [module.keys, module.keys, module.values]),
             *projections(*"bo"),
-            *renamed(
+            *rules.renamed(
                 ("f_down.weight", "f_proj.0.weight"),
                 ("f_up.weight", "f_proj.1.weight"),
                 ("g_down.weight", "g_proj.0.weight"),
@@ -342,9 +341,9 @@ class ForgettingTransformer(Gated):
         config.expect("attn", None)
         return {}
 
-    def weights(self, mixer: dict[str, Any], module: Any) -> list[Rule]:
+    def weights(self, mixer: dict[str, Any], module: Any) -> list[rules.Rule]:
         gate = projections("g") if mixer["output_gate"] else []
-        return [*attention_rules(mixer), *projections("f"), *renamed("f_proj.bias"), *gate]
+        return [*attention_rules(mixer), *projections("f"), *rules.renamed("f_proj.bias"), *gate]
 
 
 def _head_dim(config: families.ForeignConfig, ratio: str) -> int:
@@ -355,29 +354,29 @@ def _inverse(names: dict[Any, Any], value: Any) -> Any:
     return next((theirs for theirs, ours in names.items() if ours == value), value)
 
 
-def projections(*names: str) -> list[Rule]:
-    return renamed(*(f"{x}_proj.weight" for x in names))
+def projections(*names: str) -> list[rules.Rule]:
+    return rules.renamed(*(f"{x}_proj.weight" for x in names))
 
 
-def _qkv(conv: Any, sizes: list[int]) -> list[Rule]:
+def _qkv(conv: Any, sizes: list[int]) -> list[rules.Rule]:
     return [
-        joined("qkv_proj.weight", [f"{x}_proj.weight" for x in "qkv"], sizes),
+        rules.joined("qkv_proj.weight", [f"{x}_proj.weight" for x in "qkv"], sizes),
         *convolution(conv, sizes),
     ]
 
 
-def convolution(conv: Any, sizes: list[int]) -> list[Rule]:
+def convolution(conv: Any, sizes: list[int]) -> list[rules.Rule]:
     if conv is None:
         return []
-    return [convolutions("conv.weight", [f"{x}_conv1d.weight" for x in "qkv"], sizes)]
+    return [rules.convolutions("conv.weight", [f"{x}_conv1d.weight" for x in "qkv"], sizes)]
 
 
-def _gate_norm(mixer: dict[str, Any], module: Any) -> list[Rule]:
+def _gate_norm(mixer: dict[str, Any], module: Any) -> list[rules.Rule]:
     """fla fuses the norm with its gate if there is one."""
     if module.norm_weight is None:
         return []
     name = "g_norm_swish_gate" if mixer["use_gate"] else "g_norm"
-    return renamed(("norm_weight", f"{name}.weight"))
+    return rules.renamed(("norm_weight", f"{name}.weight"))
 
 
 def _attention(config: families.ForeignConfig) -> dict[int, dict[str, Any]]:
@@ -411,11 +410,11 @@ def attention_of(config: SlipstreamConfig) -> list[dict[str, Any]] | None:
     return specs or None
 
 
-def attention_rules(options: dict[str, Any]) -> list[Rule]:
+def attention_rules(options: dict[str, Any]) -> list[rules.Rule]:
     queries, keys = (options["head_dim"] * options[x] for x in ("num_heads", "num_kv_heads"))
     parts = ("weight", "bias") if options["qkv_bias"] else ("weight",)
     sizes = [queries, keys, keys]
     return [
-        *(joined(f"qkv_proj.{x}", [f"{n}_proj.{x}" for n in "qkv"], sizes) for x in parts),
+        *(rules.joined(f"qkv_proj.{x}", [f"{n}_proj.{x}" for n in "qkv"], sizes) for x in parts),
         *projections("o"),
     ]

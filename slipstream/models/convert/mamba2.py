@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert import families, fla
-from slipstream.models.convert.rules import Rule, renamed, shaped
+from slipstream.models.convert import families, fla, rules
 
 # options of the mixer and both libraries' names of them; and fla's of its own
 NAMES = {key: key for key in ("head_dim", "state_size", "n_groups", "use_bias")}
@@ -34,7 +33,7 @@ class Mamba(families.Family):
         """The inverse of `mixer`."""
         raise NotImplementedError
 
-    def weights(self, m: Any) -> Iterable[Rule]:
+    def weights(self, m: Any) -> Iterable[rules.Rule]:
         """The weights of a mixer."""
         raise NotImplementedError
 
@@ -72,7 +71,7 @@ class Mamba(families.Family):
         }
 
     def layer(self, config: SlipstreamConfig, i: int, block: Any) -> Iterable[families.Rules]:
-        yield "", "", renamed(("mixer_norm.weight", "norm.weight"))
+        yield "", "", rules.renamed(("mixer_norm.weight", "norm.weight"))
         yield "mixer.", "mixer.", self.weights(block.mixer)
 
 
@@ -105,16 +104,16 @@ class FlaMamba2(Mamba):
         limit = list(mixer["dt_limit"] or (0.0, float("inf")))
         return {"num_heads": mixer["num_heads"], self.limit: limit}
 
-    def weights(self, m: Any) -> Iterable[Rule]:
+    def weights(self, m: Any) -> Iterable[rules.Rule]:
         channels, width = m.conv.weight.shape
-        yield from renamed("in_proj.weight", "out_proj.weight", "A_log", "D", "dt_bias")
-        yield shaped("conv.weight", "conv1d.weight", (channels, width), (channels, 1, width))
+        yield from rules.renamed("in_proj.weight", "out_proj.weight", "A_log", "D", "dt_bias")
+        yield rules.shaped("conv.weight", "conv1d.weight", (channels, width), (channels, 1, width))
         if m.norm_weight is not None:
-            yield from renamed(("norm_weight", "norm.weight"))
+            yield from rules.renamed(("norm_weight", "norm.weight"))
         if m.conv.bias is not None:
-            yield from renamed(("conv.bias", "conv1d.bias"))
+            yield from rules.renamed(("conv.bias", "conv1d.bias"))
         if m.in_proj.bias is not None:
-            yield from renamed("in_proj.bias", "out_proj.bias")
+            yield from rules.renamed("in_proj.bias", "out_proj.bias")
 
 
 class Mamba2(FlaMamba2):

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.layers.mamba3 import mimo_order
-from slipstream.models.convert import families, fla, mamba2
-from slipstream.models.convert.rules import Rule, renamed, reordered, shaped
+from slipstream.models.convert import families, fla, mamba2, rules
 
 
 class Mamba3(mamba2.Mamba):
@@ -37,24 +36,24 @@ class Mamba3(mamba2.Mamba):
             raise ValueError(f"rotary_fraction: fla has 0.5 or 1, got {mixer['rotary_fraction']}")
         return {"is_mimo": mixer["mimo_rank"] > 1, "mimo_rank": mixer["mimo_rank"]}
 
-    def weights(self, m: Any) -> Iterable[Rule]:
+    def weights(self, m: Any) -> Iterable[rules.Rule]:
         N = m.state_size
         order = torch.arange(N, device="cpu") if m.mimo_rank == 1 else mimo_order(N)
         rows = _rows(m.sizes, order)
-        yield reordered("in_proj.weight", rows, 0)
+        yield rules.reordered("in_proj.weight", rows, 0)
         for name in ("B_bias", "C_bias"):
-            yield reordered(name, order, 2)
+            yield rules.reordered(name, order, 2)
         for name in ("B_norm", "C_norm"):
-            yield reordered(name, order, 0)._replace(theirs=(f"{name}.weight",))
-        yield from renamed("out_proj.weight", "dt_bias", "D")
+            yield rules.reordered(name, order, 0)._replace(theirs=(f"{name}.weight",))
+        yield from rules.renamed("out_proj.weight", "dt_bias", "D")
         if m.mimo_rank > 1:
-            yield from renamed("mimo_x", "mimo_z", "mimo_o")
+            yield from rules.renamed("mimo_x", "mimo_z", "mimo_o")
         if m.in_proj.bias is not None:
-            yield reordered("in_proj.bias", rows, 0)
-            yield from renamed("out_proj.bias")
+            yield rules.reordered("in_proj.bias", rows, 0)
+            yield from rules.renamed("out_proj.bias")
         if m.norm_weight is not None:
             shape = m.norm_weight.shape
-            yield shaped("norm_weight", "norm.weight", shape, (shape.numel(),))
+            yield rules.shaped("norm_weight", "norm.weight", shape, (shape.numel(),))
 
 
 def _rows(sizes: list[int], order: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def products_of_scores(gate: float, monkeypatch: pytest.MonkeyPatch) -> int:
     scan = launches.module(
         SM90 + "vector_decay.chunk_fwd", False
     ).vector_decay_chunk_fwd_sm90_kernel
-    of_scores = scan.__globals__["score_partition"].__globals__
+    of_scores = vars(scan.__globals__["intra"])
     count = mock.Mock(side_effect=of_scores["warpgroup_mma"])
     with mock.patch.dict(of_scores, warpgroup_mma=count):
         backend("gla").forward(terms, SCALE)

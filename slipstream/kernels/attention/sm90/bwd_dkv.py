@@ -25,6 +25,7 @@ p and dx are computed transposed, keys by queries, so that they go from register
 
 from typing import Any, NamedTuple
 
+from slipstream.kernels.attention.sm90 import common
 from slipstream.kernels.attention.sm90.common import (
     LEFT,
     LENGTHS,
@@ -32,35 +33,10 @@ from slipstream.kernels.attention.sm90.common import (
     SOFTCAP,
     THREAD_COLUMN_BITS,
     THREAD_ROW_BITS,
-    Sizes,
-    barriers,
-    fetch,
-    inverse,
-    load_scalar,
-    locate_tile,
-    opaque,
-    opaque_range,
-    program_id_volatile,
-    stage_through_smem,
-    store_scalars,
-    store_staged,
-    tile_coords,
-    visible_query_tiles,
-    wait_empty,
-    wait_full,
-    where_below,
-    where_within,
-    zero_tail_rows,
 )
 from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
-from slipstream.kernels.primitives.gluon_compat import (
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from slipstream.kernels.primitives.smem_scalars import alloc_scalars
+from slipstream.kernels.primitives import sm90, smem_scalars
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # scalars of a unit that each warpgroup parks in shared memory
 NUM_SCALARS = gl.constexpr(5)
@@ -89,7 +65,7 @@ def row_values(
     """BM numbers of a tile's queries along the columns of a product; `other` from num_valid on."""
     o_m = gl.arange(0, BM, gl.SliceLayout(0, layout))
     if MASKED:
-        m_m = opaque_range(o_m, i_step, THREAD_COLUMN_BITS) < num_valid
+        m_m = common.opaque_range(o_m, i_step, THREAD_COLUMN_BITS) < num_valid
         x = gl.load(ptr + o_m, mask=m_m, other=other)
     else:
         x = gl.load(ptr + o_m)
@@ -117,8 +93,8 @@ def visible_queries(mask_args, i_step, layout: gl.constexpr, FLAGS: gl.constexpr
     mask_args: the query at the place of the first key, and the window.
     """
     at, window = mask_args
-    o_n = opaque_range(gl.arange(0, 64, gl.SliceLayout(1, layout)), i_step, THREAD_ROW_BITS)
-    low, high = opaque((at - window[1], at + window[0] + 1), i_step)
+    o_n = common.opaque_range(gl.arange(0, 64, gl.SliceLayout(1, layout)), i_step, THREAD_ROW_BITS)
+    low, high = common.opaque((at - window[1], at + window[0] + 1), i_step)
     return first_and_width(low + o_n, high + o_n, window, FLAGS)
 
 
@@ -140,15 +116,15 @@ def _whole(a, b, like):
 def _weights(s, base, o_m, low, width, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     """p, and the factor of dp - delta in dx: p, or with a softcap p (1 - tanh^2)."""
     if FLAGS & SOFTCAP:
-        t = 1.0 - 2.0 * inverse(1.0 + gl.exp2(s * factor))
+        t = 1.0 - 2.0 * common.inverse(1.0 + gl.exp2(s * factor))
         s = cap * t
     else:
         s = s * factor
     if MASKED:
         if FLAGS & LEFT:
-            s = where_within(s, o_m, low, width)
+            s = common.where_within(s, o_m, low, width)
         else:
-            s = where_below(s, low - 1, o_m)
+            s = common.where_below(s, low - 1, o_m)
     p = gl.exp2(s - base)
     w = p
     if FLAGS & SOFTCAP:
@@ -203,25 +179,27 @@ def _load_partition(descs, buffers, full, empty, offsets, sizes, window, strides
     group, units = sizes.group, sizes.units
     i_step = units * 0
     units_done = units * 0
-    for unit in range(program_id_volatile(i_step), units, gl.num_programs(0)):
-        loc = locate_tile(unit, offsets, sizes, 64, True, FLAGS)
-        visible = visible_query_tiles(loc.row, loc.queries, loc.keys, window, BM, 64, FLAGS)
-        row_k, col_k = tile_coords(strides_k, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
-        row_v, col_v = tile_coords(strides_v, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
+    for unit in range(common.program_id_volatile(i_step), units, gl.num_programs(0)):
+        loc = common.locate_tile(unit, offsets, sizes, 64, True, FLAGS)
+        visible = common.visible_query_tiles(loc.row, loc.queries, loc.keys, window, BM, 64, FLAGS)
+        row_k, col_k = common.tile_coords(strides_k, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
+        row_v, col_v = common.tile_coords(strides_v, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
         mbarrier.wait(empty.kv.index(0), (units_done & 1) ^ 1)
-        fetch(desc_k, row_k, col_k, full.kv.index(0), buffers.kv.index(0))
+        common.fetch(desc_k, row_k, col_k, full.kv.index(0), buffers.kv.index(0))
         mbarrier.wait(empty.kv.index(1), (units_done & 1) ^ 1)
-        fetch(desc_v, row_v, col_v, full.kv.index(1), buffers.kv.index(1))
+        common.fetch(desc_v, row_v, col_v, full.kv.index(1), buffers.kv.index(1))
         for i_g in range(group):
             i_h = loc.i_h * group + i_g
-            row_q, col_q = tile_coords(strides_q, loc.i_b, i_h, loc.begin + visible.first)
-            row_do, col_do = tile_coords(strides_do, loc.i_b, i_h, loc.begin + visible.first)
+            row_q, col_q = common.tile_coords(strides_q, loc.i_b, i_h, loc.begin + visible.first)
+            row_do, col_do = common.tile_coords(strides_do, loc.i_b, i_h, loc.begin + visible.first)
             for i in range(visible.num_tiles):
                 stage = i_step % ST
-                wait_empty(empty.q, i_step, ST)
-                fetch(desc_q, row_q + i * BM, col_q, full.q.index(stage), buffers.q.index(stage))
-                wait_empty(empty.do, i_step, ST)
-                fetch(
+                common.wait_empty(empty.q, i_step, ST)
+                common.fetch(
+                    desc_q, row_q + i * BM, col_q, full.q.index(stage), buffers.q.index(stage)
+                )
+                common.wait_empty(empty.do, i_step, ST)
+                common.fetch(
                     desc_do, row_do + i * BM, col_do, full.do.index(stage), buffers.do.index(stage)
                 )
                 i_step += 1
@@ -238,27 +216,27 @@ def _dv_step(zero, dv, buffers, full, empty, base_ptr, delta_ptr, i_step, mask_a
     base = row_values(base_ptr + query, num_valid, i_step, float("inf"), BM, layout, MASKED)
     stage = i_step % ST
     q, do = buffers.q.index(stage), buffers.do.index(stage)
-    wait_full(full.q, i_step, ST)
+    common.wait_full(full.q, i_step, ST)
     if MASKED:
-        zero_tail_rows((q,), num_valid, i_step, BM, D)
+        common.zero_tail_rows((q,), num_valid, i_step, BM, D)
     k = buffers.kv.index(i_step >> 30)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     # q was read by the product alone: it can be refilled
-    s = warpgroup_mma_wait(0, deps=(s,))
+    s = sm90.warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(empty.q.index(stage))
     if MASKED:
         mask_args = visible_queries(mask_args, i_step, layout, FLAGS)
     o_m = (
-        opaque_range(gl.arange(0, BM, gl.SliceLayout(0, layout)), i_step, THREAD_COLUMN_BITS)
+        common.opaque_range(gl.arange(0, BM, gl.SliceLayout(0, layout)), i_step, THREAD_COLUMN_BITS)
         + query
     )
     p, _ = weights(s, base, mask_args, o_m, factor, cap, MASKED, FLAGS)
-    wait_full(full.do, i_step, ST)
+    common.wait_full(full.do, i_step, ST)
     if MASKED:
-        zero_tail_rows((do,), num_valid, i_step, BM, D)
+        common.zero_tail_rows((do,), num_valid, i_step, BM, D)
     p = gl.convert_layout(p.to(k.dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
     dv = warpgroup_mma(p, do, dv, is_async=True)
-    dv = warpgroup_mma_wait(0, deps=(dv,))
+    dv = sm90.warpgroup_mma_wait(0, deps=(dv,))
     mbarrier.arrive(empty.do.index(stage))
     return dv
 
@@ -273,33 +251,33 @@ def _dk_step(zero, dk, buffers, full, empty, base_ptr, delta_ptr, i_step, mask_a
     base = row_values(base_ptr + query, num_valid, i_step, float("inf"), BM, layout, MASKED)
     stage = i_step % ST
     q, do = buffers.q.index(stage), buffers.do.index(stage)
-    wait_full(full.q, i_step, ST)
+    common.wait_full(full.q, i_step, ST)
     # masked tiles wait for both at once, to zero the rows after the last query
     if MASKED:
-        wait_full(full.do, i_step, ST)
-        zero_tail_rows((q,), num_valid, i_step, BM, D)
-        zero_tail_rows((do,), num_valid, i_step, BM, D)
+        common.wait_full(full.do, i_step, ST)
+        common.zero_tail_rows((q,), num_valid, i_step, BM, D)
+        common.zero_tail_rows((do,), num_valid, i_step, BM, D)
     # opaque zeros: with constant indices the addresses of k and v are kept in registers
     k, v = buffers.kv.index(i_step >> 30), buffers.kv.index(1 + (i_step >> 30))
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     if not MASKED:
-        wait_full(full.do, i_step, ST)
+        common.wait_full(full.do, i_step, ST)
     dp = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    s = sm90.warpgroup_mma_wait(1, deps=(s,))
     if MASKED:
         mask_args = visible_queries(mask_args, i_step, layout, FLAGS)
     o_m = (
-        opaque_range(gl.arange(0, BM, gl.SliceLayout(0, layout)), i_step, THREAD_COLUMN_BITS)
+        common.opaque_range(gl.arange(0, BM, gl.SliceLayout(0, layout)), i_step, THREAD_COLUMN_BITS)
         + query
     )
     _, w = weights(s, base, mask_args, o_m, factor, cap, MASKED, FLAGS)
     delta = row_values(delta_ptr + query, num_valid, i_step, 0.0, BM, layout, MASKED)
-    dp = warpgroup_mma_wait(0, deps=(dp,))
+    dp = sm90.warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(empty.do.index(stage))
     dx = w * (dp - delta[None, :])
     dx = gl.convert_layout(dx.to(k.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
     dk = warpgroup_mma(dx, q, dk, is_async=True)
-    dk = warpgroup_mma_wait(0, deps=(dk,))
+    dk = sm90.warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(empty.q.index(stage))
     return dk
 
@@ -316,20 +294,22 @@ def _query_loop(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, ba
     zero = gl.zeros([64, BM], gl.float32, s_layout)
     i_step = units * 0
     units_done = units * 0
-    for unit in range(program_id_volatile(i_step), units, gl.num_programs(0)):
-        loc = locate_tile(unit, offsets, sizes, 64, True, FLAGS)
+    for unit in range(common.program_id_volatile(i_step), units, gl.num_programs(0)):
+        loc = common.locate_tile(unit, offsets, sizes, 64, True, FLAGS)
         queries, keys, row = loc.queries, loc.keys, loc.row
-        bounds = opaque(window, i_step)
-        query, count, inner, outer = visible_query_tiles(row, queries, keys, bounds, BM, 64, FLAGS)
+        bounds = common.opaque(window, i_step)
+        query, count, inner, outer = common.visible_query_tiles(
+            row, queries, keys, bounds, BM, 64, FLAGS
+        )
         mask_args = (row - (keys - queries), bounds)
         coords = (row, loc.i_h, loc.i_kb, loc.begin_k, loc.capacity)
-        store_scalars(pad, coords, KEYS * NUM_SCALARS, D)
+        common.store_scalars(pad, coords, KEYS * NUM_SCALARS, D)
         acc = gl.zeros([64, D], gl.float32, k_layout)
         mbarrier.wait(full.kv.index(0), units_done & 1)
         if KEYS:
             mbarrier.wait(full.kv.index(1), units_done & 1)
         for i_g in range(group):
-            T, H = opaque((sizes.T, sizes.H), i_step)
+            T, H = common.opaque((sizes.T, sizes.H), i_step)
             i_r = loc.i_b.to(gl.int64) * H + loc.i_h * group + i_g
             i_r = i_r * (gl.cdiv(T, 4) * 4) + loc.begin
             # masked edge, inside, masked edge
@@ -348,16 +328,16 @@ def _query_loop(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, ba
         if FLAGS & LENGTHS:
             used = row + gl.arange(0, 64, gl.SliceLayout(1, k_layout)) < keys
             acc = gl.where(used[:, None], acc, 0.0)
-        out = stage_through_smem(
+        out = common.stage_through_smem(
             out_buffers.index(KEYS + (i_step >> 30)), (acc * scale).to(buffers.kv.dtype), D
         )
         if KEYS:
             mbarrier.arrive(empty.kv.index(1))
-        row, i_kv, i_kb, begin_k, capacity = load_scalar(pad, coords, KEYS * NUM_SCALARS, D)
-        S, H, each = opaque((sizes.S, sizes.H, group), i_step)
+        row, i_kv, i_kb, begin_k, capacity = common.load_scalar(pad, coords, KEYS * NUM_SCALARS, D)
+        S, H, each = common.opaque((sizes.S, sizes.H, group), i_step)
         HKV = H // each
         at = ((i_kb.to(gl.int64) * S + begin_k + row) * HKV + i_kv) * D
-        store_staged(out_ptr + at, out, HKV * D, capacity - row, i_step, D)
+        common.store_staged(out_ptr + at, out, HKV * D, capacity - row, i_step, D)
 
 
 @gluon.jit
@@ -400,19 +380,19 @@ def softmax_dkv_sm90_kernel(
     bufs_dv = gl.allocate_shared_memory(dtype, [1, 64, D], desc_v.layout)
     bufs_q = gl.allocate_shared_memory(dtype, [ST, BM, D], desc_q.layout)
     bufs_do = gl.allocate_shared_memory(dtype, [ST, BM, D], desc_do.layout)
-    full_k = barriers(2, 1)
+    full_k = common.barriers(2, 1)
     empty_k = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(empty_k.index(0), count=2)
     mbarrier.init(empty_k.index(1), count=1)
-    full_q = barriers(ST, 1)
-    empty_q = barriers(ST, 2)
-    full_do = barriers(ST, 1)
-    empty_do = barriers(ST, 2)
-    pad = alloc_scalars(2 * NUM_SCALARS)
+    full_q = common.barriers(ST, 1)
+    empty_q = common.barriers(ST, 2)
+    full_do = common.barriers(ST, 1)
+    empty_do = common.barriers(ST, 2)
+    pad = smem_scalars.alloc_scalars(2 * NUM_SCALARS)
     buffers = Buffers(bufs_k, bufs_q, bufs_do)
     full, empty = Barriers(full_k, full_q, full_do), Barriers(empty_k, empty_q, empty_do)
     offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)
-    sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)
+    sizes = common.Sizes(T, S, H, N, group, tiles, search_steps, section, units)
     gl.warp_specialize([
         (_warpgroup_0, (dv_ptr, base_ptr, delta_ptr, factor, cap, buffers,
                   bufs_dv, full, empty, offsets, sizes, (left, right),

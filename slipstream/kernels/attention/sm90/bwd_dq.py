@@ -22,40 +22,11 @@ products run beside this one's exponentials instead (_tile_loop).
 
 from typing import Any, NamedTuple
 
-from slipstream.kernels.attention.sm90.common import (
-    LEFT,
-    RIGHT,
-    SOFTCAP,
-    THREAD_ROW_BITS,
-    Sizes,
-    barriers,
-    fetch,
-    inverse,
-    load_scalar,
-    locate_tile,
-    opaque,
-    opaque_range,
-    program_id_volatile,
-    stage_through_smem,
-    store_scalars,
-    store_staged,
-    tile_coords,
-    visible_key_tiles,
-    wait_empty,
-    wait_full,
-    where_below,
-    where_within,
-    zero_tail_rows,
-)
+from slipstream.kernels.attention.sm90 import common
+from slipstream.kernels.attention.sm90.common import LEFT, RIGHT, SOFTCAP, THREAD_ROW_BITS
 from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
-from slipstream.kernels.primitives.gluon_compat import (
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from slipstream.kernels.primitives.smem_scalars import alloc_scalars
+from slipstream.kernels.primitives import sm90, smem_scalars
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # scalars of a unit that each warpgroup parks in shared memory
 NUM_SCALARS = gl.constexpr(5)
@@ -87,32 +58,34 @@ def _load_partition(descs, buffers, full, empty, offsets, sizes, window, strides
     group, units = sizes.group, sizes.units
     i_step = units * 0
     units_done = units * 0
-    for unit in range(program_id_volatile(i_step), units, gl.num_programs(0)):
-        loc = locate_tile(unit, offsets, sizes, 128, False, FLAGS)
-        visible = visible_key_tiles(loc.row, loc.queries, loc.keys, window, 128, BN, FLAGS)
-        row_q, col_q = tile_coords(strides_q, loc.i_b, loc.i_h, loc.begin + loc.row)
-        row_do, col_do = tile_coords(strides_do, loc.i_b, loc.i_h, loc.begin + loc.row)
-        row_k, col_k = tile_coords(
+    for unit in range(common.program_id_volatile(i_step), units, gl.num_programs(0)):
+        loc = common.locate_tile(unit, offsets, sizes, 128, False, FLAGS)
+        visible = common.visible_key_tiles(loc.row, loc.queries, loc.keys, window, 128, BN, FLAGS)
+        row_q, col_q = common.tile_coords(strides_q, loc.i_b, loc.i_h, loc.begin + loc.row)
+        row_do, col_do = common.tile_coords(strides_do, loc.i_b, loc.i_h, loc.begin + loc.row)
+        row_k, col_k = common.tile_coords(
             strides_k, loc.i_kb, loc.i_h // group, loc.begin_k + visible.first
         )
-        row_v, col_v = tile_coords(
+        row_v, col_v = common.tile_coords(
             strides_v, loc.i_kb, loc.i_h // group, loc.begin_k + visible.first
         )
         for c in gl.static_range(2):
             mbarrier.wait(empty.q.index(c), (units_done & 1) ^ 1)
-            fetch(desc_q, row_q + c * 64, col_q, full.q.index(2 * c), buffers.q.index(c))
-            fetch(desc_do, row_do + c * 64, col_do, full.q.index(2 * c + 1), buffers.do.index(c))
+            common.fetch(desc_q, row_q + c * 64, col_q, full.q.index(2 * c), buffers.q.index(c))
+            common.fetch(
+                desc_do, row_do + c * 64, col_do, full.q.index(2 * c + 1), buffers.do.index(c)
+            )
         for i in range(visible.num_tiles):
-            wait_empty(empty.k, i_step, KS)
-            fetch(
+            common.wait_empty(empty.k, i_step, KS)
+            common.fetch(
                 desc_k,
                 row_k + i * BN,
                 col_k,
                 full.k.index(i_step % KS),
                 buffers.k.index(i_step % KS),
             )
-            wait_empty(empty.v, i_step, VS)
-            fetch(
+            common.wait_empty(empty.v, i_step, VS)
+            common.fetch(
                 desc_v,
                 row_v + i * BN,
                 col_v,
@@ -128,16 +101,16 @@ def _scores(s, low, high, key, factor, cap, MASKED: gl.constexpr, FLAGS: gl.cons
     """Scores in base 2, -inf where not seen, and the softcap's tanh."""
     t = s
     if FLAGS & SOFTCAP:
-        t = 1.0 - 2.0 * inverse(1.0 + gl.exp2(s * factor))
+        t = 1.0 - 2.0 * common.inverse(1.0 + gl.exp2(s * factor))
         s = cap * t
     else:
         s = s * factor
     if MASKED:
         o_n = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         if FLAGS & LEFT:
-            s = where_within(s, o_n[None, :], low[:, None], high[:, None])
+            s = common.where_within(s, o_n[None, :], low[:, None], high[:, None])
         else:
-            s = where_below(s, o_n[None, :], high[:, None])
+            s = common.where_below(s, o_n[None, :], high[:, None])
     return s, t
 
 
@@ -160,21 +133,21 @@ def _step(c, zero, dq, buffers, full, empty, base, delta, i_step, low, high, key
     # opaque zeros: with constant indices the addresses are kept in registers, v's single stage too
     q, do = buffers.q.index(c + (i_step >> 30)), buffers.do.index(c + (i_step >> 30))
     k, v = buffers.k.index(i_step % KS), buffers.v.index(i_step % VS + (i_step >> 30))
-    wait_full(full.k, i_step, KS)
+    common.wait_full(full.k, i_step, KS)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    wait_full(full.v, i_step, VS)
+    common.wait_full(full.v, i_step, VS)
     dp = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    s = sm90.warpgroup_mma_wait(1, deps=(s,))
     s, t = _scores(s, low, high, key, factor, cap, MASKED, FLAGS)
     p = gl.exp2(s - base[:, None])
-    dp = warpgroup_mma_wait(0, deps=(dp,))
+    dp = sm90.warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(empty.v.index(i_step % VS))
     dp = _gradient(p, t, dp, delta, MASKED, FLAGS)
     dx = gl.convert_layout(dp.to(q.dtype), gl.DotOperandLayout(0, dq.type.layout, 2))
     if MASKED:
-        zero_tail_rows((k,), keys - key, 0 if FLAGS & SOFTCAP else i_step, BN, D)
+        common.zero_tail_rows((k,), keys - key, 0 if FLAGS & SOFTCAP else i_step, BN, D)
     dq = warpgroup_mma(dx, k, dq, is_async=True)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
+    dq = sm90.warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(empty.k.index(i_step % KS))
     return dq
 
@@ -207,29 +180,31 @@ def _key_loop(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, 
     zero = gl.zeros([64, BN], gl.float32, s_layout)
     i_step = units * 0
     units_done = units * 0
-    for unit in range(program_id_volatile(i_step), units, gl.num_programs(0)):
-        loc = locate_tile(unit, offsets, sizes, 128, False, FLAGS)
+    for unit in range(common.program_id_volatile(i_step), units, gl.num_programs(0)):
+        loc = common.locate_tile(unit, offsets, sizes, 128, False, FLAGS)
         queries, keys, row = loc.queries, loc.keys, loc.row
-        key, count, inner, outer = visible_key_tiles(row, queries, keys, window, 128, BN, FLAGS)
+        key, count, inner, outer = common.visible_key_tiles(
+            row, queries, keys, window, 128, BN, FLAGS
+        )
         row += c * 64
         left, right = window
         o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
         # with a softcap there are registers to keep these in
         if not FLAGS & SOFTCAP:
-            left, right = opaque(window, i_step)
-            o_m = opaque_range(o_m, i_step, THREAD_ROW_BITS)
+            left, right = common.opaque(window, i_step)
+            o_m = common.opaque_range(o_m, i_step, THREAD_ROW_BITS)
         low = row + keys - queries + o_m - left
         high = keys + o_m * 0
         if FLAGS & RIGHT:
             high = gl.minimum(row + keys - queries + o_m + right + 1, keys)
         if FLAGS & LEFT:
             high = gl.maximum(high - low, 0)
-        T, H = opaque((sizes.T, sizes.H), i_step)
+        T, H = common.opaque((sizes.T, sizes.H), i_step)
         i_r = (loc.i_b.to(gl.int64) * H + loc.i_h) * (gl.cdiv(T, 4) * 4) + loc.begin + row
         base = gl.load(base_ptr + i_r + o_m, mask=o_m < queries - row, other=float("inf"))
         delta = gl.load(delta_ptr + i_r + o_m, mask=o_m < queries - row, other=0.0)
         coords = (loc.i_h, loc.i_b, loc.begin, queries, row)
-        store_scalars(pad, coords, c * NUM_SCALARS, D)
+        common.store_scalars(pad, coords, c * NUM_SCALARS, D)
         mbarrier.wait(full.q.index(2 * c), units_done & 1)
         mbarrier.wait(full.q.index(2 * c + 1), units_done & 1)
         dq = _tile_loop(
@@ -238,15 +213,15 @@ def _key_loop(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, 
         )  # fmt: skip
         i_step += count
         units_done += 1
-        i_h, i_b, begin, queries, row = load_scalar(pad, coords, c * NUM_SCALARS, D)
-        T, H = opaque((sizes.T, sizes.H), i_step)
+        i_h, i_b, begin, queries, row = common.load_scalar(pad, coords, c * NUM_SCALARS, D)
+        T, H = common.opaque((sizes.T, sizes.H), i_step)
         # q has been read: dq leaves through its buffer
-        out = stage_through_smem(
+        out = common.stage_through_smem(
             buffers.q.index(c + (i_step >> 30)), (dq * scale).to(buffers.q.dtype), D
         )
         mbarrier.arrive(empty.q.index(c))
         i_t = i_b.to(gl.int64) * T + begin + row
-        store_staged(dq_ptr + (i_t * H + i_h) * D, out, H * D, queries - row, i_step, D)
+        common.store_staged(dq_ptr + (i_t * H + i_h) * D, out, H * D, queries - row, i_step, D)
 
 
 @gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_STRIDES, *_DO_STRIDES])
@@ -272,17 +247,17 @@ def softmax_dq_sm90_kernel(
     bufs_do = gl.allocate_shared_memory(dtype, [2, 64, D], desc_do.layout)
     bufs_k = gl.allocate_shared_memory(dtype, [KS, BN, D], desc_k.layout)
     bufs_v = gl.allocate_shared_memory(dtype, [VS, BN, D], desc_v.layout)
-    full_q = barriers(4, 1)
-    empty_q = barriers(2, 1)
-    full_k = barriers(KS, 1)
-    empty_k = barriers(KS, 2)
-    full_v = barriers(VS, 1)
-    empty_v = barriers(VS, 2)
-    pad = alloc_scalars(2 * NUM_SCALARS)
+    full_q = common.barriers(4, 1)
+    empty_q = common.barriers(2, 1)
+    full_k = common.barriers(KS, 1)
+    empty_k = common.barriers(KS, 2)
+    full_v = common.barriers(VS, 1)
+    empty_v = common.barriers(VS, 2)
+    pad = smem_scalars.alloc_scalars(2 * NUM_SCALARS)
     buffers = Buffers(bufs_q, bufs_do, bufs_k, bufs_v)
     full, empty = Barriers(full_q, full_k, full_v), Barriers(empty_q, empty_k, empty_v)
     offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)
-    sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)
+    sizes = common.Sizes(T, S, H, N, group, tiles, search_steps, section, units)
     gl.warp_specialize([
         (_key_loop, (0, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, buffers, full, empty,
                      offsets, sizes, (left, right), pad, BN, D, KS, VS, FLAGS)),

@@ -37,6 +37,7 @@ head.
 
 from typing import Any, NamedTuple
 
+from slipstream.kernels.attention.sm90 import common
 from slipstream.kernels.attention.sm90.bwd_dkv import first_and_width, weights
 from slipstream.kernels.attention.sm90.common import (
     LEFT,
@@ -45,42 +46,10 @@ from slipstream.kernels.attention.sm90.common import (
     SOFTCAP,
     SPARE_REGISTERS,
     THREAD_ROW_BITS,
-    Sizes,
-    barriers,
-    fetch,
-    load_scalar,
-    locate_tile,
-    opaque,
-    opaque_if_wide,
-    opaque_range,
-    program_id_volatile,
-    stage_through_smem,
-    store_scalars,
-    store_staged,
-    tile_coords,
-    visible_query_tiles,
-    wait_empty,
-    wait_full,
-    zero_tail_rows,
 )
 from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    copy_out,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from slipstream.kernels.primitives.semaphore import (
-    semaphore_acquire,
-    semaphore_release,
-    tma_reduce_add,
-)
-from slipstream.kernels.primitives.smem_scalars import alloc_scalars
+from slipstream.kernels.primitives import semaphore, sm90, smem_scalars
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 
 @gluon.jit
@@ -99,13 +68,13 @@ def _add(parity: gl.constexpr, desc_dq, semaphores_ptr, buffers, full, empty, of
          window, BM: gl.constexpr, D: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """Stores or adds every second tile of dq, in the order of the keys."""
     group, units = sizes.group, sizes.units
-    unit = program_id_volatile(units)
+    unit = common.program_id_volatile(units)
     i_step = unit >> 31  # an opaque zero
-    loc = locate_tile(unit, offsets, sizes, 128, True, FLAGS)
-    bounds = opaque(window, i_step)
-    visible = visible_query_tiles(loc.row, loc.queries, loc.keys, bounds, BM, 128, FLAGS, 0)
+    loc = common.locate_tile(unit, offsets, sizes, 128, True, FLAGS)
+    bounds = common.opaque(window, i_step)
+    visible = common.visible_query_tiles(loc.row, loc.queries, loc.keys, bounds, BM, 128, FLAGS, 0)
     for i_g in range(group):
-        opaque_sizes = Sizes(*opaque(sizes, i_step))
+        opaque_sizes = common.Sizes(*common.opaque(sizes, i_step))
         first = tile_of_sequence(
             loc.i_b, loc.i_h * group + i_g, loc.i_n, loc.begin, opaque_sizes, BM, FLAGS
         )
@@ -117,19 +86,19 @@ def _add(parity: gl.constexpr, desc_dq, semaphores_ptr, buffers, full, empty, of
                 # rank: tiles of keys before this one, with a left bound from the first that is seen
                 if FLAGS & LEFT:
                     rank -= gl.maximum(query + loc.keys - loc.queries - bounds[0], 0) // 128
-                while semaphore_acquire(semaphores_ptr + tile) < rank:
+                while semaphore.semaphore_acquire(semaphores_ptr + tile) < rank:
                     pass
-                wait_full(full, i_step, 2)
+                common.wait_full(full, i_step, 2)
                 for c in gl.static_range(2):
                     to = [tile * BM, c * (D // 2)]
                     if rank == 0:
-                        copy_out(desc_dq, to, buffers.index(2 * parity + c))
+                        sm90.copy_out(desc_dq, to, buffers.index(2 * parity + c))
                     else:
-                        tma_reduce_add(desc_dq, to, buffers.index(2 * parity + c))
+                        semaphore.tma_reduce_add(desc_dq, to, buffers.index(2 * parity + c))
                 # global memory has it: the buffer is free, and the next tile of keys may add
-                store_wait(0)
+                sm90.store_wait(0)
                 mbarrier.arrive(empty.index(parity))
-                semaphore_release(semaphores_ptr + tile, rank + 1)
+                semaphore.semaphore_release(semaphores_ptr + tile, rank + 1)
             i_step += 1
 
 
@@ -168,8 +137,8 @@ class LoadFull(NamedTuple):
 def fetch_both(desc, row, col, buffer, desc_rows, at, rows, full):
     """Starts to load a tile and a number for each of its rows, under one barrier."""
     mbarrier.expect(full, desc.block_type.nbytes + desc_rows.block_type.nbytes)
-    copy_in(desc, [row, col], full, buffer)
-    copy_in(desc_rows, [at], full, rows)
+    sm90.copy_in(desc, [row, col], full, buffer)
+    sm90.copy_in(desc_rows, [at], full, rows)
 
 
 @gluon.jit
@@ -179,27 +148,33 @@ def load_partition(descs, buffers, full, empty_x, offsets, sizes, window, stride
     desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta = descs
     strides_q, strides_k, strides_v, strides_do = strides
     units = sizes.units
-    unit = program_id_volatile(units)
+    unit = common.program_id_volatile(units)
     i_step = unit >> 31  # an opaque zero
-    group = Sizes(*opaque(sizes, i_step)).group
-    loc = locate_tile(unit, offsets, sizes, 128, True, FLAGS)
-    bounds = opaque(window, i_step)
-    visible = visible_query_tiles(loc.row, loc.queries, loc.keys, bounds, BM, 128, FLAGS, 0)
-    row_k, col_k = tile_coords(strides_k, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
-    row_v, col_v = tile_coords(strides_v, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
-    fetch(desc_k, row_k, col_k, full.kv.index(0), buffers.k.index(0))
-    fetch(desc_v, row_v, col_v, full.kv.index(1), buffers.v.index(0))
+    group = common.Sizes(*common.opaque(sizes, i_step)).group
+    loc = common.locate_tile(unit, offsets, sizes, 128, True, FLAGS)
+    bounds = common.opaque(window, i_step)
+    visible = common.visible_query_tiles(loc.row, loc.queries, loc.keys, bounds, BM, 128, FLAGS, 0)
+    row_k, col_k = common.tile_coords(strides_k, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
+    row_v, col_v = common.tile_coords(strides_v, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
+    common.fetch(desc_k, row_k, col_k, full.kv.index(0), buffers.k.index(0))
+    common.fetch(desc_v, row_v, col_v, full.kv.index(1), buffers.v.index(0))
     for i_g in range(group):
         i_h = loc.i_h * group + i_g
-        row_q, col_q = tile_coords(
-            opaque(strides_q, i_step), loc.i_b, i_h, loc.begin + visible.first
+        row_q, col_q = common.tile_coords(
+            common.opaque(strides_q, i_step), loc.i_b, i_h, loc.begin + visible.first
         )
-        row_do, col_do = tile_coords(
-            opaque(strides_do, i_step), loc.i_b, i_h, loc.begin + visible.first
+        row_do, col_do = common.tile_coords(
+            common.opaque(strides_do, i_step), loc.i_b, i_h, loc.begin + visible.first
         )
         i_r = (
             tile_of_sequence(
-                loc.i_b, i_h, loc.i_n, loc.begin, Sizes(*opaque(sizes, i_step)), BM, FLAGS
+                loc.i_b,
+                i_h,
+                loc.i_n,
+                loc.begin,
+                common.Sizes(*common.opaque(sizes, i_step)),
+                BM,
+                FLAGS,
             )
             * BM
             + visible.first
@@ -207,7 +182,7 @@ def load_partition(descs, buffers, full, empty_x, offsets, sizes, window, stride
         for i in range(visible.num_tiles):
             stage = i_step % ST
             on = (visible.num_tiles - 1 - i) * BM
-            wait_empty(empty_x, i_step, ST)
+            common.wait_empty(empty_x, i_step, ST)
             fetch_both(desc_q, row_q + on, col_q, buffers.q.index(stage), desc_base, i_r + on,
                         buffers.base.index(stage), full.q.index(stage))  # fmt: skip
             fetch_both(desc_do, row_do + on, col_do, buffers.do.index(stage), desc_delta, i_r + on,
@@ -262,10 +237,10 @@ def _dq_half(c: gl.constexpr, buf_k, dx, zero, i_step):
 @gluon.jit
 def _publish_half(c: gl.constexpr, dq, bufs_dq, full, empty, i_step):
     """Hands half a tile of dq to the warp that adds it (D = 128)."""
-    wait_empty(empty.dq, i_step, 2)
+    common.wait_empty(empty.dq, i_step, 2)
     bufs_dq.index(i_step % 2 * 2 + c).store(dq)
     # the TMA of the adding warp reads what these threads stored
-    fence_async_shared()
+    sm90.fence_async_shared()
     mbarrier.arrive(full.dq.index(i_step % 2))
 
 
@@ -274,15 +249,15 @@ def _whole(c: gl.constexpr, buf_k, bufs_dx, bufs_dq, full, empty, zero, i_step):
     """Computes a whole tile of dq and hands it over, if the step is this warpgroup's (D = 64)."""
     if (i_step >= 0) & (i_step % 2 == c):
         stage = i_step % 2
-        wait_full(full.dx, i_step, 2)
+        common.wait_full(full.dx, i_step, 2)
         dx = bufs_dx.index(stage).permute((1, 0))
         dq = warpgroup_mma(dx, buf_k.index(0), zero, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
+        dq = sm90.warpgroup_mma_wait(0, deps=(dq,))
         a, b = gl.split(gl.permute(gl.reshape(dq, [dq.shape[0], 2, 32]), (0, 2, 1)))
-        wait_empty(empty.dq, i_step, 2)
+        common.wait_empty(empty.dq, i_step, 2)
         bufs_dq.index(2 * stage).store(a)
         bufs_dq.index(2 * stage + 1).store(b)
-        fence_async_shared()
+        sm90.fence_async_shared()
         mbarrier.arrive(full.dq.index(stage))
         mbarrier.arrive(empty.dx.index(stage))
 
@@ -293,9 +268,9 @@ def _visible(at, window, i_step, layout: gl.constexpr, D: gl.constexpr, FLAGS: g
     first key, and the number of keys."""
     queries, row, keys = at
     at = row - (keys - queries)
-    i_step = opaque_if_wide(i_step, D)
-    left, right = opaque(window, i_step)
-    o_n = opaque_range(gl.arange(0, 64, gl.SliceLayout(1, layout)), i_step, THREAD_ROW_BITS)
+    i_step = common.opaque_if_wide(i_step, D)
+    left, right = common.opaque(window, i_step)
+    o_n = common.opaque_range(gl.arange(0, 64, gl.SliceLayout(1, layout)), i_step, THREAD_ROW_BITS)
     low, width = first_and_width(at + o_n - right, at + o_n + left + 1, (left, right), FLAGS)
     # rows past the last key are seen by no query
     return gl.where(row + o_n < keys, low, 1 << 30), width
@@ -324,31 +299,31 @@ def _step(c: gl.constexpr, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, 
             buffers.k.index(opaque_zero).slice(c * 64, 64),
             buffers.v.index(opaque_zero).slice(c * 64, 64),
         )
-    wait_full(full.q, i_step, ST)
+    common.wait_full(full.q, i_step, ST)
     if masked:
-        wait_full(full.do, i_step, ST)
-        (queries,) = load_scalar(pad, scalars[4:5], FIRST + 4, D)
-        zero_tail_rows((q, do), queries - query, i_step, BM, D)
+        common.wait_full(full.do, i_step, ST)
+        (queries,) = common.load_scalar(pad, scalars[4:5], FIRST + 4, D)
+        common.zero_tail_rows((q, do), queries - query, i_step, BM, D)
     if D != 64:
         # a unit's first step multiplies what the buffer happens to hold, and drops the result
         prev = i_step - 1
         if prev >= 0:
-            wait_full(full.dx, prev, 2)
+            common.wait_full(full.dx, prev, 2)
         dq = _dq_half(c, buffers.k, buffers.dx.index((i_step + 1) % 2), zero_q, i_step)
     s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     if D != 64:
-        dq = warpgroup_mma_wait(1, deps=(dq,))
+        dq = sm90.warpgroup_mma_wait(1, deps=(dq,))
         if prev >= 0:
             _publish_half(c, dq, buffers.dq, full, empty, prev)
-    wait_full(full.do, i_step, ST)
+    common.wait_full(full.do, i_step, ST)
     delta = buffers.delta.index(stage).load(gl.SliceLayout(0, layout))
     dp = gl.expand_dims(0.0 - delta, 0) + zero
     dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
     base = buffers.base.index(stage).load(gl.SliceLayout(0, layout))
-    s = warpgroup_mma_wait(1, deps=(s,))
+    s = sm90.warpgroup_mma_wait(1, deps=(s,))
     o_m = query + gl.arange(0, BM, gl.SliceLayout(0, layout))
     if masked:
-        at = load_scalar(pad, scalars[4:7], FIRST + 4, D)
+        at = common.load_scalar(pad, scalars[4:7], FIRST + 4, D)
         seen = _visible(at, window, i_step, layout, D, FLAGS)
         p, w = weights(s, base, seen, o_m, factor, cap, True, FLAGS)
         p = p.to(q.dtype)
@@ -356,18 +331,18 @@ def _step(c: gl.constexpr, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, 
         p, w = weights(s, base, (), o_m, factor, cap, False, FLAGS)
         p = p.to(q.dtype)
     dv = warpgroup_mma(gl.convert_layout(p, a_layout), do, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=(dp,))
+    dp = sm90.warpgroup_mma_wait(1, deps=(dp,))
     dx = (w * dp).to(q.dtype)
     dk = warpgroup_mma(gl.convert_layout(dx, a_layout), q, dk, is_async=True)
     if D == 64:
-        wait_empty(empty.dx, i_step, 2)
+        common.wait_empty(empty.dx, i_step, 2)
     buffers.dx.index(i_step % 2).slice(c * 64, 64).store(dx)
     # wgmma of the other warpgroup reads it through the async proxy
-    fence_async_shared()
+    sm90.fence_async_shared()
     mbarrier.arrive(full.dx.index(i_step % 2))
     if D == 64:
         _whole(c, buffers.k, buffers.dx, buffers.dq, full, empty, zero_q, i_step - 1)
-    dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    dk, dv = sm90.warpgroup_mma_wait(0, deps=(dk, dv))
     mbarrier.arrive(empty.q.index(stage))
     return dk, dv
 
@@ -404,10 +379,10 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     zero_q = gl.zeros([64, WIDTH], gl.float32, q_layout)
     i_step = unit >> 31  # an opaque zero
     k, v = buffers.k.index(i_step).slice(c * 64, 64), buffers.v.index(i_step).slice(c * 64, 64)
-    loc = locate_tile(unit, offsets, sizes, 128, True, FLAGS)
+    loc = common.locate_tile(unit, offsets, sizes, 128, True, FLAGS)
     queries, keys, row = loc.queries, loc.keys, loc.row
-    query, count, inner, outer = visible_query_tiles(
-        row, queries, keys, opaque(window, i_step), BM, 128, FLAGS, 0
+    query, count, inner, outer = common.visible_query_tiles(
+        row, queries, keys, common.opaque(window, i_step), BM, 128, FLAGS, 0
     )
     # the last tile of keys masks all its steps: rows past the end are to add nothing to dq
     if row + 128 > keys:
@@ -417,12 +392,12 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     scalars = (query + (count - 1) * BM, count, count - inner, count - outer, queries)
     scalars = scalars + (row, keys, loc.i_h, loc.i_kb, loc.begin_k, loc.capacity)
     scalars = scalars + (gl.maximum(group, 1),)
-    store_scalars(pad, scalars, FIRST, D)
+    common.store_scalars(pad, scalars, FIRST, D)
     dk = gl.zeros([64, D], gl.float32, k_layout)
     dv = gl.zeros([64, D], gl.float32, k_layout)
     for tile in gl.static_range(2):
         mbarrier.wait(full.kv.index(tile), 0)
-    zero_tail_rows((k, v), keys - row, i_step, 64, D)
+    common.zero_tail_rows((k, v), keys - row, i_step, 64, D)
     kv_regs = (zero, zero)
     if D == 64:
         k_regs: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
@@ -434,7 +409,7 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
             # a loop each for steps with a mask, without and with: two ways to the weights in one
             # would spill
             for i_loop in gl.static_range(3 if FLAGS & RIGHT else 2):
-                last, count, inner, outer = load_scalar(pad, scalars[:4], FIRST, D)
+                last, count, inner, outer = common.load_scalar(pad, scalars[:4], FIRST, D)
                 edges = (0, outer, inner, count)
                 for i in range(edges[i_loop], edges[i_loop + 1]):
                     dk, dv = _step(
@@ -443,55 +418,55 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
                     )  # fmt: skip
         else:
             # one loop over a head's steps, so that the code of a step is there once
-            last, count = load_scalar(pad, scalars[:2], FIRST, D)
+            last, count = common.load_scalar(pad, scalars[:2], FIRST, D)
             for i in range(count):
-                inner, outer = load_scalar(pad, scalars[2:4], FIRST + 2, D)
+                inner, outer = common.load_scalar(pad, scalars[2:4], FIRST + 2, D)
                 dk, dv = _step(
                     c, zero, zero_q, kv_regs, dk, dv, buffers, full, empty, i_step + i, pad,
                     scalars, window, last - i * BM, (i < outer) | (i >= inner), factor, cap, BM, D,
                     ST, FLAGS,
                 )  # fmt: skip
-        i_step += load_scalar(pad, scalars[1:2], FIRST + 1, D)[0]
+        i_step += common.load_scalar(pad, scalars[1:2], FIRST + 1, D)[0]
         i_head += 1
-        going = i_head < load_scalar(pad, scalars[11:], FIRST + 11, D)[0]
+        going = i_head < common.load_scalar(pad, scalars[11:], FIRST + 11, D)[0]
     if D == 64:
         _whole(c, buffers.k, buffers.dx, buffers.dq, full, empty, zero_q, i_step - 1)
     elif i_step > 0:
-        wait_full(full.dx, i_step - 1, 2)
+        common.wait_full(full.dx, i_step - 1, 2)
         dq = _dq_half(c, buffers.k, buffers.dx.index((i_step + 1) % 2), zero_q, i_step)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
+        dq = sm90.warpgroup_mma_wait(0, deps=(dq,))
         _publish_half(c, dq, buffers.dq, full, empty, i_step - 1)
     # both warpgroups are done with k once both have handed over the last tile
     mbarrier.arrive(empty.kv.index(0))
     mbarrier.wait(empty.kv.index(0), 0)
-    opaque_zero = opaque_if_wide(i_step, D) >> 30
+    opaque_zero = common.opaque_if_wide(i_step, D) >> 30
     k, v = (
         buffers.k.index(opaque_zero).slice(c * 64, 64),
         buffers.v.index(opaque_zero).slice(c * 64, 64),
     )
     if tables[0] is None:
-        out_k = stage_through_smem(k, (dk * scale).to(k.dtype), D)
-        out_v = stage_through_smem(v, dv.to(k.dtype), D)
-    row, _, i_kv, i_kb, begin_k, capacity = load_scalar(pad, scalars[5:11], FIRST + 5, D)
-    S, H, each = opaque((sizes.S, sizes.H, group), i_step)
+        out_k = common.stage_through_smem(k, (dk * scale).to(k.dtype), D)
+        out_v = common.stage_through_smem(v, dv.to(k.dtype), D)
+    row, _, i_kv, i_kb, begin_k, capacity = common.load_scalar(pad, scalars[5:11], FIRST + 5, D)
+    S, H, each = common.opaque((sizes.S, sizes.H, group), i_step)
     HKV = H // each
     if tables[0] is None:
         pitch = HKV
     else:
         # beside those of queries in one tensor; values first, which frees their registers
         pitch = H + 2 * HKV
-        out_v = stage_through_smem(v, dv.to(k.dtype), D)
+        out_v = common.stage_through_smem(v, dv.to(k.dtype), D)
     at = ((i_kb.to(gl.int64) * S + begin_k + row) * pitch + i_kv) * D
     if tables[0] is None:
-        store_staged(dk_ptr + at, out_k, pitch * D, capacity - row, i_step, D)
-    store_staged(dv_ptr + at, out_v, pitch * D, capacity - row, i_step, D)
+        common.store_staged(dk_ptr + at, out_k, pitch * D, capacity - row, i_step, D)
+    common.store_staged(dv_ptr + at, out_v, pitch * D, capacity - row, i_step, D)
     if tables[0] is not None:
         cos_ptr, sin_ptr, table_rows = tables
         HALF: gl.constexpr = D // 2
         first = (i_kb.to(gl.int64) * table_rows + begin_k + row) * HALF
         dk = _rotated_back(dk * scale, cos_ptr + first, sin_ptr + first, capacity - row, D)
-        out_k = stage_through_smem(k, dk.to(k.dtype), D)
-        store_staged(dk_ptr + at, out_k, pitch * D, capacity - row, i_step, D)
+        out_k = common.stage_through_smem(k, dk.to(k.dtype), D)
+        common.store_staged(dk_ptr + at, out_k, pitch * D, capacity - row, i_step, D)
 
 
 @gluon.jit
@@ -500,8 +475,8 @@ def _tile_loop(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, ful
                FLAGS: gl.constexpr):  # fmt: skip
     units = sizes.units
     if D > SPARE_REGISTERS:
-        _unit(c, program_id_volatile(units), dk_ptr, dv_ptr, factor, cap, scale, buffers, full,
-              empty, offsets, sizes, window, pad, tables, BM, D, ST, FLAGS)  # fmt: skip
+        _unit(c, common.program_id_volatile(units), dk_ptr, dv_ptr, factor, cap, scale, buffers,
+              full, empty, offsets, sizes, window, pad, tables, BM, D, ST, FLAGS)  # fmt: skip
     else:
         # one unit too, but a loop to the compiler: without it ptxas computes addresses of buffers
         # and barriers in uniform registers
@@ -509,7 +484,7 @@ def _tile_loop(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, ful
         # the same step count, but not read at the start and kept in a register
         if FLAGS & SOFTCAP:
             programs = units
-        for unit in range(program_id_volatile(units), units, programs):
+        for unit in range(common.program_id_volatile(units), units, programs):
             _unit(c, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
                   window, pad, tables, BM, D, ST, FLAGS)  # fmt: skip
 
@@ -552,21 +527,21 @@ def softmax_bwd_sm90_kernel(
     bufs_dq = gl.allocate_shared_memory(gl.float32, [4, BM, D // 2], desc_dq.layout)
     bufs_base = gl.allocate_shared_memory(gl.float32, [ST, BM], desc_base.layout)
     bufs_delta = gl.allocate_shared_memory(gl.float32, [ST, BM], desc_delta.layout)
-    full_k = barriers(2, 1)
-    full_q = barriers(ST, 1)
-    full_do = barriers(ST, 1)
-    empty_x = barriers(ST, 2)
-    full_dx = barriers(2, 2)
-    full_dq = barriers(2, 1 if D == 64 else 2)
-    empty_dq = barriers(2, 1)
-    done = barriers(1, 2)
-    empty_dx = barriers(2, 1) if D == 64 else done
-    pad = alloc_scalars(2 * NUM_SCALARS)
+    full_k = common.barriers(2, 1)
+    full_q = common.barriers(ST, 1)
+    full_do = common.barriers(ST, 1)
+    empty_x = common.barriers(ST, 2)
+    full_dx = common.barriers(2, 2)
+    full_dq = common.barriers(2, 1 if D == 64 else 2)
+    empty_dq = common.barriers(2, 1)
+    done = common.barriers(1, 2)
+    empty_dx = common.barriers(2, 1) if D == 64 else done
+    pad = smem_scalars.alloc_scalars(2 * NUM_SCALARS)
     buffers = Buffers(buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta)
     full = Full(full_k, full_q, full_do, full_dx, full_dq)
     empty = Empty(empty_x, empty_dq, done, empty_dx)
     offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)
-    sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)
+    sizes = common.Sizes(T, S, H, N, group, tiles, search_steps, section, units)
     tables = (cos_ptr, sin_ptr, table_rows)
     gl.warp_specialize([
         (_tile_loop, (0, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,

@@ -19,19 +19,9 @@ only at a unit's end are parked in shared memory (store_scalars, load_scalar).
 
 from typing import Any, NamedTuple
 
-from slipstream.kernels.attention.triton.scores import (
-    rows_of_sequence,
-    sequence_of_tile,
-    visible_tiles,
-)
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    threads_together,
-)
+from slipstream.kernels.attention.triton import scores
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier
 from slipstream.kernels.primitives.smem_scalars import load_scalar as load_one
 from slipstream.kernels.primitives.smem_scalars import store_scalars as store_all
 
@@ -152,11 +142,13 @@ def locate_tile(unit, offsets, sizes, B: gl.constexpr, KEYS: gl.constexpr, FLAGS
     # seen by the most queries
     if not KEYS:
         tile = tiles - 1 - tile
-    i_n, row = sequence_of_tile(tile, pair // H, cu_ptr, N, sizes.search_steps, B, PACKED != 0)
-    i_b, begin, _, queries = rows_of_sequence(
+    i_n, row = scores.sequence_of_tile(
+        tile, pair // H, cu_ptr, N, sizes.search_steps, B, PACKED != 0
+    )
+    i_b, begin, _, queries = scores.rows_of_sequence(
         i_n, cu_q_ptr, lengths_ptr, sizes.T, (FLAGS & PACKED_Q) != 0, False
     )
-    i_kb, begin_k, capacity, keys = rows_of_sequence(
+    i_kb, begin_k, capacity, keys = scores.rows_of_sequence(
         i_n, cu_k_ptr, lengths_ptr, sizes.S, (FLAGS & PACKED_K) != 0, (FLAGS & LENGTHS) != 0
     )
     i_b, begin, i_kb, begin_k = (
@@ -184,7 +176,7 @@ def visible_key_tiles(
     """The tiles of keys that BM queries see, at least one."""
     left, right = window
     shift = keys - queries
-    low, inner, outer, high = visible_tiles(
+    low, inner, outer, high = scores.visible_tiles(
         row + shift,
         gl.minimum(row + BM, queries) - 1 + shift,
         gl.where(row < queries, keys, 0),
@@ -203,7 +195,7 @@ def visible_query_tiles(row, queries, keys, window, BM: gl.constexpr, BN: gl.con
     """The tiles of the queries that see BN keys, at least MIN_TILES."""
     left, right = window
     shift = keys - queries
-    low, inner, outer, high = visible_tiles(
+    low, inner, outer, high = scores.visible_tiles(
         row - shift,
         gl.minimum(row + BN, keys) - 1 - shift,
         gl.where(row < keys, queries, 0),
@@ -227,7 +219,7 @@ def tile_coords(strides, i_b, i_h, row):
 def fetch(desc, row, col, full, buffer):
     """Starts to load a tile by TMA; its bytes complete the phase of `full`."""
     mbarrier.expect(full, desc.block_type.nbytes)
-    copy_in(desc, [row, col], full, buffer)
+    sm90.copy_in(desc, [row, col], full, buffer)
 
 
 @gluon.jit
@@ -292,8 +284,8 @@ def zero_tail_rows(buffers, rows, i_step, ROWS: gl.constexpr, WIDTH: gl.constexp
                 for j in gl.static_range(len(buffers)):
                     rows_at = buffers[j].slice(i, STEP)
                     rows_at.store(gl.where((o_r < rows - i)[:, None], rows_at.load(layout), 0.0))
-        fence_async_shared()
-        threads_together()
+        sm90.fence_async_shared()
+        sm90.threads_together()
 
 
 @gluon.jit
@@ -345,7 +337,7 @@ def stage_through_smem(buffer, values, WIDTH: gl.constexpr):
     rows = ()
     for i in gl.static_range(0, 64, STEP):
         rows = rows + (buffer.slice(i, STEP).load(rows_layout(WIDTH)),)
-    fence_async_shared()
+    sm90.fence_async_shared()
     return rows
 
 

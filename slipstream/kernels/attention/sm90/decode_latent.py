@@ -24,15 +24,8 @@ done, the next tile but one is loaded.
 from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90.common import barriers, wait_empty, wait_full, zero_tail_rows
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # rows of a program and keys of a step; half of a latent, and the rotary part that follows it
 BM = gl.constexpr(64)
@@ -117,8 +110,8 @@ def _load_queries(desc_q, desc_qr, bufs_q, buf_qr, row, full_q):
     full = full_q.index(0)
     mbarrier.expect(full, desc_q.block_type.nbytes * 2 + desc_qr.block_type.nbytes)
     for j in gl.static_range(2):
-        copy_in(desc_q, [row, j * HALF_LATENT], full, bufs_q.index(j))
-    copy_in(desc_qr, [row, 2 * HALF_LATENT], full, buf_qr.index(0))
+        sm90.copy_in(desc_q, [row, j * HALF_LATENT], full, bufs_q.index(j))
+    sm90.copy_in(desc_qr, [row, 2 * HALF_LATENT], full, buf_qr.index(0))
 
 
 @gluon.jit
@@ -129,8 +122,8 @@ def _load_latents(desc_k, desc_kr, bufs_k, bufs_kr, row, full_k, empty_k, i_step
     full = full_k.index(stage)
     mbarrier.expect(full, desc_k.block_type.nbytes * 2 + desc_kr.block_type.nbytes)
     for j in gl.static_range(2):
-        copy_in(desc_k, [row, j * HALF_LATENT], full, bufs_k.index(stage * 2 + j))
-    copy_in(desc_kr, [row, 2 * HALF_LATENT], full, bufs_kr.index(stage))
+        sm90.copy_in(desc_k, [row, j * HALF_LATENT], full, bufs_k.index(stage * 2 + j))
+    sm90.copy_in(desc_kr, [row, 2 * HALF_LATENT], full, bufs_kr.index(stage))
 
 
 @gluon.jit
@@ -162,7 +155,7 @@ def _publish(buf_p, buf_row, p, row, full_p, empty_p, i_step):
     buf_p.index(0).store(p)
     buf_row.index(0).store(row)
     # wgmma reads p through the async proxy
-    fence_async_shared()
+    sm90.fence_async_shared()
     mbarrier.arrive(full_p.index(0))
 
 
@@ -195,7 +188,7 @@ def _scores_partition(descs, lse_ptr, lengths_ptr, table_ptr, factor, buffers, f
         if i + 1 < count:
             _load_latents(desc_k, desc_kr, buffers.k, buffers.kr, row_k, full.k, empty.k, i + 1)
         row_k = after
-        s = warpgroup_mma_wait(0, deps=(s,))
+        s = sm90.warpgroup_mma_wait(0, deps=(s,))
         seen = (low + i * BN + o_n)[None, :] < high[:, None]
         s = gl.where(seen, s, float("-inf"))
         top = gl.maximum(m, gl.max(s, 1) * factor)
@@ -228,7 +221,7 @@ def _output_partition(c: gl.constexpr, o_ptr, lengths_ptr, buffers, full, empty,
         zero_tail_rows((v,), keys - low - i * BN, i, BN, HALF_LATENT)
         acc = acc * buffers.row.index(0).load(gl.SliceLayout(1, layout))[:, None]
         acc = warpgroup_mma(buffers.p.index(0), v, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = sm90.warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.p.index(0))
         mbarrier.arrive(empty.k.index(stage))
     wait_full(full.p, count, 1)

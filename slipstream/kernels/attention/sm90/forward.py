@@ -44,6 +44,7 @@ be powers of two wide.
 
 from typing import Any, NamedTuple
 
+from slipstream.kernels.attention.sm90 import common
 from slipstream.kernels.attention.sm90.common import (
     LEFT,
     RIGHT,
@@ -51,37 +52,10 @@ from slipstream.kernels.attention.sm90.common import (
     SPARE_REGISTERS,
     THREAD_COLUMN_BITS,
     THREAD_ROW_BITS,
-    Sizes,
-    barriers,
-    fetch,
-    inverse,
-    load_scalar,
-    locate_tile,
-    opaque,
-    opaque_if_wide,
-    opaque_range,
-    program_id_volatile,
-    stage_through_smem,
-    store_scalars,
-    store_staged,
-    tile_coords,
-    visible_key_tiles,
-    wait_empty,
-    wait_full,
-    where_below,
-    where_within,
-    zero_tail_rows,
 )
+from slipstream.kernels.primitives import sm90, smem_scalars
 from slipstream.kernels.primitives.activations import LN2, LOG2E
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from slipstream.kernels.primitives.smem_scalars import alloc_scalars
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # the next tile is fetched while one is computed
 SCHEDULER_STAGES = gl.constexpr(2)
@@ -106,8 +80,8 @@ def alloc_scheduler(CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     full = next_units
     empty = next_units
     if FLAGS & DYNAMIC:
-        full = barriers(SCHEDULER_STAGES, 1)
-        empty = barriers(SCHEDULER_STAGES, CONSUMERS)
+        full = common.barriers(SCHEDULER_STAGES, 1)
+        empty = common.barriers(SCHEDULER_STAGES, CONSUMERS)
     return next_units, full, empty
 
 
@@ -116,7 +90,7 @@ def fetch_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
     """The unit after this one, for the producer; i_step: units taken so far."""
     if FLAGS & DYNAMIC:
         unit = gl.atomic_add(scheduler.counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
-        wait_empty(scheduler.empty, i_step, SCHEDULER_STAGES)
+        common.wait_empty(scheduler.empty, i_step, SCHEDULER_STAGES)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         scheduler.next_units.index(i_step % SCHEDULER_STAGES).store(
             gl.full([1], unit, gl.int32, layout)
@@ -131,7 +105,7 @@ def fetch_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
 def receive_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
     """The unit after this one, for a consumer; i_step: units taken so far."""
     if FLAGS & DYNAMIC:
-        wait_full(scheduler.full, i_step, SCHEDULER_STAGES)
+        common.wait_full(scheduler.full, i_step, SCHEDULER_STAGES)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         unit = gl.max(scheduler.next_units.index(i_step % SCHEDULER_STAGES).load(layout), 0)
         mbarrier.arrive(scheduler.empty.index(i_step % SCHEDULER_STAGES))
@@ -194,18 +168,18 @@ def weights(s, m, mask_args, i_step, key, masked, DV: gl.constexpr, FLAGS: gl.co
     at, keys, window, factor, cap = mask_args
     score_scale = factor
     if FLAGS & SOFTCAP:
-        s = cap - 2.0 * cap * inverse(1.0 + gl.exp2(s * factor))
+        s = cap - 2.0 * cap * common.inverse(1.0 + gl.exp2(s * factor))
         score_scale = 1.0
     if masked:
-        o_m = opaque_range(
-            gl.arange(0, 64, m.type.layout), opaque_if_wide(i_step, DV), THREAD_ROW_BITS
+        o_m = common.opaque_range(
+            gl.arange(0, 64, m.type.layout), common.opaque_if_wide(i_step, DV), THREAD_ROW_BITS
         )
         o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-        o_n = key + opaque_range(o_n, opaque_if_wide(i_step, DV), THREAD_COLUMN_BITS)
+        o_n = key + common.opaque_range(o_n, common.opaque_if_wide(i_step, DV), THREAD_COLUMN_BITS)
         low, high = at - window[0], at + window[1] + 1
         # with bounds on both sides: else kept in registers between masked tiles
         if FLAGS & LEFT:
-            low, high = opaque((low, high), i_step)
+            low, high = common.opaque((low, high), i_step)
         if FLAGS & RIGHT:
             high = gl.minimum(high + o_m, keys)
         # an opaque zero: comparisons that all rows share would be kept as bits
@@ -216,9 +190,9 @@ def weights(s, m, mask_args, i_step, key, masked, DV: gl.constexpr, FLAGS: gl.co
         if FLAGS & LEFT:
             low += o_m
             width = gl.maximum(high - low, 0)
-            s = where_within(s, o_n[None, :], low[:, None], width[:, None])
+            s = common.where_within(s, o_n[None, :], low[:, None], width[:, None])
         else:
-            s = where_below(s, o_n[None, :], high[:, None])
+            s = common.where_below(s, o_n[None, :], high[:, None])
     top = _row_max(s, m) * score_scale
     top = gl.where(top > m + SLACK, top, m)
     base = gl.where(top == float("-inf"), 0.0, top)
@@ -268,7 +242,7 @@ def _fetch_panels(desc, row, col, full, bufs, stage, PANELS: gl.constexpr):
     mbarrier.expect(full, desc.block_type.nbytes * PANELS)
     for i in gl.static_range(PANELS):
         buffer = bufs.index(stage * PANELS + i)
-        copy_in(desc, [row, col + i * desc.block_type.shape[1]], full, buffer)
+        sm90.copy_in(desc, [row, col + i * desc.block_type.shape[1]], full, buffer)
 
 
 @gluon.jit
@@ -282,19 +256,21 @@ def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides,
     group, units = sizes.group, sizes.units
     i_step = units * 0
     units_done = units * 0
-    unit = program_id_volatile(i_step)
+    unit = common.program_id_volatile(i_step)
     while unit < units:
-        loc = locate_tile(unit, offsets, sizes, 64 * NC, False, FLAGS)
-        visible = visible_key_tiles(loc.row, loc.queries, loc.keys, window, 64 * NC, BN, FLAGS)
-        row_q, col_q = tile_coords(strides_q, loc.i_b, loc.i_h, loc.begin + loc.row)
-        row_k, col_k = tile_coords(
+        loc = common.locate_tile(unit, offsets, sizes, 64 * NC, False, FLAGS)
+        visible = common.visible_key_tiles(
+            loc.row, loc.queries, loc.keys, window, 64 * NC, BN, FLAGS
+        )
+        row_q, col_q = common.tile_coords(strides_q, loc.i_b, loc.i_h, loc.begin + loc.row)
+        row_k, col_k = common.tile_coords(
             strides_k, loc.i_kb, loc.i_h // group, loc.begin_k + visible.first
         )
-        row_v, col_v = tile_coords(
+        row_v, col_v = common.tile_coords(
             strides_v, loc.i_kb, loc.i_h // group, loc.begin_k + visible.first
         )
         # the first tile of keys before q, whose buffer the last unit's o may still leave
-        wait_empty(empty.k, i_step, ST)
+        common.wait_empty(empty.k, i_step, ST)
         _fetch_panels(
             desc_k, row_k, col_k, full.k.index(i_step % ST), buffers.k, i_step % ST, PANELS
         )
@@ -306,17 +282,19 @@ def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides,
             )
         for i in range(1, visible.num_tiles):
             stage = (i_step + i) % ST
-            wait_empty(empty.k, i_step + i, ST)
+            common.wait_empty(empty.k, i_step + i, ST)
             _fetch_panels(
                 desc_k, row_k + i * BN, col_k, full.k.index(stage), buffers.k, stage, PANELS
             )
             stage = (i_step + i - 1) % ST
-            wait_empty(empty.v, i_step + i - 1, ST)
-            fetch(desc_v, row_v + (i - 1) * BN, col_v, full.v.index(stage), buffers.v.index(stage))
+            common.wait_empty(empty.v, i_step + i - 1, ST)
+            common.fetch(
+                desc_v, row_v + (i - 1) * BN, col_v, full.v.index(stage), buffers.v.index(stage)
+            )
         i_step += visible.num_tiles
         stage = (i_step - 1) % ST
-        wait_empty(empty.v, i_step - 1, ST)
-        fetch(
+        common.wait_empty(empty.v, i_step - 1, ST)
+        common.fetch(
             desc_v,
             row_v + (visible.num_tiles - 1) * BN,
             col_v,
@@ -369,22 +347,22 @@ def _step(stage_q, bufs_q, zero, ring_k, ring_v, state, i_step, mask_args, key, 
     whether a query may not see a key of the tile."""
     e, m, l, acc, shrink = state
     prev = i_step - 1
-    wait_full(ring_k.full, i_step, ST)
+    common.wait_full(ring_k.full, i_step, ST)
     s = _product(bufs_q, stage_q, ring_k.buffers, i_step, zero, ST, PANELS)
     # while q k^T runs: p of the tile before as an operand, and acc at the new maximum
     p = operand(e, acc, bufs_q.dtype)
     acc = scaled(acc, shrink)
-    wait_full(ring_v.full, prev, ST)
+    common.wait_full(ring_v.full, prev, ST)
     acc = warpgroup_mma(p, ring_v.buffers.index(prev % ST), acc, is_async=True)
     # q k^T is done, p v may still run: k can be overwritten
-    s = warpgroup_mma_wait(1, deps=(s,))
+    s = sm90.warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(ring_k.empty.index(i_step % ST))
     e, m, shrink = weights(s, m, mask_args, i_step, key, masked, ring_v.buffers.shape[2], FLAGS)
     l = l * shrink + gl.sum(e, 1)
     # a second wait for a barrier that has long passed: ptxas would otherwise move the wait for p v
     # above the exponentials, which are to run beside it
-    wait_full(ring_v.full, prev, ST)
-    acc, e = warpgroup_mma_wait(0, deps=(acc, e))
+    common.wait_full(ring_v.full, prev, ST)
+    acc, e = sm90.warpgroup_mma_wait(0, deps=(acc, e))
     mbarrier.arrive(ring_v.empty.index(prev % ST))
     return e, m, l, acc, shrink
 
@@ -400,9 +378,9 @@ def _key_loop(stage_q, bufs_q, zero, ring_k, ring_v, i_step, key_range, mask_arg
     """
     key, count, inner, outer = key_range
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    wait_full(ring_k.full, i_step, ST)
+    common.wait_full(ring_k.full, i_step, ST)
     s = _product(bufs_q, stage_q, ring_k.buffers, i_step, zero, ST, PANELS)
-    s = warpgroup_mma_wait(0, deps=(s,))
+    s = sm90.warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(ring_k.empty.index(i_step % ST))
     # the first tile has no p v beside it
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
@@ -439,7 +417,7 @@ def _finish(stage_q, i_step, out, bufs_q, empty_q, coords, sums, sizes, DV: gl.c
     m, l, acc = sums
     T, H = sizes
     o_layout: gl.constexpr = acc.type.layout
-    o_m = opaque_range(gl.arange(0, 64, m.type.layout), i_step, THREAD_ROW_BITS)
+    o_m = common.opaque_range(gl.arange(0, 64, m.type.layout), i_step, THREAD_ROW_BITS)
     if FLAGS & SINKS:
         m, l, shrink = with_sink(m, l, gl.load(sinks_ptr + i_h).to(gl.float32) * LOG2E)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
@@ -449,9 +427,9 @@ def _finish(stage_q, i_step, out, bufs_q, empty_q, coords, sums, sizes, DV: gl.c
     acc = (acc * by[:, None]).to(bufs_q.dtype)
     p_o = o_ptr + ((i_b.to(gl.int64) * T + begin + row) * H + i_h) * DV
     if bufs_q.shape[2] == DV:
-        rows = stage_through_smem(bufs_q.index(stage_q), acc, DV)
+        rows = common.stage_through_smem(bufs_q.index(stage_q), acc, DV)
         mbarrier.arrive(empty_q.index(stage_q))
-        store_staged(p_o, rows, H * DV, queries - row, i_step, DV)
+        common.store_staged(p_o, rows, H * DV, queries - row, i_step, DV)
     else:
         mbarrier.arrive(empty_q.index(stage_q))
         o_r = gl.arange(0, 64, gl.SliceLayout(1, o_layout))
@@ -472,27 +450,29 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
     zero = gl.zeros([64, BN], gl.float32, s_layout)
     i_step = units * 0
     units_done = units * 0
-    unit = program_id_volatile(i_step)
+    unit = common.program_id_volatile(i_step)
     while unit < units:
-        loc = locate_tile(unit, offsets, sizes, 64 * NC, False, FLAGS)
+        loc = common.locate_tile(unit, offsets, sizes, 64 * NC, False, FLAGS)
         queries, keys, row = loc.queries, loc.keys, loc.row
         window = window_arg
         # opaque, so that bounds are computed for each unit instead of kept: registers are full
         if DV > 64:
-            window = opaque(window_arg, i_step)
-        key, count, inner, outer = visible_key_tiles(row, queries, keys, window, 64 * NC, BN, FLAGS)
+            window = common.opaque(window_arg, i_step)
+        key, count, inner, outer = common.visible_key_tiles(
+            row, queries, keys, window, 64 * NC, BN, FLAGS
+        )
         opaque_cap = cap
         # opaque: 2 cap would be computed once before the loop and spilled
         if FLAGS & SOFTCAP and DV <= SPARE_REGISTERS:
-            (bits,) = opaque((cap.to(gl.int32, bitcast=True),), i_step)
+            (bits,) = common.opaque((cap.to(gl.int32, bitcast=True),), i_step)
             opaque_cap = bits.to(gl.float32, bitcast=True)
         row += c * 64
         coords = (loc.i_h, loc.i_b, loc.begin, queries, row)
-        store_scalars(pad, coords, c * NUM_SCALARS, DV)
+        common.store_scalars(pad, coords, c * NUM_SCALARS, DV)
         tail_scalars = (units_done, i_step + count, keys - key - (count - 1) * BN)
         # with a left bound the masks take the registers that are left
         if FLAGS & LEFT:
-            store_scalars(pad, tail_scalars, c * NUM_SCALARS + 5, DV)
+            common.store_scalars(pad, tail_scalars, c * NUM_SCALARS + 5, DV)
         stage_q = units_done % Q_STAGES * NC + c
         mbarrier.wait(full.q.index(stage_q), (units_done // Q_STAGES) & 1)
         p, m, l, acc = _key_loop(
@@ -502,19 +482,21 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
             BN, DV, ST, panels(D), FLAGS,
         )  # fmt: skip
         if FLAGS & LEFT:
-            units_done, i_step, num_valid = load_scalar(pad, tail_scalars, c * NUM_SCALARS + 5, DV)
+            units_done, i_step, num_valid = common.load_scalar(
+                pad, tail_scalars, c * NUM_SCALARS + 5, DV
+            )
         else:
             i_step += count
             num_valid = keys - key - (count - 1) * BN
         last = buffers.v.index((i_step - 1) % ST)
-        wait_full(full.v, i_step - 1, ST)
-        zero_tail_rows((last,), num_valid, i_step, BN, DV)
+        common.wait_full(full.v, i_step - 1, ST)
+        common.zero_tail_rows((last,), num_valid, i_step, BN, DV)
         acc = warpgroup_mma(p, last, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = sm90.warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.v.index((i_step - 1) % ST))
-        coords = load_scalar(pad, coords, c * NUM_SCALARS, DV)
-        opaque_step = opaque_if_wide(i_step, DV)
-        shape = opaque((sizes.T, sizes.H), opaque_step)
+        coords = common.load_scalar(pad, coords, c * NUM_SCALARS, DV)
+        opaque_step = common.opaque_if_wide(i_step, DV)
+        shape = common.opaque((sizes.T, sizes.H), opaque_step)
         _finish(
             stage_q + (opaque_step >> 30),
             opaque_step,
@@ -555,19 +537,19 @@ def softmax_fwd_sm90_kernel(
     bufs_q = gl.allocate_shared_memory(dtype, [QUERIES * PANELS, 64, D // PANELS], desc_q.layout)
     bufs_k = gl.allocate_shared_memory(dtype, [ST * PANELS, BN, D // PANELS], desc_k.layout)
     bufs_v = gl.allocate_shared_memory(dtype, [ST, BN, DV], desc_v.layout)
-    full_q = barriers(QUERIES, 1)
-    empty_q = barriers(QUERIES, 1)
-    full_k = barriers(ST, 1)
-    empty_k = barriers(ST, NC)
-    full_v = barriers(ST, 1)
-    empty_v = barriers(ST, NC)
+    full_q = common.barriers(QUERIES, 1)
+    empty_q = common.barriers(QUERIES, 1)
+    full_k = common.barriers(ST, 1)
+    empty_k = common.barriers(ST, NC)
+    full_v = common.barriers(ST, 1)
+    empty_v = common.barriers(ST, NC)
     scheduler = Scheduler(counter_ptr, *alloc_scheduler(NC, FLAGS))
-    pad = alloc_scalars(NC * NUM_SCALARS)
+    pad = smem_scalars.alloc_scalars(NC * NUM_SCALARS)
     out = (o_ptr, lse_ptr, sinks_ptr)
     buffers = Buffers(bufs_q, bufs_k, bufs_v)
     full, empty = Barriers(full_q, full_k, full_v), Barriers(empty_q, empty_k, empty_v)
     offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)
-    sizes = Sizes(T, S, H, N, group, tiles, search_steps, section, units)
+    sizes = common.Sizes(T, S, H, N, group, tiles, search_steps, section, units)
     gl.warp_specialize([
         (_attend, (0, out, factor, cap, buffers, full, empty, offsets, sizes, (left, right),
                    scheduler, pad, NC, BN, D, DV, ST, FLAGS)),

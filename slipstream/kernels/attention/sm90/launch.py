@@ -24,7 +24,7 @@ from slipstream.kernels.attention.triton.tiles import (
     sinks_gradient,
     to_kernel_layout,
 )
-from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
+from slipstream.kernels.primitives.sm90 import TensorDescriptor, gl
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cache, cached
 

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.attention.triton.decode_launch import choose_splits, combine
-from slipstream.kernels.attention.triton.scores import finite
+from slipstream.kernels.attention.triton import decode_launch, scores
 from slipstream.kernels.attention.triton.tiles import (
     LATENT,
     LOG2E,
@@ -28,8 +27,7 @@ from slipstream.kernels.attention.triton.tiles import (
     family,
     fp32_dot_precision,
 )
-from slipstream.runtime.backends import INTERPRETED, sm90_unsupported
-from slipstream.runtime.launch_cache import cache, cached
+from slipstream.runtime import backends, launch_cache
 
 _SIZES = ["T", "H", "B", "tiles", "splits", "capacity", "cache_rows", "stride_table"]
 _STRIDES = ["stride_qb", "stride_qt", "stride_qh", "stride_kb", "stride_kt"]
@@ -106,7 +104,7 @@ def softmax_latent_decode_kernel(
         b_s = tl.dot(b_qr, tl.trans(b_r), b_s, input_precision=PRECISION)
         b_s = tl.where(at[None, :] < high[:, None], b_s, float("-inf"))
         b_top = tl.maximum(b_m, tl.max(b_s, 1) * factor)
-        b_base = finite(b_top)
+        b_base = scores.finite(b_top)
         b_p = tl.exp2(b_s * factor - b_base[:, None])
         b_shrink = tl.exp2(b_m - b_base)
         b_m = b_top
@@ -124,9 +122,9 @@ def softmax_latent_decode_kernel(
     tl.store(lse_ptr + ((i_s * B + i_b) * H + b_h) * T + o_t, b_lse, mask=m_m)
 
 
-@cache
+@launch_cache.cache
 def tile_of(device: torch.device) -> Tile:
-    if INTERPRETED:
+    if backends.INTERPRETED:
         return LATENT["interpreter"]
     of = family(torch.cuda.get_device_capability(device), hip=bool(torch.version.hip))
     return LATENT[of]
@@ -146,7 +144,7 @@ def decode(
     capacity = size if table is None else size * table.shape[1]
     tile = tile_of(q.device)
     tiles = -(-T * H // tile.BM)
-    splits = choose_splits(q.device, tiles * B, capacity, tile.BN, 1)
+    splits = decode_launch.choose_splits(q.device, tiles * B, capacity, tile.BN, 1)
     partial_o = torch.empty(splits, B, T, H, width, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(splits, B, H, T, dtype=torch.float32, device=q.device)
     common = {
@@ -170,11 +168,11 @@ def decode(
         from slipstream.kernels.attention.sm90.launch import launch_latent as launch
     with device_of(q.device):
         launch(q, latent, (tiles * splits * B,), common)
-        return combine(partial_o, partial_lse, q, None, 1 << (width - 1).bit_length())
+        return decode_launch.combine(partial_o, partial_lse, q, None, 1 << (width - 1).bit_length())
 
 
 def _uses_sm90(q: Tensor, latent: Tensor, width: int, table: Tensor | None) -> bool:
-    if sm90_unsupported(q):
+    if backends.sm90_unsupported(q):
         return False
     from slipstream.kernels.attention.sm90.launch import takes_latent
 
@@ -187,7 +185,7 @@ def _launch_triton(q: Tensor, latent: Tensor, grid: tuple[int], common: dict[str
     q, latent = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, latent))
     strides = [*q.stride()[:3], *latent.stride()[:2]]
     unit = math.gcd(16 // q.element_size(), *strides)
-    cached(softmax_latent_decode_kernel)[grid](
+    launch_cache.cached(softmax_latent_decode_kernel)[grid](
         q_ptr=q,
         k_ptr=latent,
         **common,

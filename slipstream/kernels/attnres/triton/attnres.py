@@ -24,8 +24,7 @@ from torch import Tensor
 
 from slipstream.kernels.attnres.inputs import AttnresInputs, ForwardSums, for_backward
 from slipstream.kernels.attnres.triton.streams import named, stream
-from slipstream.runtime.backends import device_of, sm_count
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 # Of a program: elements of its rows, at least one row; of these a thread has A_THREAD, or half as
 # many backward, which holds three such tiles of float32; residuals on their way, with the one that
@@ -177,8 +176,8 @@ def forward(inputs: AttnresInputs, keep: bool) -> tuple[Tensor, ...]:
     lse = first.new_empty(R, dtype=torch.float32)
     BR, BD, warps = _tile(D, A_THREAD)
     if R > 0:
-        with device_of(first.device):
-            cached(attnres_fwd_kernel)[(triton.cdiv(R, BR),)](
+        with backends.device_of(first.device):
+            launch_cache.cached(attnres_fwd_kernel)[(triton.cdiv(R, BR),)](
                 **named("v", residuals), q_ptr=query, w_ptr=weight, wo_ptr=output_weight,
                 y_ptr=y, o_ptr=_given(o), rest_ptr=_given(rest), s_ptr=s, rstd_ptr=rstd,
                 lse_ptr=lse, R=R,
@@ -198,15 +197,15 @@ def backward(inputs: AttnresInputs, dy: Tensor, sums: ForwardSums) -> list[Tenso
     BR, BD, warps = _tile(D, A_THREAD // 2)
     stages = _stages(first, BR * BD, STAGES if BD <= ELEMENTS else 3)
     # on a multiprocessor programs of one row at a time, or of several
-    most = (2 if BR == 1 else 8) * sm_count(first.get_device())
+    most = (2 if BR == 1 else 8) * backends.sm_count(first.get_device())
     programs = max(min(triton.cdiv(R, BR), most), 1)
     da = first.new_zeros(programs, D, dtype=torch.float32)
     # rows past the last are zeros, and their norm is to be zero too: sums over rows have it
     eps = max(eps, torch.finfo(torch.float32).tiny)
     dwo = None if output_weight is None else torch.zeros_like(da)
     if R > 0:
-        with device_of(first.device):
-            cached(attnres_bwd_kernel)[(programs,)](
+        with backends.device_of(first.device):
+            launch_cache.cached(attnres_bwd_kernel)[(programs,)](
                 **named("v", residuals), **named("d", grads), q_ptr=query, w_ptr=weight,
                 wo_ptr=output_weight, dy_ptr=dy, o_ptr=o, rest_ptr=_given(rest), s_ptr=s,
                 rstd_ptr=rstd, lse_ptr=lse, da_ptr=da, dwo_ptr=dwo, R=R, eps=eps, scale=scale,

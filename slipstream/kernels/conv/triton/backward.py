@@ -11,15 +11,7 @@ sequence gives the gradient of its state, whether it has tokens or not.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.conv.triton.conv import (
-    _before,
-    _bias,
-    _dot,
-    _next_place,
-    _place,
-    _taps,
-    _tile,
-)
+from slipstream.kernels.conv.triton import conv
 
 
 @triton.jit
@@ -90,8 +82,8 @@ def conv_bwd_kernel(
     i_p = tl.program_id(0) // ND
     o_d = tl.program_id(0) % ND * BD + tl.arange(0, BD)
     m_d = o_d < D
-    ws = _taps(w_ptr, o_d, m_d, W)
-    b_b = _bias(b_ptr, o_d, m_d, BD)
+    ws = conv._taps(w_ptr, o_d, m_d, W)
+    b_b = conv._bias(b_ptr, o_d, m_d, BD)
     sums = (tl.zeros([BD], tl.float32),) * W
     b_db = tl.zeros([BD], tl.float32)
     # dz of the W - 1 tokens before a tile: dx of these waits for dz of the next ones
@@ -99,7 +91,7 @@ def conv_bwd_kernel(
     first = i_p * tiles_each
     tiles = tl.minimum(tiles, first + tiles_each)
     # of the next tile, and of the one at work
-    n, begin, count, t = _place(first, cu_ptr, T, N, bits, BT)
+    n, begin, count, t = conv._place(first, cu_ptr, T, N, bits, BT)
     # not n and t themselves: Triton would take what the loop sets to these as never changed
     i_n, i_t = tl.zeros([], tl.int64), tl.zeros([], tl.int32)
     row, left = begin, count
@@ -111,8 +103,8 @@ def conv_bwd_kernel(
     for i in range(first - 1, tiles):
         # both are on their way while this tile is at work
         next_left = tl.where(i + 1 < tiles, count - t, 0)
-        next_xs = _tile(x_ptr, begin + t, next_left, o_d, m_d, SX, BT)
-        next_dys = _tile(dy_ptr, begin + t, next_left, o_d, m_d, D, BT)
+        next_xs = conv._tile(x_ptr, begin + t, next_left, o_d, m_d, SX, BT)
+        next_dys = conv._tile(dy_ptr, begin + t, next_left, o_d, m_d, D, BT)
         if (i >= first) & ((left > 0) | (i_t == 0)):
             has_older = (i_t > 0) & (i > first)  # else another program's, or none
             rows, dzs = older + xs, older_dz
@@ -125,7 +117,7 @@ def conv_bwd_kernel(
                     for r in tl.static_range(group, group + 2):
                         b_z, b_dy = b_b, dys[r].to(tl.float32)
                         if SILU or UNIT:
-                            b_z = _dot(ws, rows[r : r + W], b_b, W)
+                            b_z = conv._dot(ws, rows[r : r + W], b_b, W)
                         if UNIT:
                             b_dy = _through_norm(b_dy, b_z, eps, SILU)
                         b_dz = _dz(b_dy, b_z, SILU)
@@ -160,7 +152,7 @@ def conv_bwd_kernel(
                     after = after + (tl.load(p_x + r * SX, mask=m, other=0.0).to(tl.float32),)
                     b_z = b_b
                     if SILU or UNIT:
-                        b_z = _dot(ws, after[r : r + W], b_b, W)
+                        b_z = conv._dot(ws, after[r : r + W], b_b, W)
                     b_dy = tl.load(p_dy + r * D, mask=m, other=0.0).to(tl.float32)
                     if UNIT:
                         b_dy = _through_norm(b_dy, b_z, eps, SILU)
@@ -170,10 +162,10 @@ def conv_bwd_kernel(
         if (i + 1 < tiles) & ((i < first) | (t == 0)):
             # another program's rows, or another sequence: what came before is its state. A tile
             # without tokens may begin past the last one: nothing is read for it.
-            older = _before(x_ptr, s_ptr, begin + t, t, n, o_d, m_d & (t < count), SX, W)
+            older = conv._before(x_ptr, s_ptr, begin + t, t, n, o_d, m_d & (t < count), SX, W)
         xs, dys = next_xs, next_dys
         i_n, row, left, i_t = n, begin + t, count - t, t
-        n, begin, count, t = _next_place(i + 1, n, begin, count, t, cu_ptr, T, N, BT)
+        n, begin, count, t = conv._next_place(i + 1, n, begin, count, t, cu_ptr, T, N, BT)
     p_partial = partial_ptr + i_p.to(tl.int64) * (W + 1) * SX + o_d
     for j in tl.static_range(W):
         tl.store(p_partial + j * SX, sums[j], mask=m_d)

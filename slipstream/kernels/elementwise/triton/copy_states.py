@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 
 @triton.jit(do_not_specialize=["sources", "targets"])
@@ -51,8 +50,8 @@ def copy_states(
     _, HV, V, K = target.shape
     # 32 numbers a thread at most
     BV, BK = (min(64, triton.next_power_of_2(x)) for x in (V, K))
-    with device_of(target.device):
-        cached(copy_states_kernel)[(N * HV, -(-V // BV) * -(-K // BK))](
+    with backends.device_of(target.device):
+        launch_cache.cached(copy_states_kernel)[(N * HV, -(-V // BV) * -(-K // BK))](
             x_ptr=source,
             from_ptr=None if source_indices is None else source_indices.contiguous(),
             y_ptr=target,

@@ -21,10 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.primitives.activations import softplus
-from slipstream.kernels.primitives.partial_sums import add_partial_sums
-from slipstream.runtime.backends import device_of, sm_count
-from slipstream.runtime.launch_cache import cached
+from slipstream.kernels.primitives import activations, partial_sums
+from slipstream.runtime import backends, launch_cache
 
 
 @triton.jit
@@ -67,7 +65,7 @@ def decay_gate_kernel(
         # the bounded gate over its bound, or what softplus has for its derivative
         b_s = tl.sigmoid(b_r * b_z if BOUNDED else b_z)
         if dg_ptr is None:
-            b_g = lower_bound * b_s if BOUNDED else -b_r * softplus(b_z)
+            b_g = lower_bound * b_s if BOUNDED else -b_r * activations.softplus(b_z)
             tl.store(g_ptr + o, b_g, mask=m)
         else:
             b_dg = tl.load(dg_ptr + o, mask=m, other=0.0).to(tl.float32)
@@ -76,7 +74,7 @@ def decay_gate_kernel(
                 b_da += b_dz * b_z
             else:
                 b_dz = -b_dg * b_r * b_s
-                b_da -= b_dg * b_r * softplus(b_z)
+                b_da -= b_dg * b_r * activations.softplus(b_z)
             b_dbias += b_dz
             tl.store(dx_ptr + o, b_dz.to(dx_ptr.dtype.element_ty), mask=m)
     if dg_ptr is not None:
@@ -102,7 +100,7 @@ def backward(
     sizes = _sizes(x)
     C, K = sizes.C, sizes.K
     # four at a time on each multiprocessor
-    max_programs = max(sm_count(x.get_device()) * 4 // sizes.blocks, 1)
+    max_programs = max(backends.sm_count(x.get_device()) * 4 // sizes.blocks, 1)
     P = min(sizes.row_blocks, max_programs)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(P, 2, C, dtype=torch.float32, device=x.device)
@@ -113,10 +111,10 @@ def backward(
     )
     if dA is not None and K > 1:
         by_channel = torch.empty_like(partial[0, 1])
-        add_partial_sums(partial, [dbias, by_channel])
+        partial_sums.add_partial_sums(partial, [dbias, by_channel])
         dA.copy_(by_channel.view(-1, K).sum(1).view(dA.shape))
     elif dA is not None or dbias is not None:
-        add_partial_sums(partial, [dbias, dA])
+        partial_sums.add_partial_sums(partial, [dbias, dA])
     return [t for t in (dx, dA, dbias) if t is not None]
 
 
@@ -131,8 +129,8 @@ def _run(
     """None what is not among the tensors."""
     sizes = _sizes(x)
     names = ("dg_ptr", "g_ptr", "dx_ptr", "partial_ptr")
-    with device_of(x.device):
-        cached(decay_gate_kernel)[programs, sizes.blocks](
+    with backends.device_of(x.device):
+        launch_cache.cached(decay_gate_kernel)[programs, sizes.blocks](
             x_ptr=x,
             a_ptr=None if A_log is None else A_log.contiguous(),
             bias_ptr=None if dt_bias is None else dt_bias.contiguous(),

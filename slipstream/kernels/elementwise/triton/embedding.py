@@ -10,10 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.token_ids import SLOTS, launched, slots_for
-from slipstream.runtime.token_ids_kernel import last_length, report
+from slipstream.runtime import backends, launch_cache, token_ids, token_ids_kernel
 
 
 @triton.jit(do_not_specialize=["N", "R", "V", "last"])
@@ -39,7 +36,7 @@ def embedding_kernel(
         tl.store(y_ptr + o_n[:, None] * D + o_d, b_y, mask=m)
     # once for an id, not for every block of its features; a program has a record of its own
     if (first < end) & (tl.program_id(1) == 0):
-        report(records_ptr, tl.program_id(0), first, ids_ptr, V, last, 0)
+        token_ids_kernel.report(records_ptr, tl.program_id(0), first, ids_ptr, V, last, 0)
 
 
 def gather(ids: Tensor, weight: Tensor) -> Tensor:
@@ -54,10 +51,10 @@ def gather(ids: Tensor, weight: Tensor) -> Tensor:
     BD = min(1 << (D - 1).bit_length(), 1024)
     BR = 2048 // BD
     # as many programs as there are records, at most
-    R = BR * -(-N // (BR * SLOTS))
-    records = slots_for(ids)
-    with device_of(weight.device):
-        cached(embedding_kernel)[(-(-N // R), -(-D // BD))](
+    R = BR * -(-N // (BR * token_ids.SLOTS))
+    records = token_ids.slots_for(ids)
+    with backends.device_of(weight.device):
+        launch_cache.cached(embedding_kernel)[(-(-N // R), -(-D // BD))](
             ids_ptr=ids,
             weight_ptr=weight,
             y_ptr=y,
@@ -66,11 +63,11 @@ def gather(ids: Tensor, weight: Tensor) -> Tensor:
             N=N,
             R=R,
             V=V,
-            last=last_length(ids),
+            last=token_ids_kernel.last_length(ids),
             D=D,
             BR=BR,
             BD=BD,
             num_warps=4,
         )
-    launched()
+    token_ids.launched()
     return y

@@ -21,9 +21,7 @@ from torch import Tensor
 from slipstream.common.linear_rows import ClassifierInputs, LinearRows
 from slipstream.kernels.primitives import logit_chunks
 from slipstream.kernels.primitives.activations import LN2, LOG2E
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.token_ids import expect_ids
+from slipstream.runtime import backends, launch_cache, token_ids
 
 
 @triton.jit
@@ -114,7 +112,7 @@ def log_probs_kernel(
 
 def forward(inputs: ClassifierInputs, scale: float, ignore_index: int) -> tuple[Tensor, Tensor]:
     """log_prob and entropy [N]."""
-    expect_ids("target", inputs.target, inputs.weight.shape[0], ignore_index)
+    token_ids.expect_ids("target", inputs.target, inputs.weight.shape[0], ignore_index)
     log_prob, entropy, *_ = _through_chunks(inputs, None, scale, ignore_index)
     return log_prob, entropy
 
@@ -146,8 +144,8 @@ def _through_chunks(
         rows = slice(i, i + step)
         logits = layer.logits(rows, out=buffer[: min(step, N - i), :V])
         incoming = (None, None) if grads is None else (grads[0][rows], grads[1][rows])
-        with device_of(logits.device):
-            cached(log_probs_kernel)[(len(logits),)](
+        with backends.device_of(logits.device):
+            launch_cache.cached(log_probs_kernel)[(len(logits),)](
                 logits_ptr=logits,
                 target_ptr=target[rows],
                 log_prob_ptr=outputs[0][rows],

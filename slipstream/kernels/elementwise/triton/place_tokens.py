@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 
 @triton.jit
@@ -47,8 +46,8 @@ def place_tokens(counts: Tensor, *tensors: Tensor | None) -> None:
     assert ys[0] is not None
     N, T = ys[0].shape[:2]
     BD = min(1024, triton.next_power_of_2(max(widths)))
-    with device_of(counts.device):
-        cached(place_tokens_kernel)[(-(-max(widths) // BD), N)](
+    with backends.device_of(counts.device):
+        launch_cache.cached(place_tokens_kernel)[(-(-max(widths) // BD), N)](
             **{f"x{i}_ptr": x for i, x in enumerate(xs)},
             **{f"y{i}_ptr": y for i, y in enumerate(ys)},
             counts_ptr=counts,

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 from slipstream.runtime.token_ids import NAMES, SLOTS, launched, slots_for
 from slipstream.runtime.token_ids_kernel import report
 
@@ -93,8 +92,8 @@ def rotate(
     BH = max(min(1 << (H - 1).bit_length(), 2048 // BP), 1)
     stride_cos = cos.stride(0) if cos.dim() == 3 and cos.shape[0] > 1 else 0
     stride_position = T if positions is not None and positions.shape[0] > 1 else 0
-    with device_of(x.device):
-        cached(rotary_kernel)[(B * T, -(-H // BH))](
+    with backends.device_of(x.device):
+        launch_cache.cached(rotary_kernel)[(B * T, -(-H // BH))](
             x_ptr=x,
             cos_ptr=cos,
             sin_ptr=sin,

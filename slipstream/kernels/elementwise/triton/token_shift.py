@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 
 @triton.jit
@@ -88,8 +87,8 @@ def shift(
     # whatever D is: models differ in it, and layers of one model
     BT, BD = 16, 256
     blocks = -(-B * T // BT)
-    with device_of(x.device):
-        cached(token_shift_kernel)[(blocks + -(-N // BT), -(-D // BD))](
+    with backends.device_of(x.device):
+        launch_cache.cached(token_shift_kernel)[(blocks + -(-N // BT), -(-D // BD))](
             x_ptr=x,
             edge_ptr=edge,
             cu_ptr=cu_seqlens,

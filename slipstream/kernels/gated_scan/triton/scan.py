@@ -38,8 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.primitives.sequences import tokens_of
-from slipstream.runtime.backends import INTERPRETED, device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 CHAINS = tl.constexpr(4)
 # Looks at words after which a program gives up, with NaN: far beyond any kernel's time.
@@ -294,12 +293,12 @@ def _scan(
     """y of scan.py in x's dtype; s_out and what `back` has to be filled."""
     x, g = x.contiguous(), g.contiguous()
     y, T, D, N = torch.empty_like(x), x.shape[1], x.shape[2], _sequences(x, cu)
-    tile = INTERPRETER if INTERPRETED else FORWARD if back is None else BACKWARD
+    tile = INTERPRETER if backends.INTERPRETED else FORWARD if back is None else BACKWARD
     L = tile.RUN * tile.RUNS
     num_tiles = x.shape[0] * -(-T // L) if cu is None else T // L + N
-    with device_of(x.device):
+    with backends.device_of(x.device):
         words = torch.zeros(1 + 2 * num_tiles * D, dtype=torch.int64, device=x.device)
-        cached(scan_kernel)[-(-D // tile.BD) * num_tiles,](
+        launch_cache.cached(scan_kernel)[-(-D // tile.BD) * num_tiles,](
             x_ptr=x,
             g_ptr=g,
             y_ptr=y,

@@ -9,8 +9,7 @@ from slipstream.common import checks
 from slipstream.kernels.linear import context_terms, inputs
 from slipstream.kernels.linear.context import linear_across_ranks
 from slipstream.kernels.linear.modes.call import Call, LinearOptions, Results
-from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.context_share import Share
+from slipstream.runtime import context_parallel, context_share
 
 
 class Context(NamedTuple):
@@ -50,7 +49,7 @@ def _expect_narrow(terms: inputs.LinearInputs, beta: str) -> None:
         )
 
 
-def _run(call: Call, share: Share) -> Results:
+def _run(call: Call, share: context_share.Share) -> Results:
     terms, options = call.terms, call.options
     choose = call.road.choice(options.impl)
     how = context_terms.Call(call.how, choose, options.output_final_state)
@@ -66,7 +65,7 @@ def checked(terms: inputs.LinearInputs, options: LinearOptions) -> inputs.Linear
     return terms._replace(initial_state=None, cu_seqlens=context.offsets_on(terms.q.device))
 
 
-def key_of(context: ContextParallel | None) -> tuple[bool, int | None] | None:
+def key_of(context: context_parallel.ContextParallel | None) -> tuple[bool, int | None] | None:
     """What a plan depends on: whether segments are given, and the pieces of sequences."""
     if context is None:
         return None

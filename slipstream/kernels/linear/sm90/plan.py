@@ -2,8 +2,7 @@
 
 import torch
 
-from slipstream.kernels.linear import segments
-from slipstream.kernels.linear.inputs import LinearInputs, not_taken
+from slipstream.kernels.linear import inputs, segments
 from slipstream.kernels.linear.triton.plan import kind
 from slipstream.runtime import backends, guarded_launch
 
@@ -17,17 +16,17 @@ VECTOR_DECAY_TERMS = [*SCALAR_DECAY_TERMS, "u"]
 TRANSITION_TERMS = [*SCALAR_DECAY_TERMS, "beta", "a", "b", "erase", "write"]
 
 
-def per_channel(terms: LinearInputs) -> bool:
+def per_channel(terms: inputs.LinearInputs) -> bool:
     """Whether the kernels of decays per channel, and of free a and b, take it."""
     return terms.transition == "dplr" or (terms.transition == "delta" and terms.decay == "channel")
 
 
-def is_vector_decay(terms: LinearInputs) -> bool:
+def is_vector_decay(terms: inputs.LinearInputs) -> bool:
     """Whether a call without a transition is one of the vector decay's kernels."""
     return terms.decay == "channel" or terms.gv is not None or terms.u is not None
 
 
-def unsupported_reason(terms: LinearInputs) -> str | None:
+def unsupported_reason(terms: inputs.LinearInputs) -> str | None:
     """Why the kernels in Gluon can't take a call, or None if they can."""
     q, v = terms.q, terms.v
     if reason := backends.sm90_unsupported(q):
@@ -42,14 +41,14 @@ def unsupported_reason(terms: LinearInputs) -> str | None:
         taken, its_reason = VECTOR_DECAY_TERMS, _vector_decay_reason
     else:
         taken, its_reason = SCALAR_DECAY_TERMS, _scalar_decay_reason
-    if reason := not_taken(terms, taken) or its_reason(terms):
+    if reason := inputs.not_taken(terms, taken) or its_reason(terms):
         return reason
     if tokens * v.shape[2] * 2 >= 2**31:
         return "it counts tokens and value heads in 32 bits"
     return guarded_launch.known_failure(lambda: kind(terms, "sm90"), q.device)
 
 
-def _transition_reason(terms: LinearInputs) -> str | None:
+def _transition_reason(terms: inputs.LinearInputs) -> str | None:
     q, v = terms.q, terms.v
     if terms.erase is not None and (reason := _channel_gates_reason(terms)):
         return reason
@@ -65,7 +64,7 @@ def _transition_reason(terms: LinearInputs) -> str | None:
     return None
 
 
-def _channel_gates_reason(terms: LinearInputs) -> str | None:
+def _channel_gates_reason(terms: inputs.LinearInputs) -> str | None:
     """The reason for erase and write, which Triton's kernels do not take: they may get no
     gradient."""
     q, g, v = terms.q, terms.g, terms.v
@@ -78,7 +77,7 @@ def _channel_gates_reason(terms: LinearInputs) -> str | None:
     return None
 
 
-def _scalar_decay_reason(terms: LinearInputs) -> str | None:
+def _scalar_decay_reason(terms: inputs.LinearInputs) -> str | None:
     """No decay, or one a token."""
     q, v = terms.q, terms.v
     if q.dtype not in _DTYPES or terms.k.dtype != q.dtype or v.dtype != q.dtype:
@@ -86,7 +85,7 @@ def _scalar_decay_reason(terms: LinearInputs) -> str | None:
     return _width_reason(terms, SCALAR_DECAY_WIDTHS)
 
 
-def _vector_decay_reason(terms: LinearInputs) -> str | None:
+def _vector_decay_reason(terms: inputs.LinearInputs) -> str | None:
     q, v, g = terms.q, terms.v, terms.g
     if g is None or terms.decay != "channel":
         return "it takes one gate a channel of K"
@@ -101,7 +100,7 @@ def _vector_decay_reason(terms: LinearInputs) -> str | None:
     return None
 
 
-def _width_reason(terms: LinearInputs, widths: tuple[int, ...]) -> str | None:
+def _width_reason(terms: inputs.LinearInputs, widths: tuple[int, ...]) -> str | None:
     K, V = terms.q.shape[-1], terms.v.shape[-1]
     if K != V or K not in widths:
         return f"K and V have to be both {' or both '.join(str(x) for x in widths)}"

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 # Elements of a program, at least a row.
 BLOCK = 4096
@@ -62,7 +61,7 @@ def _run(x: Tensor | None, p: Tensor, dp: Tensor | None) -> None:
     BM = triton.next_power_of_2(M)
     BR = max(1, BLOCK // BM)
     rows = p.numel() // M
-    with device_of(p.device):
-        cached(gsa_softmax_kernel)[(-(-rows // BR),)](
+    with backends.device_of(p.device):
+        launch_cache.cached(gsa_softmax_kernel)[(-(-rows // BR),)](
             x_ptr=x, p_ptr=p, dp_ptr=dp, dx_ptr=dp, R=rows, M=M, BM=BM, BR=BR, num_warps=4
         )

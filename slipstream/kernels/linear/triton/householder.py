@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.linear.triton.scalar_decay.tiles import power_of_two
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 # Elements of a program, at least a row; and rows at most.
 BLOCK, ROWS = 2048, 1024
@@ -109,8 +108,8 @@ def _launch(
     blocks = -(-B * T * H // BR)
     before = blocks + (0 if g is None else -(-B * T * HV // ROWS))
     more = 0 if do is None else -(-B * T * HV // BD)
-    launch: Any = cached(householder_kernel)[(before + more,)]
-    with device_of(q.device):
+    launch: Any = launch_cache.cached(householder_kernel)[(before + more,)]
+    with backends.device_of(q.device):
         launch(
             q_ptr=q,
             g_ptr=g,

@@ -31,9 +31,7 @@ from slipstream.common.linear_rows import ClassifierInputs, LinearRows
 from slipstream.kernels.loss.reference import LossInputs
 from slipstream.kernels.primitives import logit_chunks
 from slipstream.kernels.primitives.activations import LN2, LOG2E
-from slipstream.runtime.backends import device_of, sm_count
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.token_ids_kernel import scan_inverse_count
+from slipstream.runtime import backends, launch_cache, token_ids_kernel
 
 
 @triton.jit
@@ -220,8 +218,8 @@ def cross_entropy(
     N, V = logits.shape
     BV, warps = _tile(V, logits.element_size())
     size = V if shard is None else shard.size
-    with device_of(logits.device):
-        cached(cross_entropy_kernel)[(N,)](
+    with backends.device_of(logits.device):
+        launch_cache.cached(cross_entropy_kernel)[(N,)](
             logits_ptr=logits,
             target_ptr=target,
             weight_ptr=weight,
@@ -260,15 +258,15 @@ def _tile(V: int, element_size: int) -> tuple[int, int]:
 
 def inverse_count(target: Tensor, ignore_index: int, size: int | None = None) -> Tensor:
     """1 / how many targets count, float32 []. With a size it also looks for those outside."""
-    return scan_inverse_count("target", target, ignore_index, size)
+    return token_ids_kernel.scan_inverse_count("target", target, ignore_index, size)
 
 
 def scale_(x: Tensor, s: Tensor) -> Tensor:
     """x *= s in place, s [] on the device; what is 0 stays 0. Almost free if s is 1."""
     s = s.to(torch.float32)
-    with device_of(x.device):
-        programs = min(sm_count(x.get_device()) * 8, -(-x.numel() // 2048))
-        cached(scale_kernel)[(programs,)](x, s, x.numel(), 2048, num_warps=4)
+    with backends.device_of(x.device):
+        programs = min(backends.sm_count(x.get_device()) * 8, -(-x.numel() // 2048))
+        launch_cache.cached(scale_kernel)[(programs,)](x, s, x.numel(), 2048, num_warps=4)
     return x
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from slipstream.common.linear_rows import LinearRows
 from slipstream.kernels.loss.triton.cross_entropy import LN2, LOG2E, add_block, log_sum
 from slipstream.kernels.primitives import logit_chunks
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 
 @triton.jit
@@ -95,8 +94,8 @@ def kl_div(
     """One launch over logits [N, V] whose columns are adjacent; weight [N] or []; grad may be s."""
     N, V = s.shape
     BV, warps = next((BV, warps) for widest, BV, warps in logit_chunks.TILES if widest >= V)
-    with device_of(s.device):
-        cached(kl_div_kernel)[(N,)](
+    with backends.device_of(s.device):
+        launch_cache.cached(kl_div_kernel)[(N,)](
             s_ptr=s,
             t_ptr=t,
             live_ptr=live,

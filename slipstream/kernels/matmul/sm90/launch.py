@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.matmul import config, inputs
 from slipstream.kernels.matmul.sm90.matmul import matmul_sm90_kernel
-from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
+from slipstream.kernels.primitives.sm90 import TensorDescriptor, gl
 from slipstream.runtime import backends, launch_cache
 
 _GLUON = {

@@ -28,24 +28,8 @@ Symbols: c warpgroup, i_m and i_n a tile's row and column, i_step the slice over
 B_T: a or b^T is what memory has row by row in the other order, a as [K, M] and b as [N, K].
 """
 
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from slipstream.kernels.primitives.persistent_gemm import (
-    alloc_ring_barriers,
-    begin_slice,
-    free_slice_before,
-    halves,
-    locate_tile,
-    wait_for_slice,
-    write_tile,
-)
+from slipstream.kernels.primitives import persistent_gemm, sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 
 @gluon.jit
@@ -60,15 +44,15 @@ def _load_partition(
     # counts on over tiles: the next one's slices are loaded while this one is written
     i_step = 0
     for i in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        i_m, i_n = locate_tile(i, m_tiles, n_tiles, GROUP)
+        i_m, i_n = persistent_gemm.locate_tile(i, m_tiles, n_tiles, GROUP)
         for i_k in range(k_tiles):
-            stage, bar = begin_slice(full, empty, i_step, STAGES, nbytes)
+            stage, bar = persistent_gemm.begin_slice(full, empty, i_step, STAGES, nbytes)
             # 64 rows of a for each warpgroup; b is for both
             for c in gl.static_range(2):
                 coords = [i_k * BK, i_m * 128 + c * 64] if A_T else [i_m * 128 + c * 64, i_k * BK]
-                copy_in(a_desc, coords, bar, a_s.index(2 * stage + c))
+                sm90.copy_in(a_desc, coords, bar, a_s.index(2 * stage + c))
             coords_b = [i_n * BN, i_k * BK] if B_T else [i_k * BK, i_n * BN]
-            copy_in(b_desc, coords_b, bar, b_s.index(stage))
+            sm90.copy_in(b_desc, coords_b, bar, b_s.index(stage))
             i_step += 1
 
 
@@ -116,7 +100,7 @@ def _finish(
         p_r = r_ptr + o_m.to(gl.int64)[:, None] * r_stride + o_n[None, :]
         m = (o_m < M)[:, None] & (o_n < N)[None, :]
         b_x += gl.load(p_r, mask=m, other=0.0).to(gl.float32)
-    write_tile(b_x, out_desc, buffer, row, col)
+    persistent_gemm.write_tile(b_x, out_desc, buffer, row, col)
 
 
 @gluon.jit
@@ -126,7 +110,7 @@ def _multiply_slices(
 ):  # fmt: skip
     """acc plus the products of a tile's slices, from `i_step` on."""
     for i_k in range(k_tiles):
-        stage = wait_for_slice(full, i_step, STAGES)
+        stage = persistent_gemm.wait_for_slice(full, i_step, STAGES)
         a, b = a_s.index(2 * stage + c), b_s.index(stage)
         if A_T:
             a = a.permute((1, 0))
@@ -134,12 +118,12 @@ def _multiply_slices(
             b = b.permute((1, 0))
         token = warpgroup_mma(a, b, acc, is_async=True)
         # one product stays in flight; the slice of the one before has been read
-        acc = warpgroup_mma_wait(1, deps=(token,))
-        free_slice_before(empty, i_step, STAGES, i_k > 0)
+        acc = sm90.warpgroup_mma_wait(1, deps=(token,))
+        persistent_gemm.free_slice_before(empty, i_step, STAGES, i_k > 0)
         i_step += 1
     # the last slice too, before the sums are read
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    free_slice_before(empty, i_step, STAGES)
+    acc = sm90.warpgroup_mma_wait(0, deps=(acc,))
+    persistent_gemm.free_slice_before(empty, i_step, STAGES)
     return acc
 
 
@@ -149,7 +133,7 @@ def _load_a(
     layout: gl.constexpr,
 ):  # fmt: skip
     """A slice of a in registers."""
-    a = a_s.index(2 * wait_for_slice(full, i_step, STAGES) + c)
+    a = a_s.index(2 * persistent_gemm.wait_for_slice(full, i_step, STAGES) + c)
     if A_T:
         a = a.permute((1, 0))
     return a.load(gl.DotOperandLayout(operand_index=0, parent=layout, k_width=1))
@@ -179,7 +163,7 @@ def _multiply_slices_rs(
         # after the last slice it again, rather than a branch: its buffer is freed below
         next_step = i_step + gl.minimum(i_k + 1, k_tiles - 1)
         b_a = _load_a(c, a_s, full, next_step, STAGES, A_T, layout)
-        acc = warpgroup_mma_wait(0, deps=(token,))
+        acc = sm90.warpgroup_mma_wait(0, deps=(token,))
         mbarrier.arrive(empty.index((i_step + i_k) % STAGES), count=1)
     return acc
 
@@ -199,7 +183,7 @@ def _multiply(
     m_tiles, n_tiles, k_tiles = gl.cdiv(M, 128), gl.cdiv(N, BN), gl.cdiv(K, BK)
     i_step = 0
     for i in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
-        i_m, i_n = locate_tile(i, m_tiles, n_tiles, GROUP)
+        i_m, i_n = persistent_gemm.locate_tile(i, m_tiles, n_tiles, GROUP)
         # a warpgroup has 64 rows of the tile and all its columns: b is read by both from one copy
         acc = gl.zeros([64, BN], gl.float32, layout)
         ring = a_s, b_s, full, empty
@@ -213,7 +197,7 @@ def _multiply(
         for _ in gl.static_range(LEVELS):
             narrower = ()
             for j in gl.static_range(len(column_blocks)):
-                narrower = narrower + halves(column_blocks[j])
+                narrower = narrower + persistent_gemm.halves(column_blocks[j])
             column_blocks = narrower
         for j in gl.static_range(len(column_blocks)):
             columns, buffer = column_blocks[j], out_s.index(2 * c + j % 2)
@@ -230,7 +214,7 @@ def _multiply(
                     row, col, M, N, r_stride, sa_stride, sb_stride, ACTIVATION,
                 )  # fmt: skip
     # shared memory is to outlive the last stores
-    store_wait(0)
+    sm90.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "r_stride", "sa_stride", "sb_stride"])
@@ -247,7 +231,7 @@ def matmul_sm90_kernel(
     a_s = gl.allocate_shared_memory(a_desc.dtype, [2 * STAGES] + a_desc.block_shape, a_desc.layout)
     b_s = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_shape, b_desc.layout)
     out_s = gl.allocate_shared_memory(out_desc.dtype, [4] + out_desc.block_shape, out_desc.layout)
-    full, empty = alloc_ring_barriers(STAGES)
+    full, empty = persistent_gemm.alloc_ring_barriers(STAGES)
     gl.warp_specialize(
         [
             (_multiply, (

@@ -22,16 +22,10 @@ of logarithms, never quotients. A draft that was not accepted has a decay of 1, 
 of 0. No token touches what belongs to one before it, so that NaN in a draft leaves no trace in S.
 """
 
-from slipstream.kernels.mixer_step.triton.convolution import (
-    activation,
-    channels_of,
-    load,
-    move_on,
-    windows,
-)
+from slipstream.kernels.mixer_step.triton import convolution
 from slipstream.kernels.mixer_step.triton.step import is_last_of_group, log_decay, scalar
 from slipstream.kernels.primitives.bf16_halves import halves
-from slipstream.kernels.primitives.gluon_compat import gl, gluon
+from slipstream.kernels.primitives.sm90 import gl, gluon
 
 mma_v2 = gl.nvidia.hopper.mma_v2
 ROWS = gl.constexpr(16)
@@ -154,9 +148,9 @@ def _operand(x_s, j: gl.constexpr, layout: gl.constexpr, ACROSS: gl.constexpr):
 @gluon.jit
 def _inputs(first, second, is_first, at, o, m):
     """Rows `at` of the first or the second tensor: one of two loads is masked."""
-    b_x = load(first[0] + at * first[1] + o, m & is_first)
+    b_x = convolution.load(first[0] + at * first[1] + o, m & is_first)
     if second is not None:
-        b_x += load(second[0] + at * second[1] + o, m & (is_first == 0))
+        b_x += convolution.load(second[0] + at * second[1] + o, m & (is_first == 0))
     return b_x
 
 
@@ -171,19 +165,19 @@ def _convolved(
     window_ptr, stride_c, stride_l, length = window
     b_x = _inputs(first, second, is_first, token, o, m)
     if window_ptr is not None:
-        b_x *= load(weight_ptr + channel * W + (W - 1), m)
+        b_x *= convolution.load(weight_ptr + channel * W + (W - 1), m)
         if bias_ptr is not None:
-            b_x += load(bias_ptr + channel, m)
+            b_x += convolution.load(bias_ptr + channel, m)
         for back in gl.static_range(1, W):
             at = place - back
             source = at + gl.where(at >= accepted, P - accepted, 0)
             p_w = window_ptr + channel.to(gl.int64) * stride_c + (length + at) * stride_l
             b_y = _inputs(first, second, is_first, source, o, m & (at >= 0))
-            b_x += (b_y + load(p_w, m & (at < 0))) * load(
+            b_x += (b_y + convolution.load(p_w, m & (at < 0))) * convolution.load(
                 weight_ptr + channel * W + (W - 1 - back), m
             )
         if SILU:
-            b_x = activation(b_x, True)
+            b_x = convolution.activation(b_x, True)
     return gl.where(m, b_x, 0.0)
 
 
@@ -204,7 +198,7 @@ def _beta(beta_ptr, row_beta, first, i_h, rows, o_r, SIGMOID: gl.constexpr, FACT
     beta = gl.where(is_q, 0.0, 1.0)
     sign = 1.0 - beta
     if beta_ptr is not None:
-        beta = load(beta_ptr + (first + o_r) * row_beta + i_h, alive & (is_q == 0))
+        beta = convolution.load(beta_ptr + (first + o_r) * row_beta + i_h, alive & (is_q == 0))
         if SIGMOID:
             beta = FACTOR / (1.0 + gl.exp(-beta))
         sign = gl.where(is_q, 1.0, -beta)
@@ -223,7 +217,7 @@ def _gate(
         o_r = gl.arange(0, ROWS, layout)
         is_q, _, alive = _rows(o_r, accepted, P, N)
         m_g = alive & (is_q == 0)
-        gate = load(g_ptr + (first + o_r) * row_g + i_h, m_g) + scalar(dt_bias_ptr, i_h)
+        gate = convolution.load(g_ptr + (first + o_r) * row_g + i_h, m_g) + scalar(dt_bias_ptr, i_h)
         rate = gl.exp(scalar(A_ptr, i_h))
         gate, _ = log_decay(gate, rate, lower_bound, normalizer, dt_min, dt_max, GATE)
         gate = gl.where(m_g, gate, 0.0)
@@ -284,13 +278,15 @@ def _normed(
     """The gate and the norm of outputs, columns by rows."""
     V: gl.constexpr = b_o.shape[0]
     if z_ptr is not None:
-        b_z = activation(load(z_ptr + z_row, m_o), Z_SILU)
+        b_z = convolution.activation(convolution.load(z_ptr + z_row, m_o), Z_SILU)
         if not (NORM and NORM_BEFORE_GATE):
             b_o *= b_z
     if NORM:
         b_o *= gl.rsqrt(gl.sum(b_o * b_o, 0) / V + eps)[None, :]
         if weight_ptr is not None:
-            b_o *= load(weight_ptr + (i_h * V if WEIGHT_PER_HEAD else 0) + o_c, o_c >= 0)[:, None]
+            b_o *= convolution.load(
+                weight_ptr + (i_h * V if WEIGHT_PER_HEAD else 0) + o_c, o_c >= 0
+            )[:, None]
         if z_ptr is not None and NORM_BEFORE_GATE:
             b_o *= b_z
     return b_o
@@ -305,19 +301,21 @@ def _move_on(
     """The window of an accepted draft; of q and k by the last program that has read it."""
     i_k, i_h, HV = heads
     places = o_k, o_c, o_k >= 0, o_c >= 0
-    channels = channels_of(o_k, o_c, i_k, i_h, HV, H, K, V, V_CHANNELS_FIRST)
+    channels = convolution.channels_of(o_k, o_c, i_k, i_h, HV, H, K, V, V_CHANNELS_FIRST)
     last = accepted - 1
     ended = (
-        load(pointers[0] + last * strides[0] + o_k, places[2]),
-        load(pointers[1] + last * strides[1] + o_k, places[2]),
-        load(pointers[2] + last * strides[2] + o_c, places[3]),
+        convolution.load(pointers[0] + last * strides[0] + o_k, places[2]),
+        convolution.load(pointers[1] + last * strides[1] + o_k, places[2]),
+        convolution.load(pointers[2] + last * strides[2] + o_c, places[3]),
     )
-    xs = windows(pointers, strides, window, places, channels, last, accepted, P, W, False)
+    xs = convolution.windows(
+        pointers, strides, window, places, channels, last, accepted, P, W, False
+    )
     gl.thread_barrier()  # all threads have read
     is_last = True
     if HEADS_PER_K > 1:
         is_last = is_last_of_group(counter_ptr + i_k, HEADS_PER_K)
-    move_on(window, ended, xs, channels, places, is_last, W)
+    convolution.move_on(window, ended, xs, channels, places, is_last, W)
 
 
 @gluon.jit(do_not_specialize=["HV", "cache_slots", "length"])
@@ -392,7 +390,7 @@ def mixer_drafts_sm90_kernel(
     q_x, token_x, alive_x = _rows(o_x, accepted, P, N)
     # new tokens follow the accepted ones, not all that the last call was given
     place = gl.where(token_x < P, token_x, token_x - P + accepted)
-    c_q, c_k, _ = channels_of(o_k, o_k, i_k, i_h, HV, H, K, V, V_CHANNELS_FIRST)
+    c_q, c_k, _ = convolution.channels_of(o_k, o_k, i_k, i_h, HV, H, K, V, V_CHANNELS_FIRST)
     channel = gl.where(q_x[:, None], c_q[None, :], c_k[None, :])
     m_x = alive_x[:, None] & (o_k >= 0)[None, :]
     b_x = _convolved(
@@ -400,7 +398,7 @@ def mixer_drafts_sm90_kernel(
         o_k[None, :], channel, m_x, window, conv_weight_ptr, conv_bias_ptr, P, W, CONV_SILU,
     )  # fmt: skip
     place = gl.where(token < P, token, token - P + accepted)
-    _, _, c_v = channels_of(o_c, o_c, i_k, i_h, HV, H, K, V, V_CHANNELS_FIRST)
+    _, _, c_v = convolution.channels_of(o_c, o_c, i_k, i_h, HV, H, K, V, V_CHANNELS_FIRST)
     m_v = (alive & (is_q == 0))[None, :] & (o_c >= 0)[:, None]
     b_v = _convolved(
         (v_ptr, row_v), None, m_v, (token[None, :], place[None, :], accepted), o_c[:, None],

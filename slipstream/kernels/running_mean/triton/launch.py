@@ -7,8 +7,7 @@ import triton
 from torch import Tensor
 
 from slipstream.kernels.running_mean.inputs import MeanInputs
-from slipstream.kernels.running_mean.triton.backward import running_mean_bwd_kernel
-from slipstream.kernels.running_mean.triton.forward import running_mean_fwd_kernel
+from slipstream.kernels.running_mean.triton import backward, forward
 from slipstream.runtime import backends, launch_cache
 
 # tokens and channels at a time
@@ -22,7 +21,7 @@ def means(inputs: MeanInputs, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tenso
     shape = k.shape if keep else (0,)
     r, mean = (k.new_empty(shape, dtype=torch.float32) for _ in range(2))
     _run(
-        running_mean_fwd_kernel, k, start, cu_seqlens, k_ptr=k, v_ptr=v, w_ptr=w, u_ptr=u,
+        forward.running_mean_fwd_kernel, k, start, cu_seqlens, k_ptr=k, v_ptr=v, w_ptr=w, u_ptr=u,
         s_in_ptr=start, s_out_ptr=after, o_ptr=o, r_ptr=r if keep else None,
         mean_ptr=mean if keep else None,
     )  # fmt: skip
@@ -38,8 +37,8 @@ def means_backward(
     dk, dv, dstart = torch.empty_like(k), torch.empty_like(v), torch.empty_like(start)
     dw, du = (k.new_empty(start.shape[0], k.shape[2], dtype=torch.float32) for _ in range(2))
     _run(
-        running_mean_bwd_kernel, k, start, cu_seqlens, r_ptr=r, mean_ptr=mean, v_ptr=v, w_ptr=w,
-        u_ptr=u, do_ptr=do, ds_out_ptr=dafter, dk_ptr=dk, dv_ptr=dv, dw_ptr=dw, du_ptr=du,
+        backward.running_mean_bwd_kernel, k, start, cu_seqlens, r_ptr=r, mean_ptr=mean, v_ptr=v,
+        w_ptr=w, u_ptr=u, do_ptr=do, ds_out_ptr=dafter, dk_ptr=dk, dv_ptr=dv, dw_ptr=dw, du_ptr=du,
         ds_in_ptr=dstart,
     )  # fmt: skip
     return [dk, dv, dw.sum(0).to(w.dtype), du.sum(0).to(u.dtype), dstart]

@@ -7,7 +7,7 @@ each of the programs that share the sequences. Who launches it sums both in orde
 the same bits.
 """
 
-from slipstream.kernels.primitives.gluon_compat import gl, gluon
+from slipstream.kernels.primitives.sm90 import gl, gluon
 from slipstream.kernels.selective_scan.sm90.tiles import (
     LN2,
     LOG2E,

@@ -3,19 +3,9 @@
 While it goes from token to token, the next tile is on its way from global memory into registers.
 """
 
-from slipstream.kernels.primitives.gluon_compat import gl, gluon
-from slipstream.kernels.selective_scan.sm90.tiles import (
-    LOG2E,
-    alloc_rows,
-    as_tile,
-    load_tokens,
-    load_vector,
-    sequence,
-    sigmoid,
-    state_layout,
-    step_size,
-    tile_layout,
-)
+from slipstream.kernels.primitives.sm90 import gl, gluon
+from slipstream.kernels.selective_scan.sm90 import tiles
+from slipstream.kernels.selective_scan.sm90.tiles import LOG2E
 
 
 @gluon.jit
@@ -51,14 +41,14 @@ def selective_scan_forward_sm90_kernel(
     """grid (blocks S), blocks = G ceil(D / G / BD)"""
     BD: gl.constexpr = CHANNELS * 32 // LANES * WARPS
     NB: gl.constexpr = (D // G + BD - 1) // BD
-    S: gl.constexpr = state_layout(NP, CHANNELS, LANES, WARPS)
+    S: gl.constexpr = tiles.state_layout(NP, CHANNELS, LANES, WARPS)
     C_ROW: gl.constexpr = gl.SliceLayout(1, S)
     N_ROW: gl.constexpr = gl.SliceLayout(0, S)
-    TILE: gl.constexpr = tile_layout(BD, WARPS)
+    TILE: gl.constexpr = tiles.tile_layout(BD, WARPS)
     OF_N: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
     i_b, i_n = gl.program_id(0) % blocks, gl.program_id(0) // blocks
     i_g, first_d = i_b // NB, (i_b % NB) * BD
-    begin, tokens = sequence(cu_ptr, i_n, total)
+    begin, tokens = tiles.sequence(cu_ptr, i_n, total)
     # channels as the states have them, and as the tiles
     s_c, o_c = (
         first_d + gl.arange(0, BD, C_ROW),
@@ -80,11 +70,11 @@ def selective_scan_forward_sm90_kernel(
     b_bias = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))
     b_D = b_bias
     if bias_ptr is not None:
-        b_bias += load_vector(bias_ptr, o_d, m_d)
+        b_bias += tiles.load_vector(bias_ptr, o_d, m_d)
     if D_ptr is not None:
-        b_D += load_vector(D_ptr, o_d, m_d)
-    dt_s, du_s, y_s = alloc_rows(T, BD), alloc_rows(T, BD), alloc_rows(T, BD)
-    B_s, C_s = alloc_rows(T, NP), alloc_rows(T, NP)
+        b_D += tiles.load_vector(D_ptr, o_d, m_d)
+    dt_s, du_s, y_s = tiles.alloc_rows(T, BD), tiles.alloc_rows(T, BD), tiles.alloc_rows(T, BD)
+    B_s, C_s = tiles.alloc_rows(T, NP), tiles.alloc_rows(T, NP)
     u_ptr += begin * u_row
     delta_ptr += begin * delta_row
     B_ptr += begin * B_row + i_g * N
@@ -92,43 +82,43 @@ def selective_scan_forward_sm90_kernel(
     y_ptr += begin * D
     if states_ptr is not None:
         states_ptr += begin // T * (N * D)
-    u = load_tokens(u_ptr, u_row, o_t, tokens, o_d, m_d)
-    delta = load_tokens(delta_ptr, delta_row, o_t, tokens, o_d, m_d)
-    B = load_tokens(B_ptr, B_row, o_bt, tokens, o_n, m_n)
-    C = load_tokens(C_ptr, C_row, o_bt, tokens, o_n, m_n)
+    u = tiles.load_tokens(u_ptr, u_row, o_t, tokens, o_d, m_d)
+    delta = tiles.load_tokens(delta_ptr, delta_row, o_t, tokens, o_d, m_d)
+    B = tiles.load_tokens(B_ptr, B_row, o_bt, tokens, o_n, m_n)
+    C = tiles.load_tokens(C_ptr, C_row, o_bt, tokens, o_n, m_n)
     z = u
     if z_ptr is not None:
         z_ptr += begin * z_row
-        z = load_tokens(z_ptr, z_row, o_t, tokens, o_d, m_d)
+        z = tiles.load_tokens(z_ptr, z_row, o_t, tokens, o_d, m_d)
     for done in range(0, tokens, T):
         left = tokens - done
         m = (o_t < left)[:, None] & m_d[None, :]
         b_u, b_z = u, z
-        dt = step_size(delta.to(gl.float32) + b_bias[None, :], m, SOFTPLUS)
+        dt = tiles.step_size(delta.to(gl.float32) + b_bias[None, :], m, SOFTPLUS)
         gl.thread_barrier()
-        as_tile(dt_s, T, BD).store(dt)
-        as_tile(du_s, T, BD).store(dt * u.to(gl.float32))
-        as_tile(B_s, T, NP).store(B.to(gl.float32))
-        as_tile(C_s, T, NP).store(C.to(gl.float32))
+        tiles.as_tile(dt_s, T, BD).store(dt)
+        tiles.as_tile(du_s, T, BD).store(dt * u.to(gl.float32))
+        tiles.as_tile(B_s, T, NP).store(B.to(gl.float32))
+        tiles.as_tile(C_s, T, NP).store(C.to(gl.float32))
         gl.thread_barrier()
         u_ptr += T * u_row
         delta_ptr += T * delta_row
         B_ptr += T * B_row
         C_ptr += T * C_row
-        u = load_tokens(u_ptr, u_row, o_t, left - T, o_d, m_d)
-        delta = load_tokens(delta_ptr, delta_row, o_t, left - T, o_d, m_d)
-        B = load_tokens(B_ptr, B_row, o_bt, left - T, o_n, m_n)
-        C = load_tokens(C_ptr, C_row, o_bt, left - T, o_n, m_n)
+        u = tiles.load_tokens(u_ptr, u_row, o_t, left - T, o_d, m_d)
+        delta = tiles.load_tokens(delta_ptr, delta_row, o_t, left - T, o_d, m_d)
+        B = tiles.load_tokens(B_ptr, B_row, o_bt, left - T, o_n, m_n)
+        C = tiles.load_tokens(C_ptr, C_row, o_bt, left - T, o_n, m_n)
         if z_ptr is not None:
             z_ptr += T * z_row
-            z = load_tokens(z_ptr, z_row, o_t, left - T, o_d, m_d)
+            z = tiles.load_tokens(z_ptr, z_row, o_t, left - T, o_d, m_d)
         for t in range(0, T, 4):
             for i in gl.static_range(4):
                 h = _advance(h, A, dt_s, du_s, B_s, C_s, y_s, t + i, C_ROW, N_ROW)
         gl.thread_barrier()
-        y = as_tile(y_s, T, BD).load(TILE) + b_D[None, :] * b_u.to(gl.float32)
+        y = tiles.as_tile(y_s, T, BD).load(TILE) + b_D[None, :] * b_u.to(gl.float32)
         if z_ptr is not None:
-            y = y * b_z.to(gl.float32) * sigmoid(b_z.to(gl.float32))
+            y = y * b_z.to(gl.float32) * tiles.sigmoid(b_z.to(gl.float32))
         gl.store(y_ptr + o_t[:, None] * D + o_d[None, :], y.to(y_ptr.dtype.element_ty), mask=m)
         y_ptr += T * D
         if states_ptr is not None:

@@ -6,7 +6,7 @@ once, softplus and silu taken by as many threads as there are. So a token takes 
 four instructions for a number of a state, and hardly anything else.
 """
 
-from slipstream.kernels.primitives.gluon_compat import gl, gluon
+from slipstream.kernels.primitives.sm90 import gl, gluon
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)

@@ -11,13 +11,7 @@ import triton.language as tl
 
 from slipstream.kernels.primitives.activations import LOG2E
 from slipstream.kernels.primitives.sequences import tokens_of
-from slipstream.kernels.selective_scan.triton.tiles import (
-    channels,
-    load_tile,
-    load_wide,
-    scan_forward,
-    step_size,
-)
+from slipstream.kernels.selective_scan.triton import tiles
 
 
 @triton.jit(do_not_specialize=["T", "rows"])
@@ -43,26 +37,26 @@ def selective_scan_forward_kernel(
     """grid (G * ceil(D / G / BD), S)"""
     L: tl.constexpr = RUN * RUNS
     i_n = tl.program_id(1)
-    i_g, o_d, m_d = channels(tl.program_id(0), D, G, BD, VEC)
+    i_g, o_d, m_d = tiles.channels(tl.program_id(0), D, G, BD, VEC)
     begin, tokens = tokens_of(cu_ptr, i_n, T)
     o_s = (i_n.to(tl.int64) * D + o_d) * N
     b_bias, b_D = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)
     if bias_ptr is not None:
-        b_bias += load_wide(bias_ptr + o_d, m_d)
+        b_bias += tiles.load_wide(bias_ptr + o_d, m_d)
     if D_ptr is not None:
-        b_D += load_wide(D_ptr + o_d, m_d)
+        b_D += tiles.load_wide(D_ptr + o_d, m_d)
     # the state after a tile is that of its last run
     o_0 = tl.zeros((RUNS, 1), tl.int32)
     m_after = (tl.arange(0, RUNS) == RUNS - 1)[:, None] & m_d[None, :]
     for i_t in range(tl.cdiv(tokens, L)):
         o_r = i_t * L + RUN * tl.arange(0, RUNS)
-        u = load_tile(u_ptr, u_row, begin, o_r, tokens, o_d, m_d, RUN)
-        delta = load_tile(delta_ptr, delta_row, begin, o_r, tokens, o_d, m_d, RUN)
+        u = tiles.load_tile(u_ptr, u_row, begin, o_r, tokens, o_d, m_d, RUN)
+        delta = tiles.load_tile(delta_ptr, delta_row, begin, o_r, tokens, o_d, m_d, RUN)
         dt, du, y = (), (), ()
         b_sum = tl.zeros((RUNS, BD), tl.float32)
         for i in tl.static_range(RUN):
             m = ((o_r + i) < tokens)[:, None] & m_d[None, :]
-            b_dt = step_size(delta[i] + b_bias[None, :], m, SOFTPLUS)
+            b_dt = tiles.step_size(delta[i] + b_bias[None, :], m, SOFTPLUS)
             b_sum += b_dt
             dt, du, y = dt + (b_dt,), du + (b_dt * u[i],), y + (b_D[None, :] * u[i],)
         is_last = (i_t + 1) * L >= tokens
@@ -70,20 +64,20 @@ def selective_scan_forward_kernel(
         o_after = (begin // L + i_t) * (N * D) + o_d
         o_bc = begin + o_r + (i_g * N).to(tl.int64) * rows
         for n in range(N):
-            b_A = load_wide(A_ptr + n * D + o_d, m_d)[None, :] * LOG2E
-            b_0 = load_wide(states_ptr + o_after - N * D + n * D, m_d & (i_t > 0))
+            b_A = tiles.load_wide(A_ptr + n * D + o_d, m_d)[None, :] * LOG2E
+            b_0 = tiles.load_wide(states_ptr + o_after - N * D + n * D, m_d & (i_t > 0))
             if s_in_ptr is not None:
-                b_0 += load_wide(s_in_ptr + o_s + n, m_d & (i_t == 0))
+                b_0 += tiles.load_wide(s_in_ptr + o_s + n, m_d & (i_t == 0))
             a, x = (), ()
             for i in tl.static_range(RUN):
                 p_B = B_ptr + o_bc + n * rows + i
-                b_B = load_wide(p_B, (o_r + i) < tokens)[:, None]
+                b_B = tiles.load_wide(p_B, (o_r + i) < tokens)[:, None]
                 a, x = a + (tl.exp2(dt[i] * b_A),), x + (du[i] * b_B,)
-            h = scan_forward(a, x, tl.exp2(b_sum * b_A), b_0, RUN)
+            h = tiles.scan_forward(a, x, tl.exp2(b_sum * b_A), b_0, RUN)
             further = ()
             for i in tl.static_range(RUN):
                 p_C = C_ptr + o_bc + n * rows + i
-                b_C = load_wide(p_C, (o_r + i) < tokens)[:, None]
+                b_C = tiles.load_wide(p_C, (o_r + i) < tokens)[:, None]
                 further = further + (y[i] + h[i + 1] * b_C,)
             y = further
             p_after = (states_ptr + o_after + n * D)[None, :] + o_0
@@ -94,7 +88,7 @@ def selective_scan_forward_kernel(
             o_t = (begin + o_r + i)[:, None]
             b_y = y[i]
             if z_ptr is not None:
-                b_z = load_wide(z_ptr + o_t * z_row + o_d[None, :], m)
+                b_z = tiles.load_wide(z_ptr + o_t * z_row + o_d[None, :], m)
                 b_y *= b_z / (1.0 + tl.exp(-b_z))
             b_y = tl.cast(b_y, y_ptr.dtype.element_ty)
             tl.store(y_ptr + o_t * D + o_d[None, :], b_y, mask=m)
@@ -104,5 +98,5 @@ def selective_scan_forward_kernel(
         for n in range(N):
             b_0 = tl.zeros((BD,), tl.float32)
             if s_in_ptr is not None:
-                b_0 += load_wide(s_in_ptr + o_s + n, m_d)
+                b_0 += tiles.load_wide(s_in_ptr + o_s + n, m_d)
             tl.store(final_ptr + o_s + n, b_0, mask=m_d)

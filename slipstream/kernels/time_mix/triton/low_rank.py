@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.time_mix.inputs import LowRankInputs
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 # of rows always as many as the smallest product has, so that a row's bits are those of any batch
 BN, BR = 16, 128
@@ -70,8 +69,8 @@ def low_rank(t: LowRankInputs) -> Tensor:
     N, D, count = t.w.shape[0], t.w_up.shape[1], 3 if t.v is None else 4
     y = torch.empty(count, N, D, dtype=torch.float32, device=t.w.device)
     tile = BD[t.w.element_size()]
-    with device_of(t.w.device):
-        cached(low_rank_step_kernel)[triton.cdiv(D, tile), count, triton.cdiv(N, BN)](
+    with backends.device_of(t.w.device):
+        launch_cache.cached(low_rank_step_kernel)[triton.cdiv(D, tile), count, triton.cdiv(N, BN)](
             **{f"{n}_ptr": x if x is None else x.contiguous() for n, x in t._asdict().items()},
             y_ptr=y,
             w_rank=t.w.shape[1],

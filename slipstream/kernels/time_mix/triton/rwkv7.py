@@ -18,8 +18,7 @@ from slipstream.kernels.time_mix.inputs import (
     TermsGrads,
     TermsInputs,
 )
-from slipstream.runtime.backends import device_of, sm_count
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 # Elements of a tile.
 FORWARD = 1024
@@ -225,8 +224,8 @@ def terms(inputs: TermsInputs, heads: int) -> list[Tensor]:
     w_out = _heads(w, heads, torch.float32)
     k_out, a_out, b_out = (_heads(k, heads) for _ in range(3))
     v_out = None if inputs.v is None else _heads(inputs.v, heads)
-    with device_of(w.device):
-        cached(rwkv7_terms_fwd_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
+    with backends.device_of(w.device):
+        launch_cache.cached(rwkv7_terms_fwd_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
             **_contiguous(inputs),
             w_out_ptr=w_out,
             k_out_ptr=k_out,
@@ -251,8 +250,8 @@ def terms_backward(douts: TermsGrads, inputs: TermsInputs, heads: int) -> list[T
              for name, x in inputs._asdict().items()}  # fmt: skip
     of_tokens, parameters = [*grads][:6], [*grads.values()][6:]
     partial = torch.empty(P, len(parameters), sizes["D"], dtype=torch.float32, device=w.device)
-    with device_of(w.device):
-        cached(rwkv7_terms_bwd_kernel)[(P, heads)](
+    with backends.device_of(w.device):
+        launch_cache.cached(rwkv7_terms_bwd_kernel)[(P, heads)](
             **_contiguous(douts),
             **_contiguous(inputs),
             **{f"d{name}_ptr": grads[name] for name in of_tokens},
@@ -277,8 +276,8 @@ def output(inputs: OutputInputs, eps: float) -> Tensor:
     sizes, heads = _sizes(gate, o.shape[2], FORWARD), o.shape[2]
     y = torch.empty(gate.shape, dtype=o.dtype, device=o.device)
     grads = dict.fromkeys(f"{x}_ptr" for x in ("dy", "do", "dr", "dk", "dv", "dgate", "partial"))
-    with device_of(o.device):
-        cached(rwkv7_output_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
+    with backends.device_of(o.device):
+        launch_cache.cached(rwkv7_output_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
             **_contiguous(inputs), **grads, y_ptr=y, eps=eps, **sizes, num_warps=4
         )
     return y
@@ -296,8 +295,8 @@ def output_backward(dy: Tensor, inputs: OutputInputs, eps: float) -> list[Tensor
     partial = torch.empty(P, 3, sizes["D"], dtype=torch.float32, device=o.device)
     # rows past the last are zeros, and their norm is to be zero too: sums over rows have it
     eps = max(eps, torch.finfo(torch.float32).tiny)
-    with device_of(o.device):
-        cached(rwkv7_output_kernel)[(P, heads)](
+    with backends.device_of(o.device):
+        launch_cache.cached(rwkv7_output_kernel)[(P, heads)](
             dy_ptr=dy.contiguous(),
             **_contiguous(inputs),
             y_ptr=None,
@@ -333,5 +332,5 @@ def _sizes(x: Tensor, heads: int, elements: int) -> dict[str, int]:
 
 def _programs(x: Tensor, sizes: dict[str, int], heads: int, per_processor: int) -> int:
     """Programs of the backward pass for each head."""
-    max_programs = max(sm_count(x.get_device()) * per_processor // heads, 1)
+    max_programs = max(backends.sm_count(x.get_device()) * per_processor // heads, 1)
     return min(-(-sizes["R"] // sizes["BR"]), max_programs)

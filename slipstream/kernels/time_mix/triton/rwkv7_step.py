@@ -17,9 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.time_mix.inputs import EPS, SLOWEST_LOG_DECAY, TOKENS, StepInputs
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.token_ids import expect_unique
+from slipstream.runtime import backends, launch_cache, token_ids
 
 # numbers of a state in registers, of a program and of a warp
 ELEMENTS, ELEMENTS_PER_WARP = 16384, 1024
@@ -122,7 +120,7 @@ def step(
 ) -> None:
     """As ../rwkv7_step.py's."""
     if indices is not None:
-        expect_unique("state_indices", indices, "slot")
+        token_ids.expect_unique("state_indices", indices, "slot")
     state = state.mT if v_first else state
     H, K = t.r_k.shape
     BK, BV, warps = tile_of(K)
@@ -132,8 +130,8 @@ def step(
         for name, x in t._asdict().items()
     }
     rows = {f"row_{name}": 0 if (x := tensors[name]) is None else x.stride(0) for name in TOKENS}
-    with device_of(t.r.device):
-        cached(rwkv7_step_kernel)[t.r.shape[0] * H,](
+    with backends.device_of(t.r.device):
+        launch_cache.cached(rwkv7_step_kernel)[t.r.shape[0] * H,](
             **{f"{name}_ptr": x for name, x in tensors.items()},
             **rows,
             index_ptr=None if indices is None else indices.contiguous(),

@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.primitives.partial_sums import add_partial_sums
-from slipstream.runtime.backends import device_of, sm_count
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 # Channels of a program at most, and programs at a time on each multiprocessor.
 CHANNELS = 1024
@@ -168,8 +167,8 @@ def _run(
     partial: Tensor | None = None,
 ) -> None:
     P, sizes = _sizes(x, mu)
-    with device_of(x.device):
-        cached(token_mix_kernel)[(P, -(-sizes["D"] // sizes["BD"]))](
+    with backends.device_of(x.device):
+        launch_cache.cached(token_mix_kernel)[(P, -(-sizes["D"] // sizes["BD"]))](
             dy_ptr=dy,
             x_ptr=x.contiguous(),
             before_ptr=None if before is None else before.contiguous(),
@@ -189,7 +188,7 @@ def _sizes(x: Tensor, mu: Tensor) -> tuple[int, dict[str, int]]:
     M, D = mu.shape
     BD = min(max(1 << (D - 1).bit_length(), 128), CHANNELS)
     R = x.numel() // D
-    P = max(sm_count(x.get_device()) * PER_PROCESSOR // -(-D // BD), 1)
+    P = max(backends.sm_count(x.get_device()) * PER_PROCESSOR // -(-D // BD), 1)
     rows_each = -(-R // min(P, R))
     sizes = {"R": R, "T": x.shape[1], "rows_each": rows_each, "D": D, "M": M, "BD": BD}
     return -(-R // rows_each), sizes

@@ -5,9 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
-from slipstream.runtime.token_ids import expect_unique
+from slipstream.runtime import backends, launch_cache, token_ids
 
 
 @triton.jit(do_not_specialize=["N", "slots"])
@@ -42,12 +40,12 @@ def token_mix_step_kernel(
 def token_mix_step(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None) -> Tensor:
     """y [M, N, D]; the pool is updated."""
     if indices is not None:
-        expect_unique("state_indices", indices, "slot")
+        token_ids.expect_unique("state_indices", indices, "slot")
     N, D = x.shape
     y = torch.empty(mu.shape[0], N, D, dtype=x.dtype, device=x.device)
     BD = min(512, max(16, triton.next_power_of_2(D)))
-    with device_of(x.device):
-        cached(token_mix_step_kernel)[N, triton.cdiv(D, BD)](
+    with backends.device_of(x.device):
+        launch_cache.cached(token_mix_step_kernel)[N, triton.cdiv(D, BD)](
             x_ptr=x,
             mu_ptr=mu.contiguous(),
             state_ptr=state,

@@ -2,14 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_out,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-)
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier
 
 WHOLE = gl.constexpr(1.5 * 2.0**23)  # float32 beside it are whole numbers, which its last bits are
 
@@ -170,7 +164,7 @@ def add_rows_masked(p, tile, i_t, i_col, stride, num_rows, C: gl.constexpr, BK: 
 def store_tile(desc, p, tile, i_t, i_col, stride, num_rows, C: gl.constexpr, BK: gl.constexpr):
     """A tile of shared memory to rows i_t and on, those before `num_rows` alone."""
     if num_rows >= C:
-        copy_out(desc, [i_t, i_col], tile)
+        sm90.copy_out(desc, [i_t, i_col], tile)
     else:
         store_rows_masked(p, tile, i_t, i_col, stride, num_rows, C, BK)
 
@@ -181,12 +175,12 @@ def store_tile_transposed(desc, p, tile, b, i_t, i_col, stride, num_rows, C: gl.
     layout: gl.constexpr = b.type.layout
     if num_rows >= C:
         # the tile's last copy out still reads it
-        store_wait(0)
+        sm90.store_wait(0)
         tile.permute((1, 0)).store(b.to(tile.dtype))
         # TMA sees what the warps wrote only after a fence, and one thread issues it for all
-        fence_async_shared()
+        sm90.fence_async_shared()
         gl.thread_barrier()
-        copy_out(desc, [i_t, i_col], tile)
+        sm90.copy_out(desc, [i_t, i_col], tile)
     else:
         o_t = gl.arange(0, C, gl.SliceLayout(0, layout))
         o_n = gl.arange(0, 64, gl.SliceLayout(1, layout))

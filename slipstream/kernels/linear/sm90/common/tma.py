@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import inputs, segments
-from slipstream.kernels.primitives.gluon_compat import TensorDescriptor, gl
+from slipstream.kernels.primitives.sm90 import TensorDescriptor, gl
 from slipstream.runtime.launch_cache import cache
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}

@@ -13,7 +13,7 @@ substitution exchanges one number a thread.
 """
 
 from slipstream.kernels.primitives.bf16_halves import halves
-from slipstream.kernels.primitives.gluon_compat import LARGER_VIEWS, gl, gluon
+from slipstream.kernels.primitives.sm90 import LARGER_VIEWS, gl, gluon
 
 mma_v2 = gl.nvidia.hopper.mma_v2
 # blocks of [16, 16] on the diagonal of [64, 64], one a warp; mma.sync joins those of 16 rows

@@ -61,33 +61,11 @@ i-th back, where it has gone forward through j - i chunks.
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    alloc_mbarriers,
-    load_beta_gate,
-    locate_segment,
-    store_tile,
-    zero_tail_rows,
-)
-from slipstream.kernels.linear.sm90.delta.device import (
-    MIN_CROSSED,
-    StateRefs,
-    beta_gate_ptr,
-    checkpoint_index,
-    load_state,
-    store_state,
-)
+from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90.delta import delta_device
+from slipstream.kernels.linear.sm90.delta.delta_device import MIN_CROSSED
 from slipstream.kernels.linear.sm90.delta.dqkg import ROWS, release_next, row_products, store_or_add
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    copy_out,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.semaphore import (
     lock_workspace,
     proxy_fence,
@@ -96,6 +74,7 @@ from slipstream.kernels.primitives.semaphore import (
     unlock_workspace,
     wait_bulk_stores,
 )
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 from slipstream.kernels.primitives.smem_scalars import alloc_scalars, load_scalar, store_scalars
 
 # constants of a launch, for device functions
@@ -139,19 +118,19 @@ def recompute_states(
         is_last = at == count - 1
         mbarrier.wait(barriers.full.index(s), (j // c.ST) & 1)
         if num_rows < c.C:
-            zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K, c.WARPS)
-            zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V, c.WARPS)
-            zero_tail_rows(b_r, num_rows, c.C, c.C, c.WARPS)
-            fence_async_shared()
+            device.zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K, c.WARPS)
+            device.zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V, c.WARPS)
+            device.zero_tail_rows(b_r, num_rows, c.C, c.C, c.WARPS)
+            sm90.fence_async_shared()
             gl.thread_barrier()
         b_sb = b_s.to(tiles.k.dtype)
-        store_wait(1)  # of the chunk before, S
+        sm90.store_wait(1)  # of the chunk before, S
         gl.thread_barrier()
         buffers.dstate.index(o).store(b_sb)
         if is_last:
             tiles.state.index(at >> 28).store(b_sb)
-        fence_async_shared()
-        store_wait(0)  # and w
+        sm90.fence_async_shared()
+        sm90.store_wait(0)  # and w
         gl.thread_barrier()
         b_u = warpgroup_mma(
             buffers.dstate.index(o),
@@ -164,8 +143,8 @@ def recompute_states(
             last = rows.slice(2 * c.C - 1, 1)
             b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
         if (at > 0) & (at < count - 1):
-            copy_out(states_desc, [scratch + (at - 1) * c.V, 0], buffers.dstate.index(o))
-        b_u = warpgroup_mma_wait(0, deps=(b_u,))
+            sm90.copy_out(states_desc, [scratch + (at - 1) * c.V, 0], buffers.dstate.index(o))
+        b_u = sm90.warpgroup_mma_wait(0, deps=(b_u,))
         if c.HAS_GATE:
             b_u = -b_u * gl.exp2(rows.slice(c.C, c.C).load(gl.SliceLayout(0, xl)))[None, :]
         else:
@@ -175,10 +154,10 @@ def recompute_states(
         b_w = warpgroup_mma(
             tiles.do.index(s).permute((1, 0)), b_r.permute((1, 0)), b_w, is_async=True
         )
-        b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        b_w = sm90.warpgroup_mma_wait(0, deps=(b_w,))
         if is_last:
             tiles.w.index(o_w).permute((1, 0)).store(b_w.to(tiles.k.dtype))
-            fence_async_shared()
+            sm90.fence_async_shared()
             mbarrier.arrive(barriers.w_full.index(0), count=1)
             mbarrier.arrive(barriers.state_full.index(0), count=1)
         else:
@@ -189,10 +168,10 @@ def recompute_states(
             b_lhs = gl.convert_layout((b_w * b_share[None, :]).to(tiles.k.dtype), xa)
             b_s = warpgroup_mma(b_lhs, tiles.k.index(s), b_s, is_async=True)
             buffers.dv.index(o_w).permute((1, 0)).store(b_w.to(tiles.k.dtype))
-            fence_async_shared()
+            sm90.fence_async_shared()
             gl.thread_barrier()
-            copy_out(w_desc, [row + (first + at) * c.C, v_col], buffers.dv.index(o_w))
-            b_s = warpgroup_mma_wait(0, deps=(b_s,))
+            sm90.copy_out(w_desc, [row + (first + at) * c.C, v_col], buffers.dv.index(o_w))
+            b_s = sm90.warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(barriers.empty.index(s), count=2)
 
 
@@ -293,7 +272,7 @@ def replace(tile, b):
     """b in the place of a tile that all warps have read, for products."""
     gl.thread_barrier()
     tile.store(b)
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
 
 
@@ -338,7 +317,7 @@ def dqk_partition(
         sums = gl.zeros([c.C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
         row, v_col = load_scalar(pad, ROW, 4), load_scalar(pad, HEAD, 4) * c.V
         dv = buffers.dv.index(i >> 24)
-        store_tile(dv_desc, dv_ptr, dv, row + i_c * c.C, v_col, HV * c.V, num_rows, c.C, c.V)
+        device.store_tile(dv_desc, dv_ptr, dv, row + i_c * c.C, v_col, HV * c.V, num_rows, c.C, c.V)
         b_diag = diagonal_of(buffers.diagonal, al, c.C)
         b_beta = beta_of(rows, al, c.C)
         dks = ()
@@ -356,7 +335,7 @@ def dqk_partition(
                     buffers.state_products.store(
                         row_products(tiles.state.index(o), buffers.dstate.index(o), c.V, c.K)
                     )
-            b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+            b_dk = sm90.warpgroup_mma_wait(0, deps=(b_dk,))
             if h == NK - 1:
                 mbarrier.arrive(barriers.w_empty.index(0), count=1)
             b_kb = (b_ks.load(al) * b_beta[:, None]).to(tiles.k.dtype)
@@ -365,7 +344,7 @@ def dqk_partition(
                 e += gl.sum(b_dk * b_kb, 1)
             b_dk = warpgroup_mma(buffers.b.index(o).permute((1, 0)), b_qs, b_dk, is_async=True)
             b_dk = warpgroup_mma(buffers.m.index(o).permute((1, 0)), b_ks, b_dk, is_async=True)
-            b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+            b_dk = sm90.warpgroup_mma_wait(0, deps=(b_dk,))
             if c.HAS_GATE:
                 gates -= gl.sum(b_dk * b_kb, 1)
             b_dk += b_diag[:, None] * b_qs.load(al)
@@ -375,13 +354,13 @@ def dqk_partition(
             replace(b_ks, b_kb)
             b_ss = tiles.state.index(o).slice(h * c.BK, c.BK, 1)
             b_dp = warpgroup_mma(buffers.dv.index(o), b_ss, zero, use_acc=False, is_async=True)
-            b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
+            b_dp = sm90.warpgroup_mma_wait(0, deps=(b_dp,))
             if c.HAS_GATE:
                 b_dp *= -start_of(rows, al, c.C)[:, None]
             else:
                 b_dp = -b_dp
             b_dp = warpgroup_mma(buffers.m.index(o), b_ks, b_dp, is_async=True)  # -dp
-            b_dp = warpgroup_mma_wait(0, deps=(b_dp,))
+            b_dp = sm90.warpgroup_mma_wait(0, deps=(b_dp,))
             if c.HAS_GATE:
                 gates += gl.sum(b_dp * b_k, 1)
             dks += ((b_dk + b_dp).to(tiles.q.dtype),)
@@ -394,22 +373,22 @@ def dqk_partition(
             b_ks = tiles.k.index(s + o).slice(h * c.BK, c.BK, 1)
             b_ss = tiles.state.index(o).slice(h * c.BK, c.BK, 1)
             b_dq = warpgroup_mma(tiles.do.index(s + o), b_ss, zero, use_acc=False, is_async=True)
-            b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
+            b_dq = sm90.warpgroup_mma_wait(0, deps=(b_dq,))
             b_dq *= scale
             if c.HAS_GATE:
                 b_dq *= start_of(rows, al, c.C)[:, None]
             b_dq = warpgroup_mma(buffers.b.index(o), b_ks, b_dq, is_async=True)
-            b_dq = warpgroup_mma_wait(0, deps=(b_dq,))
+            b_dq = sm90.warpgroup_mma_wait(0, deps=(b_dq,))
             if c.HAS_GATE:
                 gates += row_dot(b_dq, b_qs, al)
             b_dq += b_diag[:, None] * b_ks.load(al)
             if h == NK - 1:
-                store_wait(0)
+                sm90.store_wait(0)
                 mbarrier.arrive(barriers.state_empty.index(0), count=1)
             gl.thread_barrier()
             b_qs.store(b_dq.to(tiles.q.dtype))
             b_ks.store(dks[h])
-        fence_async_shared()
+        sm90.fence_async_shared()
         num_rows = load_scalar(pad, LENGTH, 4) - i_c * c.C
         if num_rows < c.C:  # store_partition takes whole chunks
             gl.thread_barrier()
@@ -427,7 +406,7 @@ def dqk_partition(
             num_rows, HV, c.C, c.HAS_GATE,
         )  # fmt: skip
         mbarrier.arrive(barriers.empty.index(s), count=1)
-    store_wait(0)
+    sm90.store_wait(0)
 
 
 @gluon.jit
@@ -456,16 +435,16 @@ def store_partition(descs, counts_ptr, tiles, barriers, pad, HV, G, every, c):
                     tma_reduce_add(dq_desc, [t, col], tiles.q.index(s))
                     tma_reduce_add(dk_desc, [t, col], tiles.k.index(s))
                 else:
-                    copy_out(dq_desc, [t, col], tiles.q.index(s))
-                    copy_out(dk_desc, [t, col], tiles.k.index(s))
+                    sm90.copy_out(dq_desc, [t, col], tiles.q.index(s))
+                    sm90.copy_out(dk_desc, [t, col], tiles.k.index(s))
             else:
-                copy_out(dq_desc, [t, col], tiles.q.index(s))
-                copy_out(dk_desc, [t, col], tiles.k.index(s))
-        store_wait(0)
+                sm90.copy_out(dq_desc, [t, col], tiles.q.index(s))
+                sm90.copy_out(dk_desc, [t, col], tiles.k.index(s))
+        sm90.store_wait(0)
         mbarrier.arrive(barriers.empty.index(s), count=1)
         if c.GROUPED_HEADS:
             release_next(p_semaphore, rank, G)
-    store_wait(0)
+    sm90.store_wait(0)
 
 
 class Tiles(NamedTuple):
@@ -528,7 +507,7 @@ def load_partition(descs, beta_gates_ptr, tiles, barriers, pad, HV, every, c):
     k_col = load_scalar(pad, K_COL, 1)
     v_col = head * c.V
     r_col = head * c.C
-    p_beta_gate, stride = beta_gate_ptr(
+    p_beta_gate, stride = delta_device.beta_gate_ptr(
         beta_gates_ptr, load_scalar(pad, CHUNK, 1) * HV + head, HV, c.C, c.HAS_GATE
     )
     # where this program has S before the second chunk of a part
@@ -545,25 +524,25 @@ def load_partition(descs, beta_gates_ptr, tiles, barriers, pad, HV, every, c):
             back = at >= count
             i_c = gl.where(back, first + 2 * count - 1 - at, first + at)
             t = row + i_c * c.C
-            b_beta_gate = load_beta_gate(p_beta_gate + i_c * stride, c.C, c.HAS_GATE)
+            b_beta_gate = device.load_beta_gate(p_beta_gate + i_c * stride, c.C, c.HAS_GATE)
             mbarrier.wait(barriers.empty.index(s), ((j // c.ST) & 1) ^ 1)
             if back:
                 mbarrier.expect(barriers.full.index(s), nbytes + q_desc.block_type.nbytes)
-                copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
-                copy_in(q_desc, [t, k_col], barriers.full.index(s), tiles.q.index(s))
-                copy_in(do_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
+                sm90.copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
+                sm90.copy_in(q_desc, [t, k_col], barriers.full.index(s), tiles.q.index(s))
+                sm90.copy_in(do_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
             else:
                 b_r = square(tiles.q.index(s), tiles.r.index(0), c.C)
                 mbarrier.expect(barriers.full.index(s), nbytes + r_desc.block_type.nbytes)
-                copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
-                copy_in(v_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
-                copy_in(r_desc, [t, r_col], barriers.full.index(s), b_r)
+                sm90.copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
+                sm90.copy_in(v_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
+                sm90.copy_in(r_desc, [t, r_col], barriers.full.index(s), b_r)
             tiles.beta_gate.index(s).store(b_beta_gate)
             mbarrier.arrive(barriers.full.index(s), count=1)
             if at == 0:
                 mbarrier.wait(barriers.state_empty.index(0), (i & 1) ^ 1)
                 mbarrier.expect(barriers.entry_full.index(0), checkpoints_desc.block_type.nbytes)
-                copy_in(
+                sm90.copy_in(
                     checkpoints_desc,
                     [checkpoint, 0],
                     barriers.entry_full.index(0),
@@ -573,18 +552,18 @@ def load_partition(descs, beta_gates_ptr, tiles, barriers, pad, HV, every, c):
             if back:
                 mbarrier.wait(barriers.r_empty.index(0), before)
                 mbarrier.expect(barriers.r_full.index(0), r_desc.block_type.nbytes)
-                copy_in(r_desc, [t, r_col], barriers.r_full.index(0), tiles.r.index(0))
+                sm90.copy_in(r_desc, [t, r_col], barriers.r_full.index(0), tiles.r.index(0))
             if at > count:  # those of the last chunk are there
                 if at == count + 1:
                     mbarrier.wait(barriers.recomputed.index(0), block & 1)
                     proxy_fence()
                 mbarrier.wait(barriers.w_empty.index(0), before)
                 mbarrier.expect(barriers.w_full.index(0), w_desc.block_type.nbytes)
-                copy_in(w_desc, [t, v_col], barriers.w_full.index(0), tiles.w.index(0))
+                sm90.copy_in(w_desc, [t, v_col], barriers.w_full.index(0), tiles.w.index(0))
                 mbarrier.wait(barriers.state_empty.index(0), before)
                 mbarrier.expect(barriers.state_full.index(0), states_desc.block_type.nbytes)
                 if i_c == first:
-                    copy_in(
+                    sm90.copy_in(
                         checkpoints_desc,
                         [checkpoint, 0],
                         barriers.state_full.index(0),
@@ -592,7 +571,7 @@ def load_partition(descs, beta_gates_ptr, tiles, barriers, pad, HV, every, c):
                     )
                 else:
                     s_row = scratch + (i_c - first - 1) * c.V
-                    copy_in(
+                    sm90.copy_in(
                         states_desc, [s_row, 0], barriers.state_full.index(0), tiles.state.index(0)
                     )
         i += count
@@ -629,7 +608,7 @@ def score_partition(
     b_b = warpgroup_mma(os, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_m = warpgroup_mma(ys, ws.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_decay = decay_of(rows, o_i + none, o_j, al, C, HAS_GATE, False)
-    b_b, b_m = warpgroup_mma_wait(0, deps=(b_b, b_m))
+    b_b, b_m = sm90.warpgroup_mma_wait(0, deps=(b_b, b_m))
     b_b *= scale
     # a sum for each half of the columns: over both it would take more memory, and barriers
     HALVES: gl.constexpr = WARPS // 4
@@ -667,21 +646,21 @@ def dstate_partition(tiles, buffers, barriers, b_s, gone, count, length, n, scal
         mbarrier.wait(barriers.full.index(s), (j // c.ST) & 1)
         mbarrier.wait(barriers.r_full.index(0), i & 1)
         if num_rows < c.C:
-            zero_tail_rows(tiles.q.index(s), num_rows, c.C, c.K, c.WARPS)
-            zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K, c.WARPS)
-            zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V, c.WARPS)
-            zero_tail_rows(tiles.r.index(o), num_rows, c.C, c.C, c.WARPS)
-            fence_async_shared()
+            device.zero_tail_rows(tiles.q.index(s), num_rows, c.C, c.K, c.WARPS)
+            device.zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K, c.WARPS)
+            device.zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V, c.WARPS)
+            device.zero_tail_rows(tiles.r.index(o), num_rows, c.C, c.C, c.WARPS)
+            sm90.fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
             tiles.q.index(s), tiles.k.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
         )
         b_decay = decay_of(rows, o_i + o, o_j, al, c.C, c.HAS_GATE, True) * scale
-        b_a = warpgroup_mma_wait(0, deps=(b_a,))
+        b_a = sm90.warpgroup_mma_wait(0, deps=(b_a,))
         tiles.a.index(o).store((b_a * b_decay).to(tiles.k.dtype))
         mbarrier.wait(barriers.w_empty.index(0), (i & 1) ^ 1)
         buffers.dstate.index(o_x).store(b_s.to(tiles.k.dtype))
-        fence_async_shared()
+        sm90.fence_async_shared()
         gl.thread_barrier()
         # from shared memory, for all registers are taken
         b_x = warpgroup_mma(
@@ -691,7 +670,7 @@ def dstate_partition(tiles, buffers, barriers, b_s, gone, count, length, n, scal
             use_acc=False,
             is_async=True,
         )
-        b_x = warpgroup_mma_wait(0, deps=(b_x,))
+        b_x = sm90.warpgroup_mma_wait(0, deps=(b_x,))
         if c.HAS_GATE:
             last = rows.slice(2 * c.C - 1, 1)
             G_j = rows.slice(c.C, c.C).load(gl.SliceLayout(0, xl))
@@ -704,11 +683,11 @@ def dstate_partition(tiles, buffers, barriers, b_s, gone, count, length, n, scal
             b_d *= gl.exp2(rows.slice(c.C, c.C).load(gl.SliceLayout(0, xa)))[None, :]
             b_s *= gl.exp2(last.load(gl.SliceLayout(0, sl)))[None, :]
         b_s = warpgroup_mma(b_d.to(tiles.k.dtype), tiles.q.index(s + o_s), b_s, is_async=True)
-        b_x, b_s = warpgroup_mma_wait(0, deps=(b_x, b_s))
+        b_x, b_s = sm90.warpgroup_mma_wait(0, deps=(b_x, b_s))
         b_x *= rows.slice(0, c.C).load(gl.SliceLayout(0, xl))[None, :]
         b_x = gl.convert_layout(b_x.to(tiles.k.dtype), xa)
         b_y = warpgroup_mma(b_x, tiles.r.index(o_s), zero, use_acc=False, is_async=True)
-        b_y = warpgroup_mma_wait(0, deps=(b_y,))
+        b_y = sm90.warpgroup_mma_wait(0, deps=(b_y,))
         mbarrier.arrive(barriers.r_empty.index(0), count=1)
         b_lhs = -b_y
         if c.HAS_GATE:
@@ -717,16 +696,16 @@ def dstate_partition(tiles, buffers, barriers, b_s, gone, count, length, n, scal
         b_s = warpgroup_mma(b_lhs, tiles.k.index(s + o_s), b_s, is_async=True)
         mbarrier.wait(barriers.state_empty.index(0), ((i + o_y) & 1) ^ 1)
         buffers.dv.index(o_y).permute((1, 0)).store(b_y.to(tiles.k.dtype))
-        fence_async_shared()
+        sm90.fence_async_shared()
         gl.thread_barrier()
         mbarrier.wait(barriers.w_full.index(0), (i + o_y) & 1)
-        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        b_s = sm90.warpgroup_mma_wait(0, deps=(b_s,))
         pair_buffers = (buffers.b.index(o_y), buffers.m.index(o_y), buffers.diagonal)
         score_partition(
             tiles.do.index(s), tiles.w.index(o_y), buffers.dv.index(o_y), rows, pair_buffers, o_y,
             scale, c.C, c.WARPS, c.HAS_GATE,
         )  # fmt: skip
-        fence_async_shared()
+        sm90.fence_async_shared()
         mbarrier.arrive(barriers.pairs_full.index(0), count=1)
     return b_s
 
@@ -758,8 +737,8 @@ def state_partition(descs, states, tiles, buffers, barriers, pad, every, scale, 
         none = (gone >> 30).to(gl.int64)
         if block == 0:
             i_entry = none + load_scalar(pad, STATE_IN, c.WARPS)
-            at_in = StateRefs(s_in_ptr, None, i_entry * (c.K * c.V), None)
-            b_d = load_state(
+            at_in = delta_device.StateRefs(s_in_ptr, None, i_entry * (c.K * c.V), None)
+            b_d = delta_device.load_state(
                 at_in, gl.zeros([c.V, c.K], gl.float32, sl), o_k + none, o_v, c.V, c.HAS_S_IN
             )
         else:
@@ -783,8 +762,8 @@ def state_partition(descs, states, tiles, buffers, barriers, pad, every, scale, 
         else:
             to = load_scalar(pad, STATE_OUT, c.WARPS)
             if to >= 0:
-                at_out = StateRefs(None, s_out_ptr, None, (none + to) * (c.K * c.V))
-                store_state(at_out, b_d, 0, o_k + none, o_v + none, c.V, c.HAS_S_OUT)
+                at_out = delta_device.StateRefs(None, s_out_ptr, None, (none + to) * (c.K * c.V))
+                delta_device.store_state(at_out, b_d, 0, o_k + none, o_v + none, c.V, c.HAS_S_OUT)
         gl.thread_barrier()  # all have read what it was
         store_scalars(pad, (gone,), GONE, c.WARPS)
         gl.thread_barrier()
@@ -844,25 +823,25 @@ def delta_chunk_bwd_sm90_kernel(
     sum_buffers = gl.allocate_shared_memory(gl.float32, [1 + HAS_GATE, C], plain)
     zs = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
     pad = alloc_scalars(NUM_SCALARS)
-    full = alloc_mbarriers(2, ST)
-    empty = alloc_mbarriers(2, ST)
-    r_full = alloc_mbarriers(1, 1)
-    r_empty = alloc_mbarriers(1, 1)
-    w_full = alloc_mbarriers(1, 1)
-    s_full = alloc_mbarriers(1, 1)
-    done = alloc_mbarriers(1, 1)
-    early = alloc_mbarriers(1, 1)
-    late = alloc_mbarriers(1, 1)
-    written = alloc_mbarriers(1, ST)
-    entry_full = alloc_mbarriers(1, 1)
-    recomputed = alloc_mbarriers(1, 1)
+    full = device.alloc_mbarriers(2, ST)
+    empty = device.alloc_mbarriers(2, ST)
+    r_full = device.alloc_mbarriers(1, 1)
+    r_empty = device.alloc_mbarriers(1, 1)
+    w_full = device.alloc_mbarriers(1, 1)
+    s_full = device.alloc_mbarriers(1, 1)
+    done = device.alloc_mbarriers(1, 1)
+    early = device.alloc_mbarriers(1, 1)
+    late = device.alloc_mbarriers(1, 1)
+    written = device.alloc_mbarriers(1, ST)
+    entry_full = device.alloc_mbarriers(1, 1)
+    recomputed = device.alloc_mbarriers(1, 1)
     pid = gl.program_id(0)
     i_h = pid % HV
-    row, length, first, i_n, i_s, _ = locate_segment(
+    row, length, first, i_n, i_s, _ = device.locate_segment(
         cu_ptr, pid // HV, T, N, segment, C, PACKED, SPLIT
     )
     n = gl.cdiv(length, C)
-    checkpoint = checkpoint_index(i_n, row - i_s * segment, T, every, C, PACKED)
+    checkpoint = delta_device.checkpoint_index(i_n, row - i_s * segment, T, every, C, PACKED)
     to = pid
     if SPLIT:
         if (n == 0) & (i_s != 0):

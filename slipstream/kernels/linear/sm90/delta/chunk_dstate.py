@@ -30,32 +30,10 @@ wanted, the scan's end from a gradient of zero, or from the sequence's own after
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    alloc_mbarriers,
-    load_beta_gate,
-    store_rows_masked,
-    zero_tail_rows,
-)
-from slipstream.kernels.linear.sm90.delta.device import (
-    StateRefs,
-    alloc_stages,
-    beta_gate_ptr,
-    effective_chunks,
-    program_coords,
-    state_offset,
-)
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    copy_out,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    uniform,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90.delta import delta_device
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # constants of a launch, for device functions
 Constants = namedtuple("Constants", "K V BV C ST HAS_GATE HAS_S_IN HAS_S_OUT TRANSITION_ONLY")
@@ -104,19 +82,21 @@ def load_partition(
         + d_desc.block_type.nbytes
         + r_desc.block_type.nbytes
     )
-    b_beta_gate = load_beta_gate(p_beta_gate + gl.maximum(n - 1, 0) * stride, c.C, c.HAS_GATE)
+    b_beta_gate = device.load_beta_gate(
+        p_beta_gate + gl.maximum(n - 1, 0) * stride, c.C, c.HAS_GATE
+    )
     for i in range(n):
         s = i % c.ST
         t = row + (n - 1 - i) * c.C
         mbarrier.wait(barriers.empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(barriers.full.index(s), nbytes)
-        copy_in(q_desc, [t, k_col], barriers.full.index(s), tiles.q.index(s))
-        copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
-        copy_in(r_desc, [t, r_col], barriers.full.index(s), tiles.r.index(s))
-        copy_in(d_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
+        sm90.copy_in(q_desc, [t, k_col], barriers.full.index(s), tiles.q.index(s))
+        sm90.copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
+        sm90.copy_in(r_desc, [t, r_col], barriers.full.index(s), tiles.r.index(s))
+        sm90.copy_in(d_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
         tiles.beta_gate.index(s).store(b_beta_gate)
         mbarrier.arrive(barriers.full.index(s), count=1)
-        b_beta_gate = load_beta_gate(
+        b_beta_gate = device.load_beta_gate(
             p_beta_gate + gl.maximum(n - 2 - i, 0) * stride, c.C, c.HAS_GATE
         )
 
@@ -139,11 +119,11 @@ def wy_partition(tiles, barriers, length, n, scale, c):
         num_rows = length - (n - 1 - i) * c.C
         mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)
         if num_rows < c.C:
-            zero_tail_rows(tiles.q.index(s), num_rows, c.C, c.K)
-            zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K)
-            zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.BV)
-            zero_tail_rows(tiles.r.index(s), num_rows, c.C, c.C)
-            fence_async_shared()
+            device.zero_tail_rows(tiles.q.index(s), num_rows, c.C, c.K)
+            device.zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K)
+            device.zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.BV)
+            device.zero_tail_rows(tiles.r.index(s), num_rows, c.C, c.C)
+            sm90.fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
             tiles.q.index(s), tiles.k.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
@@ -159,7 +139,7 @@ def wy_partition(tiles, barriers, length, n, scale, c):
         # R^T from registers as a left operand: it is scaled on the way
         b_r = tiles.r.index(s).permute((1, 0)).load(ra)
         b_r = (b_r.to(gl.float32) * b_share[None, :]).to(tiles.k.dtype)
-        b_a = warpgroup_mma_wait(0, deps=(b_a,))
+        b_a = sm90.warpgroup_mma_wait(0, deps=(b_a,))
         b_w = warpgroup_mma(b_r, tiles.k.index(s), zero_w, use_acc=False, is_async=True)
         if c.HAS_GATE:
             # the exponentials run beside the product for W
@@ -171,11 +151,11 @@ def wy_partition(tiles, barriers, length, n, scale, c):
         )
         # state_partition is done with the W and Z of two chunks ago
         mbarrier.wait(barriers.wz_empty.index(w), ((i // 2) & 1) ^ 1)
-        b_w = warpgroup_mma_wait(1, deps=(b_w,))
+        b_w = sm90.warpgroup_mma_wait(1, deps=(b_w,))
         tiles.w.index(w).store(b_w.to(tiles.k.dtype))
-        b_z = warpgroup_mma_wait(0, deps=(b_z,))
+        b_z = sm90.warpgroup_mma_wait(0, deps=(b_z,))
         tiles.z.index(w).store(b_z.to(tiles.k.dtype))
-        fence_async_shared()
+        sm90.fence_async_shared()
         mbarrier.arrive(barriers.wz_full.index(w), count=1)
 
 
@@ -216,7 +196,7 @@ def state_partition(tiles, copies, barriers, state_refs, reads, writes, n, scale
         if not c.TRANSITION_ONLY:
             mbarrier.wait(copies.dstate_empty.index(0), (i & 1) ^ 1)
             copies.dstate.index(0).store(b_sb)
-            fence_async_shared()
+            sm90.fence_async_shared()
             mbarrier.arrive(copies.dstate_full.index(0), count=1)
         b_d = tiles.do.index(s).permute((1, 0)).load(ya).to(gl.float32) * scale
         if c.HAS_GATE:
@@ -226,7 +206,7 @@ def state_partition(tiles, copies, barriers, state_refs, reads, writes, n, scale
             G_C = tiles.beta_gate.index(s).slice(2 * c.C - 1, 1).load(gl.SliceLayout(0, sl))
             b_s *= gl.exp2(G_C)[None, :]
         b_s = warpgroup_mma(b_d.to(tiles.k.dtype), tiles.q.index(s), b_s, is_async=True)
-        b_y = warpgroup_mma_wait(1, deps=(b_y,))
+        b_y = sm90.warpgroup_mma_wait(1, deps=(b_y,))
         b_lhs = -b_y
         if c.HAS_GATE:
             b_lhs *= b_start[None, :]
@@ -235,10 +215,10 @@ def state_partition(tiles, copies, barriers, state_refs, reads, writes, n, scale
         if not c.TRANSITION_ONLY:
             mbarrier.wait(copies.dv_empty.index(0), (i & 1) ^ 1)
             copies.dv.index(0).permute((1, 0)).store(b_y.to(tiles.k.dtype))
-            fence_async_shared()
+            sm90.fence_async_shared()
             mbarrier.arrive(copies.dv_full.index(0), count=1)
         mbarrier.arrive(barriers.wz_empty.index(w), count=1)
-        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        b_s = sm90.warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(barriers.empty.index(s), count=1)
     if c.HAS_S_OUT:
         # 0, but no compiler knows: the loop would keep what the addresses have in common
@@ -256,21 +236,21 @@ def save_partition(
         i_c = n - 1 - i
         t = i_c * c.C
         mbarrier.wait(copies.dstate_full.index(0), i & 1)
-        copy_out(states_desc, [(chunk + i_c * HV) * c.V + i_v, 0], copies.dstate.index(0))
+        sm90.copy_out(states_desc, [(chunk + i_c * HV) * c.V + i_v, 0], copies.dstate.index(0))
         if i > 0:
-            store_wait(1)
+            sm90.store_wait(1)
             mbarrier.arrive(copies.dv_empty.index(0), count=1)
         mbarrier.wait(copies.dv_full.index(0), i & 1)
         if t + c.C <= length:
-            copy_out(y_desc, [row + t, v_col], copies.dv.index(0))
-            store_wait(1)
+            sm90.copy_out(y_desc, [row + t, v_col], copies.dv.index(0))
+            sm90.store_wait(1)
         else:
-            store_rows_masked(
+            device.store_rows_masked(
                 y_ptr, copies.dv.index(0), row + t, v_col, y_row, length - t, c.C, c.BV
             )
-            store_wait(0)
+            sm90.store_wait(0)
         mbarrier.arrive(copies.dstate_empty.index(0), count=1)
-    store_wait(0)
+    sm90.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment"])
@@ -299,7 +279,9 @@ def delta_chunk_dstate_sm90_kernel(
     TRANSITION_ONLY: gl.constexpr = dv_desc is None
     dtype: gl.constexpr = k_desc.dtype
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
-    ks, ds, rs, gs = alloc_stages(k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
+    ks, ds, rs, gs = delta_device.alloc_stages(
+        k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST
+    )
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     zs = gl.allocate_shared_memory(dtype, [2, C, C], r_desc.layout)
     # what a call does not use has another's name
@@ -307,17 +289,17 @@ def delta_chunk_dstate_sm90_kernel(
     if not TRANSITION_ONLY:
         ss = gl.allocate_shared_memory(dtype, [1, BV, K], states_desc.layout)
         ys = gl.allocate_shared_memory(dtype, [1, C, BV], dv_desc.layout)
-    full = alloc_mbarriers(2, ST)
-    empty = alloc_mbarriers(1, ST)
-    wz_full = alloc_mbarriers(1, 2)
-    wz_empty = alloc_mbarriers(1, 2)
+    full = device.alloc_mbarriers(2, ST)
+    empty = device.alloc_mbarriers(1, ST)
+    wz_full = device.alloc_mbarriers(1, 2)
+    wz_empty = device.alloc_mbarriers(1, 2)
     s_full, s_empty, y_full, y_empty = wz_full, wz_full, wz_full, wz_full
     if not TRANSITION_ONLY:
-        s_full = alloc_mbarriers(1, 1)
-        s_empty = alloc_mbarriers(1, 1)
-        y_full = alloc_mbarriers(1, 1)
-        y_empty = alloc_mbarriers(1, 1)
-    i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = program_coords(
+        s_full = device.alloc_mbarriers(1, 1)
+        s_empty = device.alloc_mbarriers(1, 1)
+        y_full = device.alloc_mbarriers(1, 1)
+        y_empty = device.alloc_mbarriers(1, 1)
+    i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = delta_device.program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
     )
     reads, writes, i_in, i_out = True, i_s == 0, i_seg, i_n
@@ -325,7 +307,9 @@ def delta_chunk_dstate_sm90_kernel(
         whole = n
         # chunks after these change the start by less than float32 rounds
         if HAS_GATE:
-            n, _ = effective_chunks(beta_gates_ptr, lognorm_ptr, chunk, HV, n, C, BLOCKS, True)
+            n, _ = delta_device.effective_chunks(
+                beta_gates_ptr, lognorm_ptr, chunk, HV, n, C, BLOCKS, True
+            )
         first = i_s == 0
         if EVERY:
             first = i_s < 0
@@ -333,17 +317,17 @@ def delta_chunk_dstate_sm90_kernel(
         reads, writes, i_in, i_out = last & (n == whole), True, i_n, i_seg
         length = gl.minimum(length, n * C)
         # nobody asks for the first one's
-        n = uniform(gl.where(first, 0, n))
+        n = sm90.uniform(gl.where(first, 0, n))
     k_col = i_h // (HV // H) * K
     v_col = i_h * V + i_v
     r_col = i_h * C
-    p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
-    o_in = state_offset(i_in, i_h, HV, K, V) + i_v
-    o_out = state_offset(i_out, i_h, HV, K, V) + i_v
+    p_beta_gate, stride = delta_device.beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
+    o_in = delta_device.state_offset(i_in, i_h, HV, K, V) + i_v
+    o_out = delta_device.state_offset(i_out, i_h, HV, K, V) + i_v
     tiles = Tiles(qs, ks, ds, rs, gs, ws, zs)
     copies = Copies(ss, ys, s_full, s_empty, y_full, y_empty)
     barriers = Barriers(full, empty, wz_full, wz_empty)
-    state_refs = StateRefs(s_in_ptr, s_out_ptr, o_in, o_out)
+    state_refs = delta_device.StateRefs(s_in_ptr, s_out_ptr, o_in, o_out)
     c: gl.constexpr = Constants(K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, TRANSITION_ONLY)
     if TRANSITION_ONLY:
         gl.warp_specialize(

@@ -34,35 +34,10 @@ moves 232 KB a chunk.
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    PoolRefs,
-    alloc_mbarriers,
-    load_beta_gate,
-    pool_refs_of,
-    store_to_pool,
-    zero_tail_rows,
-)
-from slipstream.kernels.linear.sm90.delta.device import (
-    Queries,
-    StateRefs,
-    alloc_stages,
-    beta_gate_ptr,
-    checkpoints_of,
-    masked_scores,
-    program_coords,
-    state_offset,
-)
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    copy_out,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90.delta import delta_device
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # constants of a launch, for device functions
 Constants = namedtuple(
@@ -108,24 +83,24 @@ def load_partition(
     nbytes: gl.constexpr = (
         k_desc.block_type.nbytes + v_desc.block_type.nbytes + r_desc.block_type.nbytes
     )
-    b_beta_gate = load_beta_gate(p_beta_gate, c.C, c.HAS_GATE)
+    b_beta_gate = device.load_beta_gate(p_beta_gate, c.C, c.HAS_GATE)
     for i in range(n):
         s = i % c.ST
         mbarrier.wait(barriers.empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(barriers.full.index(s), nbytes)
-        copy_in(k_desc, [row + i * c.C, k_col], barriers.full.index(s), tiles.k.index(s))
-        copy_in(r_desc, [row + i * c.C, r_col], barriers.full.index(s), tiles.r.index(s))
-        copy_in(v_desc, [v_row + i * c.C, v_col], barriers.full.index(s), tiles.v.index(s))
+        sm90.copy_in(k_desc, [row + i * c.C, k_col], barriers.full.index(s), tiles.k.index(s))
+        sm90.copy_in(r_desc, [row + i * c.C, r_col], barriers.full.index(s), tiles.r.index(s))
+        sm90.copy_in(v_desc, [v_row + i * c.C, v_col], barriers.full.index(s), tiles.v.index(s))
         tiles.beta_gate.index(s).store(b_beta_gate)
         mbarrier.arrive(barriers.full.index(s), count=1)
-        b_beta_gate = load_beta_gate(
+        b_beta_gate = device.load_beta_gate(
             p_beta_gate + gl.minimum(i + 1, n - 1) * stride, c.C, c.HAS_GATE
         )
         if HAS_Q:
             t = i % 2
             mbarrier.wait(queries.empty.index(t), ((i // 2) & 1) ^ 1)
             mbarrier.expect(queries.full.index(t), q_desc.block_type.nbytes)
-            copy_in(q_desc, [row + i * c.C, k_col], queries.full.index(t), queries.q.index(t))
+            sm90.copy_in(q_desc, [row + i * c.C, k_col], queries.full.index(t), queries.q.index(t))
 
 
 @gluon.jit
@@ -139,21 +114,21 @@ def wy_partition(tiles, barriers, length, n, c):
         w = i % 2
         mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)
         if length - i * c.C < c.C:
-            zero_tail_rows(tiles.k.index(s), length - i * c.C, c.C, c.K)
-            zero_tail_rows(tiles.v.index(s), length - i * c.C, c.C, c.BV)
-            zero_tail_rows(tiles.r.index(s), length - i * c.C, c.C, c.C)
-            fence_async_shared()
+            device.zero_tail_rows(tiles.k.index(s), length - i * c.C, c.C, c.K)
+            device.zero_tail_rows(tiles.v.index(s), length - i * c.C, c.C, c.BV)
+            device.zero_tail_rows(tiles.r.index(s), length - i * c.C, c.C, c.C)
+            sm90.fence_async_shared()
             gl.thread_barrier()
         b_r = tiles.r.index(s).load(ra)
         if c.HAS_GATE:
             b_G = tiles.beta_gate.index(s).slice(c.C, c.C).load(gl.SliceLayout(0, ra))
             b_r = (b_r.to(gl.float32) * gl.exp2(b_G)[None, :]).to(tiles.k.dtype)
         b_w = warpgroup_mma(b_r, tiles.k.index(s), zero, use_acc=False, is_async=True)
-        b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        b_w = sm90.warpgroup_mma_wait(0, deps=(b_w,))
         # the scan has left what it makes of the W that was there
         mbarrier.wait(barriers.x_full.index(w), ((i // 2) & 1) ^ 1)
         tiles.w.index(w).store((-b_w).to(tiles.k.dtype))
-        fence_async_shared()
+        sm90.fence_async_shared()
         mbarrier.arrive(barriers.w_full.index(w), count=1)
 
 
@@ -216,7 +191,7 @@ def state_partition(tiles, copies, barriers, state_refs, pool, width, reads, wri
         if not c.TRANSITION_ONLY:
             mbarrier.wait(barriers.x_empty.index(w), ((i // 2) & 1) ^ 1)
             copies.state.index(w).store(b_sb)
-        b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        b_w = sm90.warpgroup_mma_wait(0, deps=(b_w,))
         b_lhs = (b_w * b_share[None, :]).to(tiles.k.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.k.index(s), b_s, is_async=True)
         if not c.TRANSITION_ONLY:
@@ -224,12 +199,12 @@ def state_partition(tiles, copies, barriers, state_refs, pool, width, reads, wri
                 copies.w.index(w).permute((1, 0)).store(b_w.to(tiles.k.dtype))
             else:
                 copies.w.index(w).store(b_w.to(tiles.k.dtype))
-            fence_async_shared()
+            sm90.fence_async_shared()
         mbarrier.arrive(barriers.x_full.index(w), count=1)
-        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        b_s = sm90.warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(barriers.empty.index(s), count=1)
         if pool.rows is not None:
-            store_to_pool(pool, to, b_s, o_v[:, None] * c.K + o_k[None, :])
+            device.store_to_pool(pool, to, b_s, o_v[:, None] * c.K + o_k[None, :])
     if c.HAS_S_OUT:
         o_out = state_refs.out_offset + o_k[None, :] * width + o_v[:, None]
         gl.store(state_refs.out_ptr + o_out, b_s, mask=(o_k >= 0)[None, :] & writes)
@@ -264,39 +239,39 @@ def output_partition(
             mbarrier.wait(barriers.w_full.index(b), (i // 2) & 1)
         mbarrier.wait(queries.full.index(b), (i // 2) & 1)
         # q once from shared memory for two products, whose operands are what limits its pace
-        b_a, b_q, b_start = masked_scores(
+        b_a, b_q, b_start = delta_device.masked_scores(
             queries, tiles, barriers.empty, b, s, seen, al, ol, c.C, c.HAS_GATE, False
         )
         mbarrier.wait(barriers.x_full.index(b), (i // 2) & 1)
         if c.SAVE_CHECKPOINTS:  # noqa: SIM102
             if i == next_chunk:
-                copy_out(checkpoints.desc, [next_row, 0], copies.state.index(b))
+                sm90.copy_out(checkpoints.desc, [next_row, 0], copies.state.index(b))
                 next_chunk += checkpoints.interval
                 next_row += checkpoints.row_step
         b_q = gl.convert_layout(b_q, aa)
         b_o = warpgroup_mma(
             b_q, copies.state.index(b).permute((1, 0)), zero_o, use_acc=False, is_async=True
         )
-        b_o = warpgroup_mma_wait(0, deps=(b_o,))
+        b_o = sm90.warpgroup_mma_wait(0, deps=(b_o,))
         if c.HAS_GATE:
             b_o = b_o * b_start[:, None]
         b_o = warpgroup_mma(b_a, copies.w.index(b).permute((1, 0)), b_o, is_async=True)
-        b_o = warpgroup_mma_wait(0, deps=(b_o,))
+        b_o = sm90.warpgroup_mma_wait(0, deps=(b_o,))
         if c.SAVE_CHECKPOINTS:
-            store_wait(0)
+            sm90.store_wait(0)
         mbarrier.arrive(barriers.x_empty.index(b), count=1)
         b_o = (b_o * scale).to(tiles.k.dtype)
         t = i * c.C
         if t + c.C <= length:
-            store_wait(0)
+            sm90.store_wait(0)
             os.store(b_o)
-            fence_async_shared()
+            sm90.fence_async_shared()
             gl.thread_barrier()
-            copy_out(o_desc, [row + t, v_col], os)
+            sm90.copy_out(o_desc, [row + t, v_col], os)
         else:
             p_o = o_ptr + (row + t + o_t).to(gl.int64)[:, None] * o_row + (v_col + o_v)[None, :]
             gl.store(p_o, b_o, mask=(o_t < length - t)[:, None])
-    store_wait(0)
+    sm90.store_wait(0)
 
 
 @gluon.jit
@@ -311,13 +286,13 @@ def save_partition(
         b = i % 2
         t = i * c.C
         mbarrier.wait(barriers.x_full.index(b), (i // 2) & 1)
-        copy_out(states_desc, [(chunk + i * HV) * c.V + i_v, 0], copies.state.index(b))
+        sm90.copy_out(states_desc, [(chunk + i * HV) * c.V + i_v, 0], copies.state.index(b))
         if t + c.C <= length:
-            copy_out(w_desc, [row + t, v_col], copies.w.index(b))
+            sm90.copy_out(w_desc, [row + t, v_col], copies.w.index(b))
         else:
             p_w = w_ptr + (row + t + o_t).to(gl.int64)[:, None] * o_row + (v_col + o_v)[None, :]
             gl.store(p_w, copies.w.index(b).load(layout), mask=(o_t < length - t)[:, None])
-        store_wait(0)
+        sm90.store_wait(0)
         mbarrier.arrive(barriers.x_empty.index(b), count=1)
 
 
@@ -352,31 +327,33 @@ def delta_chunk_fwd_sm90_kernel(
         K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, SAVE_CHECKPOINTS, False
     )
     dtype: gl.constexpr = k_desc.dtype
-    ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
+    ks, vs, rs, gs = delta_device.alloc_stages(
+        k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST
+    )
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
-    full = alloc_mbarriers(2, ST)
-    w_full = alloc_mbarriers(1, 2)
-    x_full = alloc_mbarriers(1, 2)
-    x_empty = alloc_mbarriers(1, 2)
-    i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = program_coords(
+    full = device.alloc_mbarriers(2, ST)
+    w_full = device.alloc_mbarriers(1, 2)
+    x_full = device.alloc_mbarriers(1, 2)
+    x_empty = device.alloc_mbarriers(1, 2)
+    i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = delta_device.program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
     )
     k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
     v_col = i_h * V + i_v
     r_col = i_h * C
-    p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
-    o_in = state_offset(i_seg, i_h, HV, K, V) + i_v
-    o_out = state_offset(i_n, i_h, HV, K, V) + i_v
+    p_beta_gate, stride = delta_device.beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
+    o_in = delta_device.state_offset(i_seg, i_h, HV, K, V) + i_v
+    o_out = delta_device.state_offset(i_n, i_h, HV, K, V) + i_v
     tiles = Tiles(ks, vs, rs, gs, ws)
-    state_refs = StateRefs(s_in_ptr, s_out_ptr, o_in, o_out)
-    pool = PoolRefs(None, None, None)
+    state_refs = delta_device.StateRefs(s_in_ptr, s_out_ptr, o_in, o_out)
+    pool = device.PoolRefs(None, None, None)
     if to_ptr is not None:
         at = (i_h * V + i_v) * K
-        pool = pool_refs_of(pool_ptr, to_ptr, i_n, i_s, at, HV, T, segment, K * V, C)
+        pool = device.pool_refs_of(pool_ptr, to_ptr, i_n, i_s, at, HV, T, segment, K * V, C)
     if SAVE_STATES:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
-        empty = alloc_mbarriers(1, ST)
+        empty = device.alloc_mbarriers(1, ST)
         copies = Copies(ss, xs)
         barriers = Barriers(full, empty, w_full, x_full, x_empty)
         gl.warp_specialize(
@@ -398,15 +375,15 @@ def delta_chunk_fwd_sm90_kernel(
         qs = gl.allocate_shared_memory(dtype, [2, C, K], q_desc.layout)
         xs = gl.allocate_shared_memory(dtype, [2, BV, C], r_desc.layout)
         os = gl.allocate_shared_memory(dtype, [C, BV], o_desc.layout)
-        empty = alloc_mbarriers(2, ST)
-        q_full = alloc_mbarriers(1, 2)
-        q_empty = alloc_mbarriers(1, 2)
+        empty = device.alloc_mbarriers(2, ST)
+        q_full = device.alloc_mbarriers(1, 2)
+        q_empty = device.alloc_mbarriers(1, 2)
         copies = Copies(ss, xs)
         barriers = Barriers(full, empty, w_full, x_full, x_empty)
-        queries = Queries(qs, q_full, q_empty)
+        queries = delta_device.Queries(qs, q_full, q_empty)
         checkpoints = queries
         if SAVE_CHECKPOINTS:
-            checkpoints = checkpoints_of(
+            checkpoints = delta_device.checkpoints_of(
                 checkpoints_desc, i_n, i_s, i_h, i_v, row, T, segment, every, HV,
                 V, C, PACKED, SPLIT,
             )  # fmt: skip

@@ -31,37 +31,10 @@ q.
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    PoolRefs,
-    alloc_mbarriers,
-    pool_refs_of,
-    store_tile,
-    store_to_pool,
-    zero_tail_rows,
-)
-from slipstream.kernels.linear.sm90.delta.device import (
-    Queries,
-    StateRefs,
-    alloc_stages,
-    beta_gate_ptr,
-    checkpoints_of,
-    load_state,
-    masked_scores,
-    program_coords,
-    state_offset,
-    store_state,
-)
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    copy_out,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90.delta import delta_device
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # constants of a launch, for device functions
 Constants = namedtuple(
@@ -113,10 +86,10 @@ def load_partition(
         t = row + i * c.C
         mbarrier.wait(barriers.empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(barriers.full.index(s), nbytes)
-        copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
-        copy_in(v_desc, [t, v_col], barriers.full.index(s), tiles.v.index(2 * s))
-        copy_in(v_desc, [t, v_col + c.BV], barriers.full.index(s), tiles.v.index(2 * s + 1))
-        copy_in(r_desc, [t, r_col], barriers.full.index(s), tiles.r.index(s))
+        sm90.copy_in(k_desc, [t, k_col], barriers.full.index(s), tiles.k.index(s))
+        sm90.copy_in(v_desc, [t, v_col], barriers.full.index(s), tiles.v.index(2 * s))
+        sm90.copy_in(v_desc, [t, v_col + c.BV], barriers.full.index(s), tiles.v.index(2 * s + 1))
+        sm90.copy_in(r_desc, [t, r_col], barriers.full.index(s), tiles.r.index(s))
         rows = tiles.beta_gate.index(s)
         rows.slice(0, c.C).store(b_beta)
         if c.HAS_GATE:
@@ -133,7 +106,7 @@ def load_partition(
             b = i % 2
             mbarrier.wait(queries.empty.index(b), ((i // 2) & 1) ^ 1)
             mbarrier.expect(queries.full.index(b), q_desc.block_type.nbytes)
-            copy_in(q_desc, [t, k_col], queries.full.index(b), queries.q.index(b))
+            sm90.copy_in(q_desc, [t, k_col], queries.full.index(b), queries.q.index(b))
 
 
 @gluon.jit
@@ -148,7 +121,7 @@ def state_partition(tiles, barriers, state_refs, pool, length, n, tile: gl.const
     o_v = gl.arange(0, c.BV, gl.SliceLayout(1, sl))
     o_k = gl.arange(0, c.K, gl.SliceLayout(0, sl))
     b_s = gl.zeros([c.BV, c.K], gl.float32, sl)
-    b_s = load_state(state_refs, b_s, o_k, tile * c.BV + o_v, c.V, c.HAS_S_IN)
+    b_s = delta_device.load_state(state_refs, b_s, o_k, tile * c.BV + o_v, c.V, c.HAS_S_IN)
     zero = gl.zeros([c.BV, c.C], gl.float32, xl)
     for i in range(n):
         s = i % c.ST
@@ -158,11 +131,11 @@ def state_partition(tiles, barriers, state_refs, pool, length, n, tile: gl.const
         if length - i * c.C < c.C:
             # the other state partition the rest
             if tile == 0:
-                zero_tail_rows(tiles.k.index(s), length - i * c.C, c.C, c.K)
+                device.zero_tail_rows(tiles.k.index(s), length - i * c.C, c.C, c.K)
             else:
-                zero_tail_rows(tiles.r.index(s), length - i * c.C, c.C, c.C)
-            zero_tail_rows(tiles.v.index(2 * s + tile), length - i * c.C, c.C, c.BV)
-            fence_async_shared()
+                device.zero_tail_rows(tiles.r.index(s), length - i * c.C, c.C, c.C)
+            device.zero_tail_rows(tiles.v.index(2 * s + tile), length - i * c.C, c.C, c.BV)
+            sm90.fence_async_shared()
             mbarrier.arrive(barriers.cleared.index(0), count=1)
             mbarrier.wait(barriers.cleared.index(0), 0)
         b_sb = b_s.to(tiles.k.dtype)
@@ -177,9 +150,9 @@ def state_partition(tiles, barriers, state_refs, pool, length, n, tile: gl.const
             b_start = tiles.beta_gate.index(s).slice(2 * c.C, c.C).load(gl.SliceLayout(0, xl))
         mbarrier.wait(barriers.state_empty.index(i_bar), (i & 1) ^ 1)
         tiles.state.index(tile).store(b_sb)
-        fence_async_shared()
+        sm90.fence_async_shared()
         mbarrier.arrive(barriers.state_full.index(i_bar), count=1)
-        b_u = warpgroup_mma_wait(0, deps=(b_u,))
+        b_u = sm90.warpgroup_mma_wait(0, deps=(b_u,))
         if c.HAS_GATE:
             b_u = b_u * b_start[None, :]
         else:
@@ -195,7 +168,7 @@ def state_partition(tiles, barriers, state_refs, pool, length, n, tile: gl.const
             .slice(3 * c.C if c.HAS_GATE else 0, c.C)
             .load(gl.SliceLayout(0, xl))
         )
-        b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        b_w = sm90.warpgroup_mma_wait(0, deps=(b_w,))
         b_lhs = (b_w * b_share[None, :]).to(tiles.k.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.k.index(s), b_s, is_async=True)
         mbarrier.wait(barriers.w_empty.index(i_bar), (i & 1) ^ 1)
@@ -204,12 +177,12 @@ def state_partition(tiles, barriers, state_refs, pool, length, n, tile: gl.const
             tiles.w.index(place).permute((1, 0)).store(b_w.to(tiles.k.dtype))
         else:
             tiles.w.index(place).store(b_w.to(tiles.k.dtype))
-        fence_async_shared()
+        sm90.fence_async_shared()
         mbarrier.arrive(barriers.w_full.index(i_bar), count=1)
-        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        b_s = sm90.warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(barriers.empty.index(s), count=1)
         if pool.rows is not None:
-            store_to_pool(pool, to, b_s, (tile * c.BV + o_v)[:, None] * c.K + o_k[None, :])
+            device.store_to_pool(pool, to, b_s, (tile * c.BV + o_v)[:, None] * c.K + o_k[None, :])
     if not c.SAVE_STATES:
         if tile == 0:
             # o_state again, which the default part would keep: length >> 31 is 0, but no compiler
@@ -217,8 +190,10 @@ def state_partition(tiles, barriers, state_refs, pool, length, n, tile: gl.const
             TILES: gl.constexpr = c.V // (2 * c.BV)
             pid = gl.program_id(0) + (length >> 31)
             o_state = pid // TILES * gl.full([], c.K * c.V, gl.int64) + pid % TILES * (2 * c.BV)
-            state_refs = StateRefs(None, state_refs.out_ptr, None, o_state)
-        store_state(state_refs, b_s, length >> 30, o_k, tile * c.BV + o_v, c.V, c.HAS_S_OUT)
+            state_refs = delta_device.StateRefs(None, state_refs.out_ptr, None, o_state)
+        delta_device.store_state(
+            state_refs, b_s, length >> 30, o_k, tile * c.BV + o_v, c.V, c.HAS_S_OUT
+        )
 
 
 @gluon.jit
@@ -245,7 +220,7 @@ def output_partition(
         if i == whole:  # a short one
             mbarrier.wait(barriers.cleared.index(0), 0)
         mbarrier.wait(queries.full.index(b), (i // 2) & 1)
-        b_a, b_q, b_start = masked_scores(
+        b_a, b_q, b_start = delta_device.masked_scores(
             queries, tiles, barriers.empty, b, s, seen, al, ol, c.C, c.HAS_GATE, True
         )
         b_q = gl.convert_layout(b_q, aa)
@@ -258,13 +233,13 @@ def output_partition(
         )
         if c.SAVE_CHECKPOINTS:  # noqa: SIM102
             if i == next_chunk:
-                copy_out(checkpoints.desc, [next_row, 0], tiles.state.index(none))
-                copy_out(checkpoints.desc, [next_row + c.BV, 0], tiles.state.index(none + 1))
+                sm90.copy_out(checkpoints.desc, [next_row, 0], tiles.state.index(none))
+                sm90.copy_out(checkpoints.desc, [next_row + c.BV, 0], tiles.state.index(none + 1))
                 next_chunk += checkpoints.interval
                 next_row += checkpoints.row_step
-        b_o, b_p = warpgroup_mma_wait(0, deps=(b_o, b_p))
+        b_o, b_p = sm90.warpgroup_mma_wait(0, deps=(b_o, b_p))
         if c.SAVE_CHECKPOINTS:
-            store_wait(0)
+            sm90.store_wait(0)
         mbarrier.arrive(barriers.state_empty.index(0), count=1)
         if c.HAS_GATE:
             b_o = -b_o * b_start[:, None]
@@ -272,20 +247,22 @@ def output_partition(
         mbarrier.wait(barriers.w_full.index(0), i & 1)
         b_o = warpgroup_mma(b_a, tiles.w.index(none).permute((1, 0)), b_o, is_async=True)
         b_p = warpgroup_mma(b_a, tiles.w.index(none + 1).permute((1, 0)), b_p, is_async=True)
-        b_o, b_p = warpgroup_mma_wait(0, deps=(b_o, b_p))
-        store_wait(0)
+        b_o, b_p = sm90.warpgroup_mma_wait(0, deps=(b_o, b_p))
+        sm90.store_wait(0)
         mbarrier.arrive(barriers.w_empty.index(0), count=1)
         b_o = (b_o * scale).to(tiles.k.dtype)
         b_p = (b_p * scale).to(tiles.k.dtype)
         os.index(none).store(b_o)
         os.index(none + 1).store(b_p)
-        fence_async_shared()
+        sm90.fence_async_shared()
         gl.thread_barrier()
         t = row + i * c.C
         num_rows = length - i * c.C
-        store_tile(o_desc, o_ptr, os.index(none), t, v_col, o_row, num_rows, c.C, c.BV)
-        store_tile(o_desc, o_ptr, os.index(none + 1), t, v_col + c.BV, o_row, num_rows, c.C, c.BV)
-    store_wait(0)
+        device.store_tile(o_desc, o_ptr, os.index(none), t, v_col, o_row, num_rows, c.C, c.BV)
+        device.store_tile(
+            o_desc, o_ptr, os.index(none + 1), t, v_col + c.BV, o_row, num_rows, c.C, c.BV
+        )
+    sm90.store_wait(0)
 
 
 @gluon.jit
@@ -296,25 +273,25 @@ def save_partition(
     for i in range(n):
         for tile in gl.static_range(2):
             mbarrier.wait(barriers.state_full.index(tile), i & 1)
-            copy_out(
+            sm90.copy_out(
                 states_desc,
                 [(chunk + i * HV) * c.V + i_v + tile * c.BV, 0],
                 tiles.state.index(tile),
             )
             if tile == 0 and i > 0:
-                store_wait(1)
+                sm90.store_wait(1)
                 mbarrier.arrive(barriers.w_empty.index(0), count=1)
                 mbarrier.arrive(barriers.w_empty.index(1), count=1)
-            store_wait(0)
+            sm90.store_wait(0)
             mbarrier.arrive(barriers.state_empty.index(tile), count=1)
         for tile in gl.static_range(2):
             mbarrier.wait(barriers.w_full.index(tile), i & 1)
             t = row + i * c.C
             at = v_col + tile * c.BV
-            store_tile(
+            device.store_tile(
                 w_desc, w_ptr, tiles.w.index(tile), t, at, o_row, length - i * c.C, c.C, c.BV
             )
-    store_wait(0)
+    sm90.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "every"])
@@ -347,27 +324,29 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, SAVE_CHECKPOINTS
     )
     dtype: gl.constexpr = k_desc.dtype
-    ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST)
+    ks, vs, rs, gs = delta_device.alloc_stages(
+        k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST
+    )
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
-    full = alloc_mbarriers(2, ST)
-    empty = alloc_mbarriers(2 if SAVE_STATES else 3, ST)
-    s_full = alloc_mbarriers(1 if SAVE_STATES else 2, 2 if SAVE_STATES else 1)
-    s_empty = alloc_mbarriers(1, 2 if SAVE_STATES else 1)
-    x_full = alloc_mbarriers(1 if SAVE_STATES else 2, 2 if SAVE_STATES else 1)
-    x_empty = alloc_mbarriers(1, 2 if SAVE_STATES else 1)
-    cleared = alloc_mbarriers(2, 1)
-    i_v, i_h, i_seg, row, length, n, chunk, _, _, _ = program_coords(
+    full = device.alloc_mbarriers(2, ST)
+    empty = device.alloc_mbarriers(2 if SAVE_STATES else 3, ST)
+    s_full = device.alloc_mbarriers(1 if SAVE_STATES else 2, 2 if SAVE_STATES else 1)
+    s_empty = device.alloc_mbarriers(1, 2 if SAVE_STATES else 1)
+    x_full = device.alloc_mbarriers(1 if SAVE_STATES else 2, 2 if SAVE_STATES else 1)
+    x_empty = device.alloc_mbarriers(1, 2 if SAVE_STATES else 1)
+    cleared = device.alloc_mbarriers(2, 1)
+    i_v, i_h, i_seg, row, length, n, chunk, _, _, _ = delta_device.program_coords(
         cu_ptr, T, N, HV, T, V // (2 * BV), 2 * BV, C, PACKED, False
     )
-    o_state = state_offset(i_seg, i_h, HV, K, V) + i_v
-    state_refs = StateRefs(s_in_ptr, s_out_ptr, o_state, o_state)
-    pool = PoolRefs(None, None, None)
+    o_state = delta_device.state_offset(i_seg, i_h, HV, K, V) + i_v
+    state_refs = delta_device.StateRefs(s_in_ptr, s_out_ptr, o_state, o_state)
+    pool = device.PoolRefs(None, None, None)
     if to_ptr is not None:
         at = (i_h * V + i_v) * K
-        pool = pool_refs_of(pool_ptr, to_ptr, i_seg, 0, at, HV, T, T, K * V, C)
+        pool = device.pool_refs_of(pool_ptr, to_ptr, i_seg, 0, at, HV, T, T, K * V, C)
     k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
     v_col = i_h * V + i_v
-    p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
+    p_beta_gate, stride = delta_device.beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     barriers = Barriers(full, empty, s_full, s_empty, x_full, x_empty, cleared)
     if SAVE_STATES:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
@@ -390,13 +369,13 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         qs = gl.allocate_shared_memory(dtype, [2, C, K], q_desc.layout)
         xs = gl.allocate_shared_memory(dtype, [2, BV, C], r_desc.layout)
         os = gl.allocate_shared_memory(dtype, [2, C, BV], o_desc.layout)
-        q_full = alloc_mbarriers(1, 2)
-        q_empty = alloc_mbarriers(1, 2)
-        queries = Queries(qs, q_full, q_empty)
+        q_full = device.alloc_mbarriers(1, 2)
+        q_empty = device.alloc_mbarriers(1, 2)
+        queries = delta_device.Queries(qs, q_full, q_empty)
         tiles = Tiles(ks, vs, rs, gs, ss, xs)
         checkpoints = state_refs
         if SAVE_CHECKPOINTS:
-            checkpoints = checkpoints_of(
+            checkpoints = delta_device.checkpoints_of(
                 checkpoints_desc, i_seg, 0, i_h, i_v, row, T, T, every, HV, V, C, PACKED, False
             )
         gl.warp_specialize(

@@ -11,31 +11,10 @@ same chunk, is done when one begins, and its tiles are still in the L2 cache.
 """
 
 from slipstream.kernels.linear.segments import NUM_SMS
-from slipstream.kernels.linear.sm90.common.device import (
-    add_rows_masked,
-    alloc_mbarriers,
-    invalidate_mbarriers,
-    locate_sequence,
-    store_tile,
-    zero_tail_rows,
-)
-from slipstream.kernels.linear.sm90.delta.device import strong_gates
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from slipstream.kernels.primitives.semaphore import (
-    semaphore_acquire,
-    semaphore_release,
-    tma_reduce_add,
-    wait_bulk_stores,
-)
+from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90.delta.delta_device import strong_gates
+from slipstream.kernels.primitives import semaphore, sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 RESIDENT_PROGRAMS = gl.constexpr(2 * NUM_SMS)  # programs that run at a time
 ROWS = gl.constexpr(16)  # of S at a time
@@ -45,8 +24,8 @@ ROWS_BY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 @gluon.jit
 def load_states(states_desc, dstates_desc, ss, ds, bar, i_s, i_k):
     mbarrier.expect(bar, states_desc.block_type.nbytes + dstates_desc.block_type.nbytes)
-    copy_in(states_desc, [i_s, i_k], bar, ss)
-    copy_in(dstates_desc, [i_s, i_k], bar, ds)
+    sm90.copy_in(states_desc, [i_s, i_k], bar, ss)
+    sm90.copy_in(dstates_desc, [i_s, i_k], bar, ds)
 
 
 @gluon.jit
@@ -82,22 +61,22 @@ def store_or_add(
     col, stride = cols
     if GROUPED_HEADS:
         if rank == 0:
-            store_tile(desc, p, tile, row, col, stride, num_rows, C, BK)
+            device.store_tile(desc, p, tile, row, col, stride, num_rows, C, BK)
         elif num_rows >= C:
-            tma_reduce_add(desc, [row, col], tile)
+            semaphore.tma_reduce_add(desc, [row, col], tile)
         else:
-            add_rows_masked(p, tile, row, col, stride, num_rows, C, BK)
+            device.add_rows_masked(p, tile, row, col, stride, num_rows, C, BK)
     else:
-        store_tile(desc, p, tile, row, col, stride, num_rows, C, BK)
+        device.store_tile(desc, p, tile, row, col, stride, num_rows, C, BK)
 
 
 @gluon.jit
 def release_next(p_semaphore, rank, G):
     """To the head after this, if there is one: what was written and added is there."""
     if rank + 1 < G:
-        wait_bulk_stores()
+        semaphore.wait_bulk_stores()
         gl.thread_barrier()
-        semaphore_release(p_semaphore, rank + 1)
+        semaphore.semaphore_release(p_semaphore, rank + 1)
 
 
 @gluon.jit
@@ -134,7 +113,7 @@ def triangular_products(
         between = G_i[:, None] - G_j[None, :]
         between = gl.where(before, between, -between)
         between = gl.exp2(gl.where(between > 0.0, 0.0, between))
-    b_a, b_m, b_at, b_mt = warpgroup_mma_wait(0, deps=(b_a, b_m, b_at, b_mt))
+    b_a, b_m, b_at, b_mt = sm90.warpgroup_mma_wait(0, deps=(b_a, b_m, b_at, b_mt))
     diag = gl.sum(gl.where(o_i[:, None] == o_j[None, :], b_a, 0.0), 1) * scale
     # dq and dk multiply the same rounded numbers, of which dg is a difference: beta is in kb
     b_old = gl.where(before, between, 0.0)
@@ -179,39 +158,39 @@ def delta_dqkg_sm90_kernel(
     ks = gl.allocate_shared_memory(dtype, [NK, C, BK], k_desc.layout)
     ss = gl.allocate_shared_memory(dtype, [1, V, BK], states_desc.layout)
     ds = gl.allocate_shared_memory(dtype, [1, V, BK], dstates_desc.layout)
-    bars = alloc_mbarriers(1, 3)
+    bars = device.alloc_mbarriers(1, 3)
     heads = HV // G  # of dq and dk
     i_chunk, i_sum, rank = locate_chunk(heads, G, GROUPED_HEADS)
     i_h = i_sum * G + rank
     i_chunk_head = i_chunk * HV + i_h
-    row, num_rows, _ = locate_sequence(cu_ptr, i_chunk, T, N, C, C, PACKED, True)
+    row, num_rows, _ = device.locate_sequence(cu_ptr, i_chunk, T, N, C, C, PACKED, True)
     col = i_h * V
     q_col = i_h // (HV // H) * K
     mbarrier.expect(bars.index(0), 3 * do_desc.block_type.nbytes)
-    copy_in(do_desc, [row, col], bars.index(0), os.index(0))
-    copy_in(w_desc, [row, col], bars.index(0), ws.index(0))
-    copy_in(dv_desc, [row, col], bars.index(0), vs.index(0))
+    sm90.copy_in(do_desc, [row, col], bars.index(0), os.index(0))
+    sm90.copy_in(w_desc, [row, col], bars.index(0), ws.index(0))
+    sm90.copy_in(dv_desc, [row, col], bars.index(0), vs.index(0))
     load_states(
         states_desc, dstates_desc, ss.index(0), ds.index(0), bars.index(1), i_chunk_head * V, 0
     )
     mbarrier.expect(bars.index(2), 2 * NK * q_desc.block_type.nbytes)
     for i in gl.static_range(NK):
-        copy_in(q_desc, [row, q_col + i * BK], bars.index(2), qs.index(i))
-        copy_in(k_desc, [row, q_col + i * BK], bars.index(2), ks.index(i))
+        sm90.copy_in(q_desc, [row, q_col + i * BK], bars.index(2), qs.index(i))
+        sm90.copy_in(k_desc, [row, q_col + i * BK], bars.index(2), ks.index(i))
 
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, C, gl.SliceLayout(0, al))
     p_beta_gate = beta_gates_ptr + i_chunk_head.to(gl.int64) * ((1 + HAS_GATE) * C)
     mbarrier.wait(bars.index(0), 0)
     if num_rows < C:
-        zero_tail_rows(os.index(0), num_rows, C, V)
-        zero_tail_rows(ws.index(0), num_rows, C, V)
-        zero_tail_rows(vs.index(0), num_rows, C, V)
+        device.zero_tail_rows(os.index(0), num_rows, C, V)
+        device.zero_tail_rows(ws.index(0), num_rows, C, V)
+        device.zero_tail_rows(vs.index(0), num_rows, C, V)
         mbarrier.wait(bars.index(2), 0)
         for i in gl.static_range(NK):
-            zero_tail_rows(qs.index(i), num_rows, C, BK)
-            zero_tail_rows(ks.index(i), num_rows, C, BK)
-        fence_async_shared()
+            device.zero_tail_rows(qs.index(i), num_rows, C, BK)
+            device.zero_tail_rows(ks.index(i), num_rows, C, BK)
+        sm90.fence_async_shared()
         gl.thread_barrier()
     b_a, b_m, b_at, b_mt, diag = triangular_products(
         os.index(0), ws.index(0), vs.index(0), p_beta_gate, o_i, o_j, scale, al, C, HAS_GATE
@@ -237,7 +216,7 @@ def delta_dqkg_sm90_kernel(
             z += row_products(ss.index(none), ds.index(none), V, BK)
             start = gl.exp2(G_i)
             end = gl.exp2(G_C - G_i)
-        b_dq, b_dp, b_dk = warpgroup_mma_wait(0, deps=(b_dq, b_dp, b_dk))
+        b_dq, b_dp, b_dk = sm90.warpgroup_mma_wait(0, deps=(b_dq, b_dp, b_dk))
         if i + 1 < NK:
             gl.thread_barrier()
             load_states(
@@ -255,12 +234,12 @@ def delta_dqkg_sm90_kernel(
             e += gl.sum(b_dk * rounded(ks.index(i).load(al) * beta[:, None], dtype), 1)
         b_dk = warpgroup_mma(b_at, qs.index(i), b_dk, is_async=True)
         b_dk = warpgroup_mma(b_mt, ks.index(i), b_dk, is_async=True)
-        b_dk = warpgroup_mma_wait(0, deps=(b_dk,))
+        b_dk = sm90.warpgroup_mma_wait(0, deps=(b_dk,))
         b_k = ks.index(i).load(al)
         b_kb = rounded(b_k * beta[:, None], dtype)
         gl.thread_barrier()
         ks.index(i).store(b_kb)
-        fence_async_shared()
+        sm90.fence_async_shared()
         gl.thread_barrier()
         b_dq = warpgroup_mma(b_a, ks.index(i), b_dq, is_async=True)
         b_dp = warpgroup_mma(b_m, ks.index(i), b_dp, is_async=True)
@@ -269,7 +248,7 @@ def delta_dqkg_sm90_kernel(
         b_dk += diag[:, None] * qs.index(i).load(al)
         sums += gl.sum(b_dk * b_k, 1)
         b_dk *= beta[:, None]
-        b_dq, b_dp = warpgroup_mma_wait(0, deps=(b_dq, b_dp))
+        b_dq, b_dp = sm90.warpgroup_mma_wait(0, deps=(b_dq, b_dp))
         if HAS_GATE:
             gates += gl.sum(b_dq * qs.index(i).load(al) - b_dp * b_k, 1)
         b_dq = (b_dq + diag[:, None] * ks.index(i).load(al)).to(dtype)
@@ -277,10 +256,10 @@ def delta_dqkg_sm90_kernel(
         gl.thread_barrier()
         qs.index(i).store(b_dq)
         ks.index(i).store(b_dk.to(dtype))
-        fence_async_shared()
+        sm90.fence_async_shared()
         gl.thread_barrier()
         if GROUPED_HEADS and (i == 0):
-            while semaphore_acquire(semaphores_ptr + i_chunk * heads + i_sum) < rank:
+            while semaphore.semaphore_acquire(semaphores_ptr + i_chunk * heads + i_sum) < rank:
                 pass
         at, cols = (row + none, num_rows + none), (i_sum * K + i * BK, heads * K)
         store_or_add(rank, dq_desc, dq_ptr, qs.index(i), at, cols, C, BK, GROUPED_HEADS)
@@ -297,5 +276,5 @@ def delta_dqkg_sm90_kernel(
     gl.store(dbeta_ptr + o_t, sums, mask=o_i < num_rows)
     if GROUPED_HEADS:
         release_next(semaphores_ptr + i_chunk * heads + i_sum, rank, G)
-    invalidate_mbarriers(bars)
-    store_wait(0)
+    device.invalidate_mbarriers(bars)
+    sm90.store_wait(0)

@@ -34,17 +34,9 @@ bit what chunk_fwd.py's scan has there: segments then change no bits. Without ou
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import PoolRefs, alloc_mbarriers
-from slipstream.kernels.linear.sm90.delta import chunk_fwd
-from slipstream.kernels.linear.sm90.delta.device import (
-    OOB_ROW,
-    StateRefs,
-    alloc_stages,
-    beta_gate_ptr,
-    effective_chunks,
-    program_coords,
-    state_offset,
-)
-from slipstream.kernels.primitives.gluon_compat import gl, gluon, uniform
+from slipstream.kernels.linear.sm90.delta import chunk_fwd, delta_device
+from slipstream.kernels.linear.sm90.delta.delta_device import OOB_ROW
+from slipstream.kernels.primitives.sm90 import gl, gluon, uniform
 
 state_partition = chunk_fwd.state_partition
 wy_partition = chunk_fwd.wy_partition
@@ -84,25 +76,27 @@ def delta_segment_transition_sm90_kernel(
     """
     dtype: gl.constexpr = k_desc.dtype
     NV: gl.constexpr = V // BV
-    ks, vs, rs, gs = alloc_stages(k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST)
+    ks, vs, rs, gs = delta_device.alloc_stages(
+        k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST
+    )
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     full = alloc_mbarriers(2, ST)
     empty = alloc_mbarriers(1, ST)
     w_full = alloc_mbarriers(1, 2)
     w_empty = alloc_mbarriers(1, 2)
     SCAN: gl.constexpr = states_ptr is not None
-    tile, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = program_coords(
+    tile, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = delta_device.program_coords(
         cu_ptr, T, N, HV, T if SCAN else segment, NV if SCAN else NV + K // BV, 1, C, PACKED,
         not SCAN,
     )  # fmt: skip
     if SCAN:
         first = row // segment + i_seg if PACKED else i_seg * gl.cdiv(T, segment)
-        at = state_offset(i_seg, i_h, HV, K, V) + tile * BV
-        state_refs = StateRefs(s_in_ptr, s_out_ptr, at, at)
+        at = delta_device.state_offset(i_seg, i_h, HV, K, V) + tile * BV
+        state_refs = delta_device.StateRefs(s_in_ptr, s_out_ptr, at, at)
         starts = EntryStates(
-            states_ptr + (state_offset(first, i_h, HV, K, V) + tile * BV),
+            states_ptr + (delta_device.state_offset(first, i_h, HV, K, V) + tile * BV),
             None,
-            state_offset(1, 0, HV, K, V),
+            delta_device.state_offset(1, 0, HV, K, V),
             segment // C,
         )
         width: gl.constexpr = V
@@ -116,7 +110,7 @@ def delta_segment_transition_sm90_kernel(
             last = begins
         m_is_zero = begins | last
         if HAS_GATE:
-            need, decayed = effective_chunks(
+            need, decayed = delta_device.effective_chunks(
                 beta_gates_ptr, lognorm_ptr, chunk, HV, n, C, BLOCKS, False
             )
             m_is_zero = m_is_zero | decayed
@@ -129,16 +123,16 @@ def delta_segment_transition_sm90_kernel(
         row += skip * C
         length -= skip * C
         v_col = i_h * V + gl.where(of_m, 0, tile * BV)
-        o_in = state_offset(i_n, i_h, HV, K, V) + tile * BV
-        o_out = state_offset(i_seg, i_h, HV, K, V + K) + tile * BV
+        o_in = delta_device.state_offset(i_n, i_h, HV, K, V) + tile * BV
+        o_out = delta_device.state_offset(i_seg, i_h, HV, K, V + K) + tile * BV
         unit = gl.where(of_m, (tile - NV) * BV, K)
         v_row = gl.where(of_m, OOB_ROW, row)
         reads = begins & (skip == 0) & (tile < NV)
-        state_refs = StateRefs(s_in_ptr, transition_ptr, o_in, o_out)
+        state_refs = delta_device.StateRefs(s_in_ptr, transition_ptr, o_in, o_out)
         starts = PoolRefs(None, None, None)
         width: gl.constexpr = V + K
     k_col = i_h // (HV // H) * K
-    p_beta_gate, stride = beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
+    p_beta_gate, stride = delta_device.beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
     tiles = chunk_fwd.Tiles(ks, vs, rs, gs, ws)
     barriers = chunk_fwd.Barriers(full, empty, w_full, w_empty, w_empty)
     c: gl.constexpr = chunk_fwd.Constants(

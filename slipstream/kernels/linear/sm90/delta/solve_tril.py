@@ -7,24 +7,9 @@ tokens' I - beta k k^T make a state at most: 0, as log2, for keys of norm 1 and 
 gates leave of a state is bounded by that.
 """
 
-from slipstream.kernels.linear.sm90.common.device import (
-    alloc_mbarriers,
-    invalidate_mbarriers,
-    locate_sequence,
-    store_tile,
-    zero_tail_rows,
-)
-from slipstream.kernels.linear.sm90.common.tril_inverse import inverse
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.linear.sm90.common import device, tril_inverse
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 LOG2E = gl.constexpr(1.4426950408889634)
 # of a gate: exp of it is 0 in float32, and no sum is infinite
@@ -64,13 +49,13 @@ def delta_solve_tril_sm90_kernel(
     line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])
     ks = gl.allocate_shared_memory(k_desc.dtype, [C, K], k_desc.layout)
     betas = gl.allocate_shared_memory(gl.float32, [C], flat)
-    bar = alloc_mbarriers(1, 1)
+    bar = device.alloc_mbarriers(1, 1)
     pid = gl.program_id(0)
     i_h = pid % HV
     # a chunk is a segment of C tokens
-    row, num_rows, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    row, num_rows, _ = device.locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
     mbarrier.expect(bar.index(0), k_desc.block_type.nbytes)
-    copy_in(k_desc, [row, i_h // (HV // H) * K], bar.index(0), ks)
+    sm90.copy_in(k_desc, [row, i_h // (HV // H) * K], bar.index(0), ks)
     o_t = gl.arange(0, C, line)
     p_beta_gate = beta_gates_ptr + pid.to(gl.int64) * ((1 + HAS_GATE) * C)
     o_x = (row + o_t).to(gl.int64) * HV + i_h
@@ -86,8 +71,8 @@ def delta_solve_tril_sm90_kernel(
     gl.thread_barrier()
     mbarrier.wait(bar.index(0), 0)
     if num_rows < C:
-        zero_tail_rows(ks, num_rows, C, K)
-        fence_async_shared()
+        device.zero_tail_rows(ks, num_rows, C, K)
+        sm90.fence_async_shared()
         gl.thread_barrier()
     zero = gl.zeros([C, C], gl.float32, al)
     b_a = warpgroup_mma(ks, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -96,16 +81,16 @@ def delta_solve_tril_sm90_kernel(
         G_i = sums.load(gl.SliceLayout(1, al))
         G_j = sums.load(gl.SliceLayout(0, al))
         b_beta *= fast_exp2(G_i[:, None] - G_j[None, :])
-    b_a = warpgroup_mma_wait(0, deps=(b_a,))
-    b_r, b_diag = inverse(b_a * b_beta)
+    b_a = sm90.warpgroup_mma_wait(0, deps=(b_a,))
+    b_r, b_diag = tril_inverse.inverse(b_a * b_beta)
     if HAS_GATE:
         b_grow = gl.sum(gl.log2(gl.maximum(gl.abs(b_diag - 1.0), 1.0)), 1)
         o_b = gl.arange(0, C // BASE, b_grow.type.layout)
         gl.store(lognorm_ptr + pid * (C // BASE) + o_b, b_grow)
     out = gl.allocate_shared_memory(r_desc.dtype, [C, C], r_desc.layout)
     out.store(b_r.to(r_desc.dtype))
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
-    store_tile(r_desc, r_ptr, out, row, i_h * C, HV * C, num_rows, C, C)
-    invalidate_mbarriers(bar)
-    store_wait(0)
+    device.store_tile(r_desc, r_ptr, out, row, i_h * C, HV * C, num_rows, C, C)
+    device.invalidate_mbarriers(bar)
+    sm90.store_wait(0)

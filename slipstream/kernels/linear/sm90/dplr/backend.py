@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange
+from slipstream.kernels.linear import backend, prefix_states
 from slipstream.kernels.linear.dplr import ChunkGrads, IntraChunk, dplr_args
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
-from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import (
     CHUNK,
     Segments,
@@ -121,7 +120,7 @@ class Sm90Dplr(TritonDplr):
         s_in: Tensor | None,
         s_out: Tensor | None,
         reverse: bool = False,
-        exchange: Exchange | None = None,
+        exchange: backend.Exchange | None = None,
     ) -> Tensor:
         given = terms, E, M[0], M[1], s_in, segments, exchange
         return segment_launch.state_passing(*given, reverse=reverse, s_out=s_out)
@@ -168,7 +167,7 @@ class Sm90Dplr(TritonDplr):
         m: Tensor | None = None,
         m_is_zero: Tensor | None = None,
         segments: Segments | None = None,
-        prefix: PrefixStates | None = None,
+        prefix: prefix_states.PrefixStates | None = None,
     ) -> None:
         """As TritonDplr.chunk_fwd. m_is_zero: with m, where that is not written."""
         make = "ends" if m is not None else "o" if states is None else "states"
@@ -201,7 +200,7 @@ class Sm90Dplr(TritonDplr):
             w_ptr=None if m is None else w,
             b_ptr=None if m is None else b,
             **_chunk_args(terms, s_in, s_out, segments),
-            **(prefix.pointers() if prefix else NO_POINTERS),
+            **(prefix.pointers() if prefix else prefix_states.NO_POINTERS),
             token_heads=HV if o is None else _token_stride(o) // V,
             OUTPUT=make,
             ST=2 if two_stages else STAGES,

@@ -3,9 +3,8 @@
 Gates in base 2 come as wy.py has them, [4, 16, 64]: quarters of a chunk, their tokens, channels.
 """
 
-from slipstream.kernels.linear.sm90.dplr.by_quarters import quarters
-from slipstream.kernels.linear.sm90.dplr.gate_sums import sum_before, sums_of_quarters
-from slipstream.kernels.primitives.gluon_compat import gl, gluon
+from slipstream.kernels.linear.sm90.dplr import by_quarters, gate_sums
+from slipstream.kernels.primitives.sm90 import gl, gluon
 
 LOWEST = gl.constexpr(-80.0)  # of gates, LIMIT of bf16: halves of blocks of four are above -2 LIMIT
 
@@ -61,14 +60,14 @@ def exponents(b_g, level, none, APART: gl.constexpr):
     """G - H [4, 16, 64] of blocks of 2^(level + 1) tokens, that without a token's own gate, and
     which tokens are in later halves [4, 16, 1]."""
     three: gl.constexpr = b_g.type.layout
-    b_e, b_before, b_all = sums_of_quarters(b_g)
+    b_e, b_before, b_all = gate_sums.sums_of_quarters(b_g)
     four: gl.constexpr = b_all.type.layout
-    quarter = quarters(four)
-    b_base = sum_before(b_all, quarter, three)
+    quarter = by_quarters.quarters(four)
+    b_base = gate_sums.sum_before(b_all, quarter, three)
     if level > 3:
         # the quarter that a block's later half begins with
         seam = (quarter >> (level - 3) << (level - 3)) + (1 << (level - 4))
-        b_h = sum_before(b_all, seam, three) + 0.0 * b_e
+        b_h = gate_sums.sum_before(b_all, seam, three) + 0.0 * b_e
     else:
         if level == 3:
             b_h = within_quarters(b_before, 3, none)
@@ -80,7 +79,7 @@ def exponents(b_g, level, none, APART: gl.constexpr):
             b_h = within_quarters(b_before, 0, none)
         b_h += b_base
     b_off = gl.floor(b_h) - b_base
-    later = (16 * quarters(three) + tokens(three, none)) >> level & 1
+    later = (16 * by_quarters.quarters(three) + tokens(three, none)) >> level & 1
     return b_e - b_off, b_before - b_off, later
 
 

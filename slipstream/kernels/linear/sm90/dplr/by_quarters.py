@@ -10,7 +10,7 @@ from collections import namedtuple
 
 from slipstream.kernels.linear.sm90.common.device import exp2_by_parts
 from slipstream.kernels.linear.sm90.dplr.solve_tril import put, put_late, ready, scores
-from slipstream.kernels.primitives.gluon_compat import gl, gluon
+from slipstream.kernels.primitives.sm90 import gl, gluon
 
 # tiles of inputs, by 64 channels: q, a, b and k by their use (wy.py)
 Tiles = namedtuple("Tiles", "q a b k")

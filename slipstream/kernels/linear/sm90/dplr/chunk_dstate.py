@@ -19,22 +19,10 @@ of sequences in segments (SPLIT), first where the scan of each ends, alone.
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    alloc_mbarriers,
-    program_coords,
-    zero_tail_rows,
-)
+from slipstream.kernels.linear.sm90.common import device
 from slipstream.kernels.linear.sm90.dplr.chunk_fwd import store_output
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # descriptors of what is loaded, the states' ends, and constants of a launch
 Descs = namedtuple("Descs", "do q w b qb r")
@@ -82,13 +70,13 @@ def load_partition(descs, total_ptr, tiles, full, empty, chunk, HV, row, v_col, 
         mbarrier.expect(full.index(s), nbytes)
         for p in gl.static_range(c.NV):
             do = tiles.do.index(s * c.NV + p)
-            copy_in(descs.do, [row + i_c * c.C, v_col + p * 64], full.index(s), do)
-        copy_in(descs.qb, [at, 0], full.index(s), tiles.qb.index(s))
-        copy_in(descs.b, [at, 0], full.index(s), tiles.b.index(s))
-        copy_in(descs.q, [at, 0], full.index(s), tiles.q.index(s))
-        copy_in(descs.w, [at, 0], full.index(s), tiles.w.index(s))
+            sm90.copy_in(descs.do, [row + i_c * c.C, v_col + p * 64], full.index(s), do)
+        sm90.copy_in(descs.qb, [at, 0], full.index(s), tiles.qb.index(s))
+        sm90.copy_in(descs.b, [at, 0], full.index(s), tiles.b.index(s))
+        sm90.copy_in(descs.q, [at, 0], full.index(s), tiles.q.index(s))
+        sm90.copy_in(descs.w, [at, 0], full.index(s), tiles.w.index(s))
         if not c.TRANSITION_ONLY:
-            copy_in(descs.r, [at, 0], full.index(s), tiles.r.index(s))
+            sm90.copy_in(descs.r, [at, 0], full.index(s), tiles.r.index(s))
         if c.HAS_GATE:
             tiles.total.index(s).store(b_total)
             mbarrier.arrive(full.index(s), count=1)
@@ -124,8 +112,8 @@ def state_partition(
         do = tiles.do.index(s * c.NV + PARTITION)
         if length - i_c * c.C < c.C:
             # these rows are the next sequence's
-            zero_tail_rows(do, length - i_c * c.C, c.C, 64)
-            fence_async_shared()
+            device.zero_tail_rows(do, length - i_c * c.C, c.C, 64)
+            sm90.fence_async_shared()
             gl.thread_barrier()
         b_do = do.permute((1, 0))
         # rounded for the products alone: the gradient goes on in float32
@@ -139,19 +127,19 @@ def state_partition(
         if not c.TRANSITION_ONLY:
             store_output(states_desc, at, copies.dstate.index(PARTITION), b_lhs)
         # dx alone is waited for: the product with q, started after it, goes on
-        b_x = warpgroup_mma_wait(1, deps=(b_x,))
+        b_x = sm90.warpgroup_mma_wait(1, deps=(b_x,))
         b_lhs = b_x.to(tiles.q.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.w.index(s), b_s, is_async=True)
         if c.TRANSITION_ONLY:
-            b_s = warpgroup_mma_wait(0, deps=(b_s,))
+            b_s = sm90.warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(empty.index(s), count=1)
         else:
             lhs = gl.convert_layout(b_lhs, sa)
             b_y = warpgroup_mma(lhs, tiles.r.index(s), zero, use_acc=False, is_async=True)
-            b_s, b_y = warpgroup_mma_wait(0, deps=(b_s, b_y))
+            b_s, b_y = sm90.warpgroup_mma_wait(0, deps=(b_s, b_y))
             mbarrier.arrive(empty.index(s), count=1)
             store_output(y_desc, at, copies.y.index(PARTITION), b_y.to(tiles.q.dtype))
-    store_wait(0)
+    sm90.store_wait(0)
     if c.HAS_S_OUT:
         b_s = b_s.to(s_out_ptr.dtype.element_ty)
         gl.store(s_out_ptr + o_s, b_s)
@@ -199,9 +187,11 @@ def dplr_chunk_dstate_sm90_kernel(
         ss = gl.allocate_shared_memory(dtype, [NV, 64, K], states_desc.layout)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     tiles, copies = Tiles(dos, qs, ws, bs, qbs, rs, totals), Copies(ss, ys)
-    full = alloc_mbarriers(1 + HAS_GATE, ST)
-    empty = alloc_mbarriers(NV, ST)
-    i_h, i_seg, row, length, first, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    full = device.alloc_mbarriers(1 + HAS_GATE, ST)
+    empty = device.alloc_mbarriers(NV, ST)
+    i_h, i_seg, row, length, first, n = device.program_coords(
+        cu_ptr, T, N, HV, segment, C, PACKED, SPLIT
+    )
     # a sequence of no tokens may have a first chunk past the last one
     chunk = gl.where(n > 0, first, 0) * HV + i_h
     v_col = i_h * V

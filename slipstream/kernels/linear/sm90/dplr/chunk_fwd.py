@@ -35,27 +35,9 @@ that erases across channels moves what a weak one holds to a strong one and back
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    PoolRefs,
-    alloc_mbarriers,
-    locate_segment,
-    locate_sequence,
-    pool_refs_of,
-    store_to_pool,
-    zero_tail_rows,
-)
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    copy_out,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    uniform,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # descriptors of what is loaded; what is stored; the states' ends, and M
 Descs = namedtuple("Descs", "q w b k qb qk v")
@@ -142,18 +124,18 @@ def load_partition(descs, total_ptr, tiles, full, empty, chunk, HV, row, v_col, 
         at = (chunk + i * HV) * c.C
         mbarrier.wait(empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
-        copy_in(descs.w, [at, 0], full.index(s), tiles.w.index(s))
-        copy_in(descs.b, [at, 0], full.index(s), tiles.b.index(s))
+        sm90.copy_in(descs.w, [at, 0], full.index(s), tiles.w.index(s))
+        sm90.copy_in(descs.b, [at, 0], full.index(s), tiles.b.index(s))
         if OUT:
-            copy_in(descs.q, [at, 0], full.index(s), tiles.q.index(s))
-            copy_in(descs.qb, [at, 0], full.index(s), tiles.qb.index(s))
+            sm90.copy_in(descs.q, [at, 0], full.index(s), tiles.q.index(s))
+            sm90.copy_in(descs.qb, [at, 0], full.index(s), tiles.qb.index(s))
         if not c.DELTA:
-            copy_in(descs.k, [at, 0], full.index(s), tiles.k.index(s))
+            sm90.copy_in(descs.k, [at, 0], full.index(s), tiles.k.index(s))
             for p in gl.static_range(c.NV):
                 v = tiles.v.index(s * c.NV + p)
-                copy_in(descs.v, [row + i * c.C, v_col + p * 64], full.index(s), v)
+                sm90.copy_in(descs.v, [row + i * c.C, v_col + p * 64], full.index(s), v)
             if OUT:
-                copy_in(descs.qk, [at, 0], full.index(s), tiles.qk.index(s))
+                sm90.copy_in(descs.qk, [at, 0], full.index(s), tiles.qk.index(s))
         if c.HAS_GATE:
             tiles.total.index(s).store(b_total)
             mbarrier.arrive(full.index(s), count=1)
@@ -165,12 +147,12 @@ def load_partition(descs, total_ptr, tiles, full, empty, chunk, HV, row, v_col, 
 @gluon.jit
 def store_output(desc, row, tile, b):
     """b to global memory by way of a tile in shared memory."""
-    store_wait(0)
+    sm90.store_wait(0)
     gl.thread_barrier()
     tile.store(b)
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
-    copy_out(desc, [row, 0], tile)
+    sm90.copy_out(desc, [row, 0], tile)
 
 
 @gluon.jit
@@ -231,8 +213,8 @@ def state_partition(
         if not c.DELTA:
             v = tiles.v.index(s * c.NV + PARTITION)
             if length - i * c.C < c.C:
-                zero_tail_rows(v, length - i * c.C, c.C, 64)
-                fence_async_shared()
+                device.zero_tail_rows(v, length - i * c.C, c.C, 64)
+                sm90.fence_async_shared()
                 gl.thread_barrier()
             b_v = v.permute((1, 0))
             b_s = warpgroup_mma(b_v, tiles.k.index(s), b_s, is_async=True)
@@ -240,28 +222,28 @@ def state_partition(
                 right = tiles.qk.index(s).permute((1, 0))
                 b_o = warpgroup_mma(b_v, right, b_o, is_async=True)
         # x alone is waited for: o and the share of v in S, which were started after it, go on
-        b_x = warpgroup_mma_wait(OUT + (1 + OUT) * (1 - c.DELTA), deps=(b_x,))
+        b_x = sm90.warpgroup_mma_wait(OUT + (1 + OUT) * (1 - c.DELTA), deps=(b_x,))
         b_lhs = b_x.to(tiles.w.dtype)
         b_s = warpgroup_mma(gl.convert_layout(b_lhs, xa), tiles.b.index(s), b_s, is_async=True)
         if not OUT:
             if SAVE_STATES:
                 store_output(outs.x, at, copies.x.index(PARTITION), b_lhs)
-            b_s = warpgroup_mma_wait(0, deps=(b_s,))
+            b_s = sm90.warpgroup_mma_wait(0, deps=(b_s,))
             mbarrier.arrive(empty.index(s), count=1)
         else:
             right = tiles.qb.index(s).permute((1, 0))
             b_o = warpgroup_mma(gl.convert_layout(b_lhs, sa), right, b_o, is_async=True)
-            b_s, b_o = warpgroup_mma_wait(0, deps=(b_s, b_o))
+            b_s, b_o = sm90.warpgroup_mma_wait(0, deps=(b_s, b_o))
             mbarrier.arrive(empty.index(s), count=1)
             if pool.rows is not None:
-                store_to_pool(pool, to, b_s, o_v[:, None] * c.K + o_k[None, :])
+                device.store_to_pool(pool, to, b_s, o_v[:, None] * c.K + o_k[None, :])
             write_o(
                 outs.o, outs.p_o, copies.x.index(PARTITION), b_o.to(tiles.w.dtype), row + i * c.C,
                 v_col + PARTITION * 64,
                 length - i * c.C, token_heads * c.V, c.C, rows,
             )  # fmt: skip
         b_u = b_next
-    store_wait(0)
+    sm90.store_wait(0)
     if c.HAS_S_OUT:
         if TRANSITION:
             o_m = i_s * (c.K * c.K) + o_k[None, :] * c.K + (m_col + o_v)[:, None]
@@ -285,13 +267,13 @@ def write_o(
     o_desc, o_ptr, tile, b, row, column, num_rows, width, C: gl.constexpr, rows: gl.constexpr
 ):
     """b [64, C] as o [C, 64], of which the first `num_rows` rows."""
-    store_wait(0)
+    sm90.store_wait(0)
     gl.thread_barrier()
     tile.permute((1, 0)).store(b)
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
     if num_rows >= C:
-        copy_out(o_desc, [row, column], tile)
+        sm90.copy_out(o_desc, [row, column], tile)
     else:
         o_t = gl.arange(0, C, gl.SliceLayout(1, rows))
         o_c = gl.arange(0, 64, gl.SliceLayout(0, rows))
@@ -366,13 +348,13 @@ def dplr_chunk_fwd_sm90_kernel(
         if OUT:
             qks = gl.allocate_shared_memory(dtype, [ST, C, C], square)
     tiles, copies = Tiles(qs, ws, bs, ks, qbs, qks, vs, totals), Copies(os, ss)
-    full = alloc_mbarriers(1 + HAS_GATE, ST)
-    empty = alloc_mbarriers(NV, ST)
+    full = device.alloc_mbarriers(1 + HAS_GATE, ST)
+    empty = device.alloc_mbarriers(NV, ST)
     pid = gl.program_id(0)
     m_col = (pid % TILES - 1) * V
     i_h = (pid // TILES) % HV
     i_seg = pid // TILES // HV
-    row, length, first = locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
+    row, length, first = device.locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
     n = gl.cdiv(length, C)
     # a sequence of no tokens may have a first chunk past the last one
     chunk = gl.where(n > 0, first, 0) * HV + i_h
@@ -387,15 +369,17 @@ def dplr_chunk_fwd_sm90_kernel(
         # past the last column of M nothing is written
         m_col = gl.where(decayed & (m_col >= 0), K, m_col)
         skip = n - need
-        n = uniform(gl.where(m_col == K, 0, need))
+        n = sm90.uniform(gl.where(m_col == K, 0, need))
         chunk += skip * HV
         row += skip * C
         length -= skip * C
-    pool = PoolRefs(None, None, None)
+    pool = device.PoolRefs(None, None, None)
     if to_ptr is not None:
-        _, _, _, i_n, i_split, _ = locate_segment(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
+        _, _, _, i_n, i_split, _ = device.locate_segment(
+            cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT
+        )
         at = i_h * V * K
-        pool = pool_refs_of(pool_ptr, to_ptr, i_n, i_split, at, HV, T, segment, K * V, C)
+        pool = device.pool_refs_of(pool_ptr, to_ptr, i_n, i_split, at, HV, T, segment, K * V, C)
     # past all rows TMA gives zeros: M has no v
     v_row = gl.where(m_col < 0, row, OOB_ROW)
     c: gl.constexpr = Constants(K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)

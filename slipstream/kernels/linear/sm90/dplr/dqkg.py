@@ -44,6 +44,7 @@ Chunks with quarters that decay further are left to intra_safe_bwd.py.
 """
 
 from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers, locate_sequence
+from slipstream.kernels.linear.sm90.dplr import dqkg_device
 from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
     DSTATE,
     END,
@@ -57,34 +58,9 @@ from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
     STATE,
     TOTAL,
     WRITES,
-    Buffers,
-    Constants,
-    Descs,
-    Refs,
-    Sizes,
-    chunk_tiles,
-    clear,
-    erase_gradients,
-    fast_exp2,
-    fast_reciprocal,
-    load_partition,
-    part_product,
-    products_of_states,
-    put_factors,
-    seen,
-    store_dbeta,
-    store_gates,
-    towards,
 )
-from slipstream.kernels.primitives.bf16_halves import halves
-from slipstream.kernels.primitives.gluon_compat import (
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.primitives import bf16_halves, sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 
 @gluon.jit
@@ -98,24 +74,24 @@ def decays(
     o_k = gl.arange(0, c.BK, gl.SliceLayout(0, cl))
     mbarrier.wait(smem.full.index(GATES), now)
     if num_rows < c.C:
-        clear(smem.gs, num_rows, c.C, c.BK, c.wide)
+        dqkg_device.clear(smem.gs, num_rows, c.C, c.BK, c.wide)
     b_g = smem.gs.load(cl).to(gl.float32) * LOG2E
-    g_high, g_low = halves(b_g)
+    g_high, g_low = bf16_halves.halves(b_g)
     smem.gate_terms.index(0).store(g_high)
     smem.gate_terms.index(1).store(g_low)
     smem.gate_sums.store(gl.sum(gl.reshape(b_g, [4, c.C // 4, c.BK]), 1))
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
     # after a fence, which waits for what is being stored
-    store_gates(dg_ptr, b_dg, was_first, was_num_rows, o_c + none, o_k, stride)
+    dqkg_device.store_gates(dg_ptr, b_dg, was_first, was_num_rows, o_c + none, o_k, stride)
     if whole:
-        around = seen(c.C, ca, none, "middle")
+        around = dqkg_device.seen(c.C, ca, none, "middle")
     else:
-        around = seen(c.C, ca, none, "quarters")
+        around = dqkg_device.seen(c.C, ca, none, "quarters")
     b_e = warpgroup_mma(around, smem.gate_terms.index(1), zero, use_acc=False, is_async=True)
     b_e = warpgroup_mma(around, smem.gate_terms.index(0), b_e, is_async=True)
-    put_factors(smem.gate_sums, smem.factors, whole, c.wide)
-    b_e = warpgroup_mma_wait(0, deps=(b_e,))
+    dqkg_device.put_factors(smem.gate_sums, smem.factors, whole, c.wide)
+    b_e = sm90.warpgroup_mma_wait(0, deps=(b_e,))
     mbarrier.arrive(smem.empty.index(GATES), count=1)
     return b_g, b_e
 
@@ -127,7 +103,7 @@ def decay_operands(ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, c):
     cl: gl.constexpr = b_g.type.layout
     if num_rows < c.C:
         for j in gl.static_range(3 if c.DELTA else 4):
-            clear(ops.index(at + j), num_rows, c.C, c.BK, c.wide)
+            dqkg_device.clear(ops.index(at + j), num_rows, c.C, c.BK, c.wide)
     b_q = ops.index(at).load(cl).to(gl.float32)
     b_k = ops.index(at + 1).load(cl)
     b_erase = b_k
@@ -140,14 +116,14 @@ def decay_operands(ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, c):
         else:
             ops.index(at + 2).store((b_s * b_sign).to(act))
     else:
-        b_f = fast_exp2(b_e - b_g)
+        b_f = dqkg_device.fast_exp2(b_e - b_g)
         b_a = ops.index(at + 2).load(cl).to(gl.float32)
         b_w = ops.index(at + 3).load(cl).to(gl.float32)
         ops.index(at + 2).store((b_a * b_f).to(act))
         ops.index(at + 3).store((b_w * b_n).to(act))
     ops.index(at).store((b_q * b_p).to(act))
     ops.index(at + 1).store((b_k.to(gl.float32) * b_n).to(act))
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
     return b_k, b_f, b_erase
 
@@ -160,15 +136,15 @@ def reads_by_scores(
     w = ops.index(at + (1 if DELTA else 3))
     u = ops.index(at + 1)
     for step in gl.static_range(STEPS):
-        b_dr = part_product(b_dr, scores.index(none), w, step, STEPS, False)
-        b_ds = part_product(b_ds, scores.index(none + 1), w, step, STEPS, False)
+        b_dr = dqkg_device.part_product(b_dr, scores.index(none), w, step, STEPS, False)
+        b_ds = dqkg_device.part_product(b_ds, scores.index(none + 1), w, step, STEPS, False)
         if not DELTA:
-            b_dr = part_product(b_dr, scores.index(none + 2), u, step, STEPS, False)
-            b_ds = part_product(b_ds, scores.index(none + 3), u, step, STEPS, False)
-        b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
+            b_dr = dqkg_device.part_product(b_dr, scores.index(none + 2), u, step, STEPS, False)
+            b_ds = dqkg_device.part_product(b_ds, scores.index(none + 3), u, step, STEPS, False)
+        b_dr, b_ds = sm90.warpgroup_mma_wait(0, deps=(b_dr, b_ds))
         if step < STEPS - 1:
             for row in gl.static_range(step, REST + step + 1, REST):
-                b_f = towards(factors, step, zero, none, True, row)
+                b_f = dqkg_device.towards(factors, step, zero, none, True, row)
                 b_dr *= b_f
                 b_ds *= b_f
     return b_dr, b_ds
@@ -183,17 +159,17 @@ def writes_by_scores(
     r = ops.index(at)
     s = ops.index(at + 2)
     for step in gl.static_range(STEPS - 1, -1, -1):
-        b_dw = part_product(b_dw, scores.index(none), r, step, STEPS, True)
-        b_dw = part_product(b_dw, scores.index(none + 1), s, step, STEPS, True)
+        b_dw = dqkg_device.part_product(b_dw, scores.index(none), r, step, STEPS, True)
+        b_dw = dqkg_device.part_product(b_dw, scores.index(none + 1), s, step, STEPS, True)
         if DELTA:
-            b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
+            b_dw = sm90.warpgroup_mma_wait(0, deps=(b_dw,))
         else:
-            b_du = part_product(b_du, scores.index(none + 2), r, step, STEPS, True)
-            b_du = part_product(b_du, scores.index(none + 3), s, step, STEPS, True)
-            b_dw, b_du = warpgroup_mma_wait(0, deps=(b_dw, b_du))
+            b_du = dqkg_device.part_product(b_du, scores.index(none + 2), r, step, STEPS, True)
+            b_du = dqkg_device.part_product(b_du, scores.index(none + 3), s, step, STEPS, True)
+            b_dw, b_du = sm90.warpgroup_mma_wait(0, deps=(b_dw, b_du))
         if step > 0:
             for row in gl.static_range(step - 1, REST + step, REST):
-                b_f = towards(factors, step - 1, zero, none, False, row)
+                b_f = dqkg_device.towards(factors, step - 1, zero, none, False, row)
                 b_sum *= b_f
                 b_dw *= b_f
                 if not DELTA:
@@ -207,11 +183,11 @@ def gradients_of_reads(smem, at, whole, i_tile, last, none, scale, zero, c):
     ss, ds = smem.ss.index(none), smem.ds.index(none)
     os, ys = smem.os.index(none), smem.ys.index(none)
     line: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
-    b_z = products_of_states(ss, ds, c.V, c.BK, c.wide)
+    b_z = dqkg_device.products_of_states(ss, ds, c.V, c.BK, c.wide)
     b_z = gl.convert_layout(b_z, line) * smem.factors.index(TOTAL).load(line)
     b_dr = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
     b_ds = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
-    b_dr, b_ds = warpgroup_mma_wait(0, deps=(b_dr, b_ds))
+    b_dr, b_ds = sm90.warpgroup_mma_wait(0, deps=(b_dr, b_ds))
     mbarrier.arrive(smem.empty.index(STATE), count=1)
     if last:
         mbarrier.arrive(smem.empty.index(READS), count=1)
@@ -237,14 +213,14 @@ def gradients_of_writes(smem, at, whole, last, none, b_z, zero, c):
     cl: gl.constexpr = zero.type.layout
     W: gl.constexpr = 1 if c.DELTA else 3
     b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
-    b_dw = warpgroup_mma_wait(0, deps=(b_dw,))
+    b_dw = sm90.warpgroup_mma_wait(0, deps=(b_dw,))
     b_end = smem.factors.index(END).load(gl.SliceLayout(0, cl))[None, :]
     b_dw *= b_end
     b_sum = smem.ops.index(at + W).load(cl).to(gl.float32) * b_dw
     b_du = b_dw
     if not c.DELTA:
         b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
-        b_du = warpgroup_mma_wait(0, deps=(b_du,))
+        b_du = sm90.warpgroup_mma_wait(0, deps=(b_du,))
         b_du *= b_end
         b_sum += smem.ops.index(at + 1).load(cl).to(gl.float32) * b_du
     mbarrier.arrive(smem.empty.index(DSTATE), count=1)
@@ -271,12 +247,12 @@ def gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C: gl.constexpr):
     """b_t + z + sums over later tokens of b_s, less b_x; under way."""
     ca: gl.constexpr = gl.DotOperandLayout(0, b_s.type.layout, 2)
     b_t -= b_x
-    s_high, s_low = halves(b_s - b_x)
+    s_high, s_low = bf16_halves.halves(b_s - b_x)
     sums.index(at).store(s_high)
     sums.index(at + 2).store(s_low)
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
-    later = seen(C, ca, none, "later")
+    later = dqkg_device.seen(C, ca, none, "later")
     b_dg = warpgroup_mma(later, sums.index(at + 2), b_t + b_z[None, :], is_async=True)
     return warpgroup_mma(later, sums.index(at), b_dg, is_async=True)
 
@@ -285,10 +261,10 @@ def gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C: gl.constexpr):
 def clear_ends(smem, num_rows, none, c):
     """Past the chunk's tokens, do and v."""
     do, v = smem.os.index(none), smem.vs.index(none)
-    clear(do, num_rows, c.C, c.V, c.wide)
+    dqkg_device.clear(do, num_rows, c.C, c.V, c.wide)
     if not c.DELTA:
-        clear(v, num_rows, c.C, c.V, c.wide)
-    fence_async_shared()
+        dqkg_device.clear(v, num_rows, c.C, c.V, c.wide)
+    sm90.fence_async_shared()
     gl.thread_barrier()
 
 
@@ -342,8 +318,8 @@ def dqkg_partition(smem, refs, scale, sizes, c):
                     smem, now, none, num_rows, b_dg, was_first, was_num_rows, refs.dg, HV * c.K,
                     zero, strong == 0, c,
                 )  # fmt: skip
-                b_p = fast_exp2(b_e)
-                b_n = fast_exp2(-b_e)
+                b_p = dqkg_device.fast_exp2(b_e)
+                b_n = dqkg_device.fast_exp2(-b_e)
                 mbarrier.wait(full.index(OPERANDS + now), (unit >> 1) & 1)
                 b_k, b_f, b_erase = decay_operands(ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, c)
                 # by way of the state before the chunk, and what was written
@@ -356,9 +332,8 @@ def dqkg_partition(smem, refs, scale, sizes, c):
                 b_dr, b_ds, b_z = gradients_of_reads(
                     smem, at, strong == 0, i_tile, last, none, scale, zero, c
                 )
-                o_n = (
-                    o_k if c.DELTA else o_k + none
-                )  # kept all the time, it puts others on the stack
+                # kept all the time, it puts others on the stack
+                o_n = o_k if c.DELTA else o_k + none
                 o_o = (o_c + none)[:, None] * (HV * c.K) + o_n[None, :]
                 b_t = ops.index(at).load(cl).to(gl.float32) * b_dr
                 b_dr += b_qb * ops.index(at + W).load(cl).to(gl.float32)
@@ -368,12 +343,14 @@ def dqkg_partition(smem, refs, scale, sizes, c):
                 b_s = ops.index(at + 2).load(cl).to(gl.float32) * b_ds
                 b_ds *= b_f
                 if GATED:
-                    b_ds = erase_gradients(refs.db + first_k + o_o, b_ds, b_k, b_erase, m)
+                    p_db = refs.db + first_k + o_o
+                    b_ds = dqkg_device.erase_gradients(p_db, b_ds, b_k, b_erase, m)
                 elif c.DELTA:
                     b_dbeta -= gl.sum(b_ds * b_k.to(gl.float32), 1)
                     if last:
                         stride = tokens.to(gl.int64) * HV
-                        store_dbeta(refs.dbeta + stride + o_t, b_dbeta, stride, m_c, c.NK)
+                        p_dbeta = refs.dbeta + stride + o_t
+                        dqkg_device.store_dbeta(p_dbeta, b_dbeta, stride, m_c, c.NK)
                     b_ds *= b_sign
                 if c.DELTA:
                     b_t += b_s
@@ -390,19 +367,19 @@ def dqkg_partition(smem, refs, scale, sizes, c):
                     b_x += ops.index(at + 1).load(cl).to(gl.float32) * b_du
                 b_r = ops.index(at).load(cl)
                 b_dg = gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, c.C)
-                b_n = fast_reciprocal(b_p)
+                b_n = dqkg_device.fast_reciprocal(b_p)
                 b_dw = (b_dw + b_qb * b_r) * b_n
                 if c.DELTA:
                     gl.store(refs.dk + first_k + o_o, (b_dw + b_ds).to(act), mask=m)
                 else:
                     gl.store(refs.db + first_k + o_o, b_dw.to(act), mask=m)
                     gl.store(refs.dk + first_k + o_o, ((b_du + b_qk * b_r) * b_n).to(act), mask=m)
-                b_dg = warpgroup_mma_wait(0, deps=(b_dg,))
+                b_dg = sm90.warpgroup_mma_wait(0, deps=(b_dg,))
                 mbarrier.arrive(empty.index(OPERANDS + now), count=1)
                 was_first = first_k
                 was_num_rows = num_rows
             i_tile += 1
-    store_gates(refs.dg, b_dg, was_first, was_num_rows, o_c, o_k, HV * c.K)
+    dqkg_device.store_gates(refs.dg, b_dg, was_first, was_num_rows, o_c, o_k, HV * c.K)
 
 
 @gluon.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "H", "tokens"])
@@ -440,17 +417,19 @@ def dplr_dqkg_sm90_kernel(
 
     One block of BK channels after the other: no sum but dbeta is over channels.
     """
-    sizes = Sizes(total, tokens, T, N, HV, H)
-    refs = Refs(
+    sizes = dqkg_device.Sizes(total, tokens, T, N, HV, H)
+    refs = dqkg_device.Refs(
         strong_ptr, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr
     )
-    descs = Descs(
+    descs = dqkg_device.Descs(
         q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc, states_desc,
         dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
     )  # fmt: skip
     GATED: gl.constexpr = DELTA and beta_ptr is None
     dtype: gl.constexpr = q_desc.dtype
-    ss, ds, os, ys, xs = chunk_tiles(states_desc, dstates_desc, do_desc, y_desc, x_desc, V, BK, C)
+    ss, ds, os, ys, xs = dqkg_device.chunk_tiles(
+        states_desc, dstates_desc, do_desc, y_desc, x_desc, V, BK, C
+    )
     ops = gl.allocate_shared_memory(dtype, [6 if DELTA else 8, C, BK], q_desc.layout)
     gate_terms = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], q_desc.layout)
     if g_desc.dtype == gl.float32:
@@ -468,14 +447,14 @@ def dplr_dqkg_sm90_kernel(
     scores = gl.allocate_shared_memory(dtype, [2 if DELTA else 4, C, C], dqb_desc.layout)
     full = alloc_mbarriers(1, 8)
     empty = alloc_mbarriers(1, 8)
-    c: gl.constexpr = Constants(K, BK, V, C, NK, WIDE, DELTA, GATED, PACKED)
-    smem = Buffers(
+    c: gl.constexpr = dqkg_device.Constants(K, BK, V, C, NK, WIDE, DELTA, GATED, PACKED)
+    smem = dqkg_device.Buffers(
         ss, ds, os, ys, xs, vs, ops, gs, gate_terms, gate_sums, factors, scores, full, empty
     )
     gl.warp_specialize(
         [
             (dqkg_partition, (smem, refs, scale, sizes, c)),
-            (load_partition, (descs, smem, refs, sizes, c)),
+            (dqkg_device.load_partition, (descs, smem, refs, sizes, c)),
         ],
         [1],
         [24],

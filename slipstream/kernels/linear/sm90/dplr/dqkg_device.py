@@ -3,7 +3,7 @@
 from collections import namedtuple
 
 from slipstream.kernels.linear.sm90.common.device import locate_sequence
-from slipstream.kernels.primitives.gluon_compat import copy_in, gl, gluon, mbarrier, warpgroup_mma
+from slipstream.kernels.primitives.sm90 import copy_in, gl, gluon, mbarrier, warpgroup_mma
 
 # what the kernel of dqkg.py passes on: descriptors, pointers, shared memory, numbers, constants
 Descs = namedtuple("Descs", "q k a b g v do x y states dstates dqb dab dqk dak")

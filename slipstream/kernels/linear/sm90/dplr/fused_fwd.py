@@ -34,30 +34,11 @@ The first 64 channels of g come to where b goes. With STRONG, threads load gates
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    alloc_mbarriers,
-    at_least,
-    locate_segment,
-    store_tile,
-)
+from slipstream.kernels.linear.sm90.common import device
 from slipstream.kernels.linear.sm90.common.tril_inverse import BASE, NB, by_blocks, substitute
-from slipstream.kernels.linear.sm90.delta.device import (
-    StateRefs,
-    load_state,
-    state_offset,
-    store_state,
-)
-from slipstream.kernels.linear.sm90.delta.solve_tril import fast_exp2
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.linear.sm90.delta import delta_device, solve_tril
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 Constants = namedtuple("Constants", "K V C ST STRONG HAS_S_IN HAS_S_OUT")
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -136,10 +117,10 @@ def load_rows(descs, tiles, barriers, seq, i, c):
     else:
         mbarrier.expect(full, 4 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
         # the scan has left this place, so that b of the block before is not read any more
-        copy_in(g_desc, [t, seq.g_col], full, first_gates(g_desc, tiles, s))
+        sm90.copy_in(g_desc, [t, seq.g_col], full, first_gates(g_desc, tiles, s))
     for h in gl.static_range(2):
-        copy_in(q_desc, [t, seq.k_col + 64 * h], full, tiles.q.index(2 * s + h))
-        copy_in(k_desc, [t, seq.k_col + 64 * h], full, tiles.k.index(2 * s + h))
+        sm90.copy_in(q_desc, [t, seq.k_col + 64 * h], full, tiles.q.index(2 * s + h))
+        sm90.copy_in(k_desc, [t, seq.k_col + 64 * h], full, tiles.k.index(2 * s + h))
 
 
 @gluon.jit
@@ -147,7 +128,7 @@ def load_values(v_desc, tiles, barriers, seq, i, tile: gl.constexpr):
     at = 2 * tile + i % 2
     v_full = barriers.v_full.index(at)
     mbarrier.expect(v_full, v_desc.block_type.nbytes)
-    copy_in(v_desc, [seq.row + i * 64, seq.v_col + 64 * tile], v_full, tiles.v.index(at))
+    sm90.copy_in(v_desc, [seq.row + i * 64, seq.v_col + 64 * tile], v_full, tiles.v.index(at))
 
 
 @gluon.jit
@@ -183,7 +164,7 @@ def take_gates(g_desc, tiles, barriers, seq, i, h, half: gl.constexpr, flat: gl.
         mbarrier.wait(barriers.g_empty, (i & 1) ^ 1)
         gl.thread_barrier()
         mbarrier.expect(g_full, g_desc.block_type.nbytes)
-        copy_in(g_desc, [seq.row + i * c.C, seq.g_col + 64], g_full, tiles.g)
+        sm90.copy_in(g_desc, [seq.row + i * c.C, seq.g_col + 64], g_full, tiles.g)
         tile = first_gates(g_desc, tiles, i % c.ST)
         if rows < c.C:
             clear_after(tile, rows, c)
@@ -216,18 +197,18 @@ def own_scores(b, wl: gl.constexpr):
 @gluon.jit
 def scale_half(tiles, at, y, b_g, b_all, flat: gl.constexpr, c):
     """Operands of half of the channels, of which b_g [NB, BASE, 64] are the gates; b into y."""
-    b_total = fast_exp2(b_all * LOG2E)
+    b_total = solve_tril.fast_exp2(b_all * LOG2E)
     if c.STRONG:
         tiles.keep.index(at).store(gl.where(b_all < LIMIT, 0.0, 1.0))
         b_total = gl.where(b_all < LIMIT, 1.0, b_total)
     tiles.total.index(at).store(b_total)
     b_sum = gl.associative_scan(b_g, 1, add)
-    b_read = fast_exp2(gl.fma(b_sum, LOG2E, APART))
+    b_read = solve_tril.fast_exp2(gl.fma(b_sum, LOG2E, APART))
     b = load_chunks(tiles.k.index(at), flat).to(gl.float32)
     put(tiles.k.index(at), b * b_read, c.C, 64)
     b_q = load_chunks(tiles.q.index(at), flat).to(gl.float32)
     put(tiles.q.index(at), b_q * b_read, c.C, 64)
-    b *= fast_exp2(gl.fma(b_sum, -LOG2E, -APART))
+    b *= solve_tril.fast_exp2(gl.fma(b_sum, -LOG2E, -APART))
     put(y, b, c.C, 64)
 
 
@@ -248,28 +229,28 @@ def strong_scores(x, y, b_k, b_q, b_g, wl: gl.constexpr, c):
     b_p = b_a
     for within in gl.static_range(2):
         if within:
-            b_h = gl.reshape(at_least(b_g, LOWEST_WITHIN), [2 * NB, SUB, 64])
+            b_h = gl.reshape(device.at_least(b_g, LOWEST_WITHIN), [2 * NB, SUB, 64])
             b_h = gl.reshape(gl.associative_scan(b_h, 1, add), [NB, BASE, 64])
             # from the middle of what eight tokens can be apart
             b_h = gl.convert_layout(b_h, layout, assert_trivial=True) - 0.5 * SUB * LOWEST_WITHIN
-            b_read = fast_exp2(b_h * LOG2E)
-            b_write = fast_exp2(-b_h * LOG2E)
+            b_read = solve_tril.fast_exp2(b_h * LOG2E)
+            b_write = solve_tril.fast_exp2(-b_h * LOG2E)
             inside = n_i == n_j
         else:
             b_early = gl.where(late, 0.0, b_g)
             b_after = gl.associative_scan(gl.where(late, b_g, 0.0), 1, add)
             b_before = gl.sum(b_early, 1)[:, None, :] - gl.associative_scan(b_early, 1, add)
-            b_read = gl.where(late, fast_exp2(b_after * LOG2E), 0.0)
-            b_write = gl.where(late, 0.0, fast_exp2(b_before * LOG2E))
+            b_read = gl.where(late, solve_tril.fast_exp2(b_after * LOG2E), 0.0)
+            b_write = gl.where(late, 0.0, solve_tril.fast_exp2(b_before * LOG2E))
             inside = n_i > n_j
         put(y, b_k * b_write, c.C, 64)
         for queries in gl.static_range(2):
             b_x = b_q if queries else b_k
             put(x, b_x * b_read, c.C, 64)
-            fence_async_shared()
+            sm90.fence_async_shared()
             gl.thread_barrier()
             b = warpgroup_mma(x, y.permute((1, 0)), zero, use_acc=False, is_async=True)
-            b = own_scores(warpgroup_mma_wait(0, deps=(b,)), wl)
+            b = own_scores(sm90.warpgroup_mma_wait(0, deps=(b,)), wl)
             if queries:
                 b_p += gl.where(inside, b, 0.0)
             else:
@@ -277,7 +258,7 @@ def strong_scores(x, y, b_k, b_q, b_g, wl: gl.constexpr, c):
             gl.thread_barrier()
     b_all = gl.sum(b_g, 1)
     b_rest = b_all[:, None, :] - gl.associative_scan(b_g, 1, add)
-    return b_a, b_p, b_k * fast_exp2(gl.fma(b_rest, LOG2E, -APART))
+    return b_a, b_p, b_k * solve_tril.fast_exp2(gl.fma(b_rest, LOG2E, -APART))
 
 
 @gluon.jit
@@ -285,7 +266,7 @@ def scores(x, y_0, y_1, s, zero, wl: gl.constexpr):
     """x b^T of the stage's chunks."""
     b_s = warpgroup_mma(x.index(2 * s), y_0.permute((1, 0)), zero, use_acc=False, is_async=True)
     b_s = warpgroup_mma(x.index(2 * s + 1), y_1.permute((1, 0)), b_s, is_async=True)
-    return own_scores(warpgroup_mma_wait(0, deps=(b_s,)), wl)
+    return own_scores(sm90.warpgroup_mma_wait(0, deps=(b_s,)), wl)
 
 
 @gluon.jit
@@ -360,7 +341,9 @@ def prepare_partition(
                     b_k = load_chunks(tiles.k.index(at), flat).to(gl.float32)
                     b_q = load_chunks(tiles.q.index(at), flat).to(gl.float32)
                     far = tiles.far.index(2 * half + h)
-                    b_x, b_y, b_far = strong_scores(far, y, b_k, b_q, at_least(b_g, LOWEST), wl, c)
+                    b_x, b_y, b_far = strong_scores(
+                        far, y, b_k, b_q, device.at_least(b_g, LOWEST), wl, c
+                    )
                     put(far, b_far, c.C, 64)
                     b_a += b_x
                     b_p += b_y
@@ -372,7 +355,7 @@ def prepare_partition(
         p_g += 2 * c.C * stride.to(gl.int64)
         if c.STRONG:
             weak = gl.convert_layout(b_least, gl.SliceLayout(2, wl))[:, :, None] >= LIMIT
-        fence_async_shared()
+        sm90.fence_async_shared()
         gl.thread_barrier()
         y_0 = half_of(tiles.b, s, 0, k_layout)
         y_1 = half_of(tiles.b, s, 1, k_layout)
@@ -392,7 +375,7 @@ def prepare_partition(
         put(mp.index(1), gl.where(o_i > o_j, b_d, 0.0), c.C, BASE)
         if c.STRONG:
             put_far(tiles, s, half, strong, b_low, flat, k_layout, c)
-        fence_async_shared()
+        sm90.fence_async_shared()
         mbarrier.arrive(barriers.made.index(s), count=1)
         if i + 2 < seq.n:
             n = i + 2 - c.ST  # the last block to have this place
@@ -418,8 +401,8 @@ def scan_partition(
     o_k = gl.arange(0, 64, along)
     b_s0 = gl.zeros([64, 64], gl.float32, sl)
     b_s1 = gl.zeros([64, 64], gl.float32, sl)
-    b_s0 = load_state(state_refs, b_s0, o_k, o_v, c.V, c.HAS_S_IN) * 2.0**-LOWERED
-    b_s1 = load_state(state_refs, b_s1, 64 + o_k, o_v, c.V, c.HAS_S_IN) * 2.0**-LOWERED
+    b_s0 = delta_device.load_state(state_refs, b_s0, o_k, o_v, c.V, c.HAS_S_IN) * 2.0**-LOWERED
+    b_s1 = delta_device.load_state(state_refs, b_s1, 64 + o_k, o_v, c.V, c.HAS_S_IN) * 2.0**-LOWERED
     zero = gl.zeros([64, BASE], gl.float32, xl)
     dtype: gl.constexpr = tiles.k.dtype
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -451,7 +434,7 @@ def scan_partition(
         totals = tiles.total.index(2 * s)._reinterpret(gl.float32, [2 * NB, 64], line)
         if c.STRONG:
             keep = tiles.keep.index(2 * s)._reinterpret(gl.float32, [2 * NB, 64], line)
-        store_wait(0)
+        sm90.store_wait(0)
         for j in range(NB):
             # all transposed: rows along V, so that W and u go on as left operands
             b_0 = gl.convert_layout(b_s0.to(dtype), sa)
@@ -469,7 +452,7 @@ def scan_partition(
             if c.STRONG:
                 b_s0 *= keep.index(j).load(along)[None, :]
                 b_s1 *= keep.index(NB + j).load(along)[None, :]
-            b_u = warpgroup_mma_wait(1, deps=(b_u,))
+            b_u = sm90.warpgroup_mma_wait(1, deps=(b_u,))
             # beta is 2^27 times as large: one multiplication less
             b_w = gl.fma(b_u, -1 / LIFT, b_v) * b_beta
             b_x = gl.convert_layout(b_w.to(dtype), sa)
@@ -477,7 +460,7 @@ def scan_partition(
             # before the wait, which hides them; sooner they would want too many registers
             b_t0 = totals.index(j).load(along)[None, :]
             b_t1 = totals.index(NB + j).load(along)[None, :]
-            b_u, b_o = warpgroup_mma_wait(0, deps=(b_u, b_o))
+            b_u, b_o = sm90.warpgroup_mma_wait(0, deps=(b_u, b_o))
             b_o = gl.fma(b_u, lines.index(NB + j).load(tokens)[None, :], b_o)
             b_u = b_u.to(dtype)
             b_x = gl.convert_layout(b_u, xa)
@@ -486,23 +469,25 @@ def scan_partition(
             b_x = gl.convert_layout(b_u, sa)
             b_o = warpgroup_mma(b_x, mp.index(NB + j).permute((1, 0)), b_o, is_async=True)
             # each as soon as it is there: the others are still at work
-            b_s0 = warpgroup_mma_wait(2, deps=(b_s0,)) * b_t0
-            b_s1 = warpgroup_mma_wait(1, deps=(b_s1,)) * b_t1
-            b_o = warpgroup_mma_wait(0, deps=(b_o,))
+            b_s0 = sm90.warpgroup_mma_wait(2, deps=(b_s0,)) * b_t0
+            b_s1 = sm90.warpgroup_mma_wait(1, deps=(b_s1,)) * b_t1
+            b_o = sm90.warpgroup_mma_wait(0, deps=(b_o,))
             out.index(j).permute((1, 0)).store((b_o * (scale / LIFT)).to(dtype))
         mbarrier.arrive(barriers.empty.index(s), count=1)
-        fence_async_shared()
+        sm90.fence_async_shared()
         gl.thread_barrier()
-        store_tile(
+        device.store_tile(
             o_desc, o_ptr, tiles.o.index(tile), seq.row + i * c.C, seq.v_col + 64 * tile, o_row,
             rows, c.C, 64,
         )  # fmt: skip
-    store_wait(0)
+    sm90.store_wait(0)
     if seq.wanted:
         b_s0 *= 2.0**LOWERED
         b_s1 *= 2.0**LOWERED
-        store_state(state_refs, b_s0, seq.length >> 30, o_k, o_v, c.V, c.HAS_S_OUT)
-        store_state(state_refs, b_s1, seq.length >> 30, 64 + o_k, o_v, c.V, c.HAS_S_OUT)
+        delta_device.store_state(state_refs, b_s0, seq.length >> 30, o_k, o_v, c.V, c.HAS_S_OUT)
+        delta_device.store_state(
+            state_refs, b_s1, seq.length >> 30, 64 + o_k, o_v, c.V, c.HAS_S_OUT
+        )
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H"])
@@ -537,7 +522,7 @@ def kda_fused_fwd_sm90_kernel(
     total = gl.allocate_shared_memory(gl.float32, [2 * ST, NB, 64], line)
     mp = gl.allocate_shared_memory(dtype, [2, 2 * C, BASE], small)
     lines = gl.allocate_shared_memory(gl.float32, [2, 2 * NB, BASE], line)
-    v_full = alloc_mbarriers(1, 4)
+    v_full = device.alloc_mbarriers(1, 4)
     # each launch has what it uses alone: Triton gives the memory of an unused barrier away
     g, far, keep = q, b, total
     g_full, g_empty = v_full, v_full.index(0)
@@ -546,15 +531,15 @@ def kda_fused_fwd_sm90_kernel(
         keep = gl.allocate_shared_memory(gl.float32, [2 * ST, NB, 64], line)
     else:
         g = gl.allocate_shared_memory(gl.float32, [64, 64], g_desc.layout)
-        g_full, g_empty = alloc_mbarriers(1, 2), alloc_mbarriers(1, 1).index(0)
+        g_full, g_empty = device.alloc_mbarriers(1, 2), device.alloc_mbarriers(1, 1).index(0)
     tiles = Tiles(q, k, b, g, v, o, total, mp, lines, far, keep)
     barriers = Barriers(
-        alloc_mbarriers(1, ST), alloc_mbarriers(1, ST), alloc_mbarriers(2, ST),
+        device.alloc_mbarriers(1, ST), device.alloc_mbarriers(1, ST), device.alloc_mbarriers(2, ST),
         v_full, g_full, g_empty,
     )  # fmt: skip
     pid = gl.program_id(0)
     i_h = pid % HV
-    row, length, _, i_n, _, _ = locate_segment(cu_ptr, pid // HV, T, N, 1, C, PACKED, False)
+    row, length, _, i_n, _, _ = device.locate_segment(cu_ptr, pid // HV, T, N, 1, C, PACKED, False)
     # both prepare_partitions say of their blocks; neither waits for the other
     p_strong = strong_ptr + 2 * pid
     wanted = True
@@ -563,8 +548,8 @@ def kda_fused_fwd_sm90_kernel(
         length = gl.where(wanted, length, 0)
     n = gl.cdiv(length, C)
     seq = Sequence(row, length, n, i_h // (HV // H) * K, i_h * K, i_h * V, wanted)
-    o_state = state_offset(i_n, i_h, HV, K, V)
-    state_refs = StateRefs(s_in_ptr, s_out_ptr, o_state, o_state)
+    o_state = delta_device.state_offset(i_n, i_h, HV, K, V)
+    state_refs = delta_device.StateRefs(s_in_ptr, s_out_ptr, o_state, o_state)
     p_beta = beta_ptr + row.to(gl.int64) * HV + i_h
     p_even = g_ptr + row.to(gl.int64) * HV * K + i_h * K
     p_odd = p_even + C * HV * K

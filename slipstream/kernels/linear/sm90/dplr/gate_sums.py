@@ -4,7 +4,7 @@ Gates are in base 2 [4, 16, 64], quarters of a chunk, their tokens and channels.
 tokens of two channels, and adds them up.
 """
 
-from slipstream.kernels.primitives.gluon_compat import gl, gluon
+from slipstream.kernels.primitives.sm90 import gl, gluon
 
 FAR = gl.constexpr(3072.0)  # float32 beside it are multiples of 2^-12
 

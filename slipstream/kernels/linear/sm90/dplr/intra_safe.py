@@ -21,27 +21,9 @@ there always, and rows that wy.py would take are made once more as it makes them
 
 from collections import namedtuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    at_least,
-    exp2_by_parts,
-    exp2_or_least,
-    locate_sequence,
-)
-from slipstream.kernels.linear.sm90.dplr.blocks import (
-    LOWEST,
-    block_level,
-    exponents,
-    flattened,
-    put_product,
-)
-from slipstream.kernels.linear.sm90.dplr.by_quarters import (
-    Tiles,
-    of_tokens,
-    quarters,
-    takes_quarters,
-    tiles_at,
-)
-from slipstream.kernels.linear.sm90.dplr.gate_sums import sum_before, sum_from, sums_of_quarters
+from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90.dplr import blocks, by_quarters, gate_sums, wy
+from slipstream.kernels.linear.sm90.dplr.blocks import LOWEST
 from slipstream.kernels.linear.sm90.dplr.solve_tril import (
     ChunkRefs,
     put,
@@ -49,8 +31,8 @@ from slipstream.kernels.linear.sm90.dplr.solve_tril import (
     scores,
     solve,
 )
-from slipstream.kernels.linear.sm90.dplr.wy import LOG2E, excess_of
-from slipstream.kernels.primitives.gluon_compat import gl, gluon
+from slipstream.kernels.linear.sm90.dplr.wy import LOG2E
+from slipstream.kernels.primitives.sm90 import gl, gluon
 
 # what the kernel passes on: pointers, numbers and constants
 Refs = namedtuple(
@@ -92,18 +74,18 @@ def block_operands(
     x, y, z, w = ops
     q, a, b, k = tile
     b_apart = gl.where(later > 0, APART, -APART)
-    b_f = flattened(exp2_by_parts(b_e + b_apart), flat)
-    put_product(x, q.load(flat), b_f)
+    b_f = blocks.flattened(device.exp2_by_parts(b_e + b_apart), flat)
+    blocks.put_product(x, q.load(flat), b_f)
     if not DELTA:
-        b_f = flattened(exp2_by_parts(b_before + b_apart), flat)
+        b_f = blocks.flattened(device.exp2_by_parts(b_before + b_apart), flat)
     b_a = a.load(flat)
-    put_product(y, erased(b_a, k, flat, GATED), b_f)
-    b_f = flattened(exp2_by_parts(-(b_e + b_apart)), flat)
+    blocks.put_product(y, erased(b_a, k, flat, GATED), b_f)
+    b_f = blocks.flattened(device.exp2_by_parts(-(b_e + b_apart)), flat)
     if DELTA:
-        put_product(z, b_a, b_f)
+        blocks.put_product(z, b_a, b_f)
     else:
-        put_product(z, b.load(flat), b_f)
-        put_product(w, k.load(flat), b_f)
+        blocks.put_product(z, b.load(flat), b_f)
+        blocks.put_product(w, k.load(flat), b_f)
 
 
 @gluon.jit
@@ -113,17 +95,17 @@ def level_operands(
     """x and y of pairs in the halves of a block."""
     x, y, _, _ = ops
     q, a, b, k = tile
-    reads = flattened(later + 0 * b_e.to(gl.int32), flat) > 0
-    b_f = flattened(exp2_or_least(gl.where(later > 0, b_e, -b_e)), flat)
+    reads = blocks.flattened(later + 0 * b_e.to(gl.int32), flat) > 0
+    b_f = blocks.flattened(device.exp2_or_least(gl.where(later > 0, b_e, -b_e)), flat)
     b_a = a.load(flat)
     if DELTA:
-        put_product(x, gl.where(reads, q.load(flat), b_a), b_f)
+        blocks.put_product(x, gl.where(reads, q.load(flat), b_a), b_f)
         b_a = gl.where(reads, erased(b_a, k, flat, GATED), b_a.to(gl.float32))
-        put_product(y, b_a, b_f)
+        blocks.put_product(y, b_a, b_f)
     else:
-        put_product(x, gl.where(reads, q.load(flat), b.load(flat)), b_f)
-        b_f = flattened(exp2_or_least(gl.where(later > 0, b_before, -b_e)), flat)
-        put_product(y, gl.where(reads, b_a, k.load(flat)), b_f)
+        blocks.put_product(x, gl.where(reads, q.load(flat), b.load(flat)), b_f)
+        b_f = blocks.flattened(device.exp2_or_least(gl.where(later > 0, b_before, -b_e)), flat)
+        blocks.put_product(y, gl.where(reads, b_a, k.load(flat)), b_f)
 
 
 @gluon.jit
@@ -135,17 +117,17 @@ def to_edges(
     what wy.py has where m is -APART, so that all is rounded alike."""
     q, a, b, k = tile
     three: gl.constexpr = b_g.type.layout
-    b_e, b_before, b_all = sums_of_quarters(b_g)
+    b_e, b_before, b_all = gate_sums.sums_of_quarters(b_g)
     four: gl.constexpr = b_all.type.layout
-    b_base = sum_before(b_all, quarters(four), three)
+    b_base = gate_sums.sum_before(b_all, by_quarters.quarters(four), three)
     # no difference of sums across quarters, which at strong gates would be inexact
-    b_rest = sum_from(b_all, quarters(four), three)
-    b_n = gl.where(quarters(three) < 2, 0.0, -2.0 * APART)
-    b_start = gl.where(quarters(three) < 2, 1.0, 2.0 ** (-2 * APART))
+    b_rest = gate_sums.sum_from(b_all, by_quarters.quarters(four), three)
+    b_n = gl.where(by_quarters.quarters(three) < 2, 0.0, -2.0 * APART)
+    b_start = gl.where(by_quarters.quarters(three) < 2, 1.0, 2.0 ** (-2 * APART))
     b_off = b_n - b_base
-    b_f = flattened(gl.exp2(b_rest - b_e), flat)
-    b_r = flattened(exp2_or_least(b_e - b_off), flat)
-    b_q = q.load(flat) * b_r * of_tokens(b_start * scale, flat)
+    b_f = blocks.flattened(gl.exp2(b_rest - b_e), flat)
+    b_r = blocks.flattened(device.exp2_or_least(b_e - b_off), flat)
+    b_q = q.load(flat) * b_r * by_quarters.of_tokens(b_start * scale, flat)
     gl.store(q_out_ptr + o_w, b_q.to(q.dtype))
     b_a = a.load(flat)
     if DELTA:
@@ -154,8 +136,8 @@ def to_edges(
     else:
         gl.store(b_out_ptr + o_w, (b.load(flat) * b_f).to(a.dtype))
         gl.store(k_out_ptr + o_w, (k.load(flat) * b_f).to(a.dtype))
-        b_f = flattened(exp2_or_least(b_before - b_off), flat)
-    put_product(a, erased(b_a, k, flat, GATED), b_f)
+        b_f = blocks.flattened(device.exp2_or_least(b_before - b_off), flat)
+    blocks.put_product(a, erased(b_a, k, flat, GATED), b_f)
 
 
 @gluon.jit
@@ -165,14 +147,14 @@ def whole_operands(
 ):  # fmt: skip
     """Operands of all pairs, as wy.py has them in float16. Returns each token's lowest G."""
     three: gl.constexpr = b_g.type.layout
-    b_e, b_before, b_all = sums_of_quarters(b_g)
+    b_e, b_before, b_all = gate_sums.sums_of_quarters(b_g)
     four: gl.constexpr = b_all.type.layout
-    b_base = sum_before(b_all, quarters(four), three)
+    b_base = gate_sums.sum_before(b_all, by_quarters.quarters(four), three)
     b_e += b_base
     LOW: gl.constexpr = -(2 * LIMIT + 1)
     block_operands(
-        at_least(b_e, LOW), at_least(b_before + b_base, LOW), b_e.to(gl.int32) * 0, tile, ops, flat,
-        0.0, DELTA, GATED,
+        device.at_least(b_e, LOW), device.at_least(b_before + b_base, LOW), b_e.to(gl.int32) * 0,
+        tile, ops, flat, 0.0, DELTA, GATED,
     )  # fmt: skip
     return gl.convert_layout(gl.reshape(gl.min(b_e, 2), [64]), gl.SliceLayout(1, layout))
 
@@ -273,7 +255,7 @@ def load_gates(p, n, stride, num_rows, none, CHANNEL: gl.constexpr):
     o_n = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, None, :]
     p += o_t * stride + (n * 64 + o_n) * CHANNEL
     b_g = gl.load(p, mask=o_t < num_rows + 0 * o_n, other=0.0).to(gl.float32)
-    return at_least(b_g * LOG2E, LOWEST)
+    return device.at_least(b_g * LOG2E, LOWEST)
 
 
 @gluon.jit
@@ -282,7 +264,7 @@ def largest_excess(tiles, none, NK: gl.constexpr, DELTA: gl.constexpr, GATED: gl
     excess = 0.0
     for n in range(NK):
         i = none + n
-        excess_n = excess_of(tiles_at(tiles, i), DELTA, GATED)
+        excess_n = wy.excess_of(by_quarters.tiles_at(tiles, i), DELTA, GATED)
         excess = gl.maximum(excess, excess_n)
     return excess
 
@@ -295,16 +277,16 @@ def put_operands(
     """Writes operands of a level, or, below `first`, of blocks of 2^first tokens."""
     for n in range(NK):
         b_g = load_gates(p_g, n, stride, num_rows, none, CHANNEL)
-        b_e, b_before, later = exponents(b_g, level, none, APART)
+        b_e, b_before, later = blocks.exponents(b_g, level, none, APART)
         if level < first:
             block_operands(
-                b_e, b_before, later, tiles_at(tiles, none + n), operands_at(ops, none + n), flat,
-                APART, DELTA, GATED,
+                b_e, b_before, later, by_quarters.tiles_at(tiles, none + n),
+                operands_at(ops, none + n), flat, APART, DELTA, GATED,
             )  # fmt: skip
         else:
             level_operands(
-                b_e, b_before, later, tiles_at(tiles, none + n), operands_at(ops, none + n), flat,
-                DELTA, GATED,
+                b_e, b_before, later, by_quarters.tiles_at(tiles, none + n),
+                operands_at(ops, none + n), flat, DELTA, GATED,
             )  # fmt: skip
 
 
@@ -349,7 +331,7 @@ def dplr_intra_safe_sm90_kernel(
     while at < total:  # a chunk needs all registers: one number, `at`, is what outlives it
         b_at = at + o_m * gl.num_programs(0)
         b_strong = gl.load(strong_ptr + b_at, mask=b_at < total, other=0)
-        strong = b_strong > (2 if takes_quarters(K, DELTA, APART) else 1)
+        strong = b_strong > (2 if by_quarters.takes_quarters(K, DELTA, APART) else 1)
         ahead = gl.min(gl.where(strong, o_m, FLAGS_PER_LOAD), 0)
         if ahead < FLAGS_PER_LOAD:
             one_chunk(refs, scale, keep, at + ahead * gl.num_programs(0), sizes, c)
@@ -380,9 +362,9 @@ def one_chunk(refs, scale, keep, pid, sizes, c):
     zs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     ws = zs if c.DELTA else gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     ops = Operands(xs, ys, zs, ws)
-    tiles = Tiles(qs, reads, bs, keys)
+    tiles = by_quarters.Tiles(qs, reads, bs, keys)
     i_h = pid % HV
-    row, num_rows, _ = locate_sequence(refs.cu, pid // HV, T, N, C, C, c.PACKED, True)
+    row, num_rows, _ = device.locate_sequence(refs.cu, pid // HV, T, N, C, C, c.PACKED, True)
     index = gl.cast(pid, gl.int64)
     token = row.to(gl.int64) * token_heads + i_h
     # 0, another one each time: what is made of it is not kept for the next chunk, level or part
@@ -404,7 +386,7 @@ def one_chunk(refs, scale, keep, pid, sizes, c):
         excess = largest_excess(tiles, none, NK, c.DELTA, GATED)
         for n in range(NK):
             b_g = load_gates(p_g, n, token_heads * GK, num_rows, none, c.CHANNEL)
-            first = gl.minimum(first, block_level(b_g, excess, c.LIMIT))
+            first = gl.minimum(first, blocks.block_level(b_g, excess, c.LIMIT))
     else:
         b_qb = gl.where(o_i == o_j, scores(qs, bs, NK, zero, none) * scale, 0.0).to(act)
         if not c.DELTA:
@@ -428,8 +410,8 @@ def one_chunk(refs, scale, keep, pid, sizes, c):
         for n in range(NK):
             b_low = whole_operands(
                 load_gates(p_g, n, token_heads * GK, num_rows, none, c.CHANNEL),
-                tiles_at(tiles, none + n), operands_at(ops, none + n), al, flat, c.LIMIT, c.DELTA,
-                GATED,
+                by_quarters.tiles_at(tiles, none + n), operands_at(ops, none + n), al, flat,
+                c.LIMIT, c.DELTA, GATED,
             )  # fmt: skip
             b_lowest = gl.minimum(b_lowest, b_low)
         ready()
@@ -453,8 +435,8 @@ def one_chunk(refs, scale, keep, pid, sizes, c):
     for n in range(NK):
         to_edges(
             load_gates(p_g, n, token_heads * GK, num_rows, none, c.CHANNEL),
-            tiles_at(tiles, none + n), refs.q_out, refs.b_out, refs.k_out, n * 64 + o_f, scale,
-            flat, c.APART, c.DELTA, GATED,
+            by_quarters.tiles_at(tiles, none + n), refs.q_out, refs.b_out, refs.k_out, n * 64 + o_f,
+            scale, flat, c.APART, c.DELTA, GATED,
         )  # fmt: skip
     if not c.DELTA:
         gl.thread_barrier()

@@ -22,13 +22,7 @@ can hold is above 1.
 
 from collections import namedtuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    alloc_mbarriers,
-    at_least,
-    invalidate_mbarriers,
-    locate_sequence,
-)
-from slipstream.kernels.linear.sm90.common.tril_inverse import halves
+from slipstream.kernels.linear.sm90.common import device, tril_inverse
 from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
     LOG2E,
     chunk_tiles,
@@ -58,15 +52,8 @@ from slipstream.kernels.linear.sm90.dplr.subchunk_decay import (
     gates_seen,
     sum_gates,
 )
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # what the kernel passes on: pointers and descriptors, numbers and constants
 Refs = namedtuple(
@@ -93,14 +80,14 @@ def load_chunk(refs, tiles, scores, full, n, row, i_h, i_k, c):
     v_col = i_h * c.V
     load_before(refs.states, refs.do, refs.y, ss, os, ys, full.index(0), n, row, i_h, i_k, c.V)
     mbarrier.expect(full.index(1), after_bytes)
-    copy_in(refs.dstates, [n * c.V, i_k], full.index(1), ds.index(0))
-    copy_in(refs.x, [n * c.V, 0], full.index(1), xs.index(0))
-    copy_in(refs.dqb, [n * c.C, 0], full.index(1), scores.index(0))
-    copy_in(refs.dab, [n * c.C, 0], full.index(1), scores.index(1))
+    sm90.copy_in(refs.dstates, [n * c.V, i_k], full.index(1), ds.index(0))
+    sm90.copy_in(refs.x, [n * c.V, 0], full.index(1), xs.index(0))
+    sm90.copy_in(refs.dqb, [n * c.C, 0], full.index(1), scores.index(0))
+    sm90.copy_in(refs.dab, [n * c.C, 0], full.index(1), scores.index(1))
     if not c.DELTA:
-        copy_in(refs.v, [row, v_col], full.index(1), vs.index(0))
-        copy_in(refs.dqk, [n * c.C, 0], full.index(1), scores.index(2))
-        copy_in(refs.dak, [n * c.C, 0], full.index(1), scores.index(3))
+        sm90.copy_in(refs.v, [row, v_col], full.index(1), vs.index(0))
+        sm90.copy_in(refs.dqk, [n * c.C, 0], full.index(1), scores.index(2))
+        sm90.copy_in(refs.dak, [n * c.C, 0], full.index(1), scores.index(3))
 
 
 @gluon.jit
@@ -124,7 +111,7 @@ def through_states(tiles, buffers, full, b_total, m, T, none, scale, c):
     mbarrier.wait(full.index(0), 0)
     b_dq = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
     b_da = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
-    b_dq, b_da = warpgroup_mma_wait(0, deps=(b_dq, b_da))
+    b_dq, b_da = sm90.warpgroup_mma_wait(0, deps=(b_dq, b_da))
     b_dq = gl.where(m, b_dq * b_f * scale, 0.0)
     b_da = gl.where(m, b_da * b_fa, 0.0)
     b_x = rows_of(ins, none, cl) * b_dq
@@ -145,12 +132,12 @@ def through_states(tiles, buffers, full, b_total, m, T, none, scale, c):
     )
     mbarrier.wait(full.index(1), 0)
     b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
-    b_dw = gl.where(m, warpgroup_mma_wait(0, deps=(b_dw,)) * b_f, 0.0)
+    b_dw = gl.where(m, sm90.warpgroup_mma_wait(0, deps=(b_dw,)) * b_f, 0.0)
     b_x = rows_of(ins, none + 2, cl) * b_dw
     b_du = b_dw
     if not c.DELTA:
         b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
-        b_du = gl.where(m, warpgroup_mma_wait(0, deps=(b_du,)) * b_f, 0.0)
+        b_du = gl.where(m, sm90.warpgroup_mma_wait(0, deps=(b_du,)) * b_f, 0.0)
         b_x += rows_of(ins, none + 3, cl) * b_du
     b_dg = to_gates(gates_seen(C, ca, END, none, True, True), b_x, sums.index(none), b_dg)
     b_z = gl.convert_layout(products_of_states(ss, ds, c.V, BK, 2), gl.SliceLayout(0, cl))
@@ -175,7 +162,7 @@ def within_blocks(buffers, b_dq, b_da, b_dw, b_du, b_dg, T, c):
     ops.index(none).store((rows_of(ins, none + 2, cl) * b_n).to(act))
     if not c.DELTA:
         ops.index(none + 1).store((rows_of(ins, none + 3, cl) * b_n).to(act))
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
     b_r = gl.exp2(b_e + c.SHIFT)
     if c.DELTA:
@@ -199,7 +186,7 @@ def within_blocks(buffers, b_dq, b_da, b_dw, b_du, b_dg, T, c):
     ops.index(none + 1).store((rows_of(ins, none + 1, cl) * b_r).to(act))
     b_r = gl.exp2(b_e + c.SHIFT)
     ops.index(none).store((rows_of(ins, none, cl) * b_r).to(act))
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
     b_n = gl.exp2(-b_e - c.SHIFT)
     b_p = two_triangles(scores, ops, none, none + 1, False, none, zero)
@@ -249,7 +236,7 @@ def through_scores(buffers, lowest, b_dq, b_da, b_dw, b_du, b_dg, T, c):
             ops.index(now + 1).store(
                 (gl.where(later, rows_of(ins, now + 1, cl), b_w) * b_f).to(act)
             )
-            fence_async_shared()
+            sm90.fence_async_shared()
             gl.thread_barrier()
             b_dr, b_ds = both_products(scores, ops, now, now + 1, level, now, zero)
             b_x = rows_of(ops, now, cl) * b_dr + rows_of(ops, now + 1, cl) * b_ds
@@ -287,10 +274,10 @@ def one_chunk(refs, unit, scale, sizes, c):
     ins = gl.allocate_shared_memory(act, [3 if c.DELTA else 4, c.C, c.BK], tile)
     buffers = Buffers(scores, ops, ins, sums, gates)
     tiles = Tiles(ss, ds, os, ys, xs, vs)
-    row, num_rows, _ = locate_sequence(refs.cu, n // HV, T, N, c.C, c.C, c.PACKED, True)
+    row, num_rows, _ = device.locate_sequence(refs.cu, n // HV, T, N, c.C, c.C, c.PACKED, True)
     i_h = n % HV
-    full = alloc_mbarriers(1, 2)
-    fence_async_shared()
+    full = device.alloc_mbarriers(1, 2)
+    sm90.fence_async_shared()
     gl.thread_barrier()
     load_chunk(refs, tiles, scores, full, n, row, i_h, i_k, c)
     cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, c.BK // 2, 16])
@@ -304,7 +291,7 @@ def one_chunk(refs, unit, scale, sizes, c):
     o_o = first * c.K + o_c[:, None] * (HV * c.K) + o_k[None, :]
     o_q = (row.to(gl.int64) * H + i_h // (HV // H)) * c.K + o_c[:, None] * (H * c.K) + o_k[None, :]
     b_g = gl.load(refs.g + o_o, mask=m, other=0.0).to(gl.float32) * LOG2E
-    b_g = at_least(b_g, LOWEST)
+    b_g = device.at_least(b_g, LOWEST)
     b_k = gl.load(refs.k + o_q, mask=m, other=0.0)
     ins.index(none).store(gl.load(refs.q + o_q, mask=m, other=0.0))
     p_diag = refs.diag + n.to(gl.int64) * (2 * c.C) + o_c
@@ -323,10 +310,10 @@ def one_chunk(refs, unit, scale, sizes, c):
         ins.index(none + 2).store(gl.load(refs.b + o_q, mask=m, other=0.0))
         ins.index(none + 3).store(b_k)
         b_qk = gl.load(p_diag + c.C)[:, None]
-    g_high, g_low = halves(b_g)
+    g_high, g_low = tril_inverse.halves(b_g)
     gates.index(none).store(g_high)
     gates.index(none + 1).store(g_low)
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
     b_total = gl.exp2(gl.sum(b_g, 0))
     b_lowest = gl.sum(gl.reshape(b_g, [c.C >> BLOCK, 1 << BLOCK, c.BK]), 1)
@@ -364,7 +351,7 @@ def one_chunk(refs, unit, scale, sizes, c):
         gl.store(refs.dk + o_o, (b_du + b_qk * b_q).to(act), mask=m)
     gl.store(refs.dq + o_o, b_dq.to(act), mask=m)
     gl.store(refs.dg + o_o, b_dg.to(refs.dg.dtype.element_ty), mask=m)
-    invalidate_mbarriers(full)
+    device.invalidate_mbarriers(full)
 
 
 @gluon.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "H", "tokens"])

@@ -1,13 +1,8 @@
 """Parts of intra_safe_bwd.py for a tile: sums into gates, triangles of scores, products."""
 
 from slipstream.kernels.linear.sm90.dplr.subchunk_decay import BLOCK, gates_seen, sum_gates
-from slipstream.kernels.primitives.gluon_compat import (
-    fence_async_shared,
-    gl,
-    gluon,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, warpgroup_mma
 
 
 @gluon.jit
@@ -15,10 +10,10 @@ def to_gates(seen, b_x, buffer, b_dg):
     """b_dg + seen b_x, b_x rounded."""
     gl.thread_barrier()
     buffer.store(b_x.to(gl.bfloat16))
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
     b = warpgroup_mma(seen, buffer, b_dg, is_async=True)
-    return warpgroup_mma_wait(0, deps=(b,))
+    return sm90.warpgroup_mma_wait(0, deps=(b,))
 
 
 @gluon.jit
@@ -65,10 +60,10 @@ def two_triangles(scores, ops, i, j, LATER: gl.constexpr, none, zero):
     C: gl.constexpr = ops.shape[1]
     b_d = triangle(scores.index(i), none, ca, LATER, C)
     b = warpgroup_mma(b_d, ops.index(none), zero, use_acc=False, is_async=True)
-    b = warpgroup_mma_wait(0, deps=(b,))  # or both left operands would take registers
+    b = sm90.warpgroup_mma_wait(0, deps=(b,))  # or both left operands would take registers
     b_d = triangle(scores.index(j), none, ca, LATER, C)
     b = warpgroup_mma(b_d, ops.index(none + 1), b, is_async=True)
-    return warpgroup_mma_wait(0, deps=(b,))
+    return sm90.warpgroup_mma_wait(0, deps=(b,))
 
 
 @gluon.jit
@@ -76,7 +71,7 @@ def one_triangle(scores, ops, i, none, zero):
     ca: gl.constexpr = gl.DotOperandLayout(0, zero.type.layout, 2)
     b_d = triangle(scores.index(i), none, ca, True, ops.shape[1])
     b = warpgroup_mma(b_d, ops.index(none), zero, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=(b,))
+    return sm90.warpgroup_mma_wait(0, deps=(b,))
 
 
 @gluon.jit
@@ -113,7 +108,7 @@ def by_one_read(buffers, b_dread, b_dw, b_du, b_dg, level, T, READ: gl.constexpr
     b_read = rows_of(ins, none + READ, cl)
     ops.index(none).store((gl.where(later, b_read, rows_of(ins, none + 2, cl)) * b_f).to(act))
     ops.index(none + 1).store((gl.where(later, b_read, rows_of(ins, none + 3, cl)) * b_f).to(act))
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
     b_x, b_y = both_products(scores, ops, none + READ, none + READ + 2, level, none, zero)
     b_e = rows_of(ops, none, cl) * b_x + rows_of(ops, none + 1, cl) * b_y
@@ -143,4 +138,4 @@ def both_products(scores, ops, i, j, level, none, zero):
     b_i = warpgroup_mma(b_d, ops.index(none), zero, use_acc=False, is_async=True)
     b_d = siblings(scores.index(j), level, none, ca, C)
     b_j = warpgroup_mma(b_d, ops.index(none + 1), zero, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=(b_i, b_j))
+    return sm90.warpgroup_mma_wait(0, deps=(b_i, b_j))

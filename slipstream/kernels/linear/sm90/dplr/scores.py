@@ -11,23 +11,10 @@ another computes; for that dS' comes into the memory of x and v, once the scores
 Calls that write by channel take Triton's kernel.
 """
 
-from slipstream.kernels.linear.sm90.common.device import (
-    alloc_mbarriers,
-    invalidate_mbarriers,
-    locate_sequence,
-    zero_tail_rows,
-)
+from slipstream.kernels.linear.sm90.common import device
 from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    copy_out,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 
 @gluon.jit
@@ -49,8 +36,8 @@ def write_values(dv_desc, dv_ptr, tile, row, i_h, num_rows, HV, V: gl.constexpr)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [4, 1], [1, 0])
     ready()
     if num_rows >= C:
-        copy_out(dv_desc, [row, i_h * V], tile)
-        store_wait(0)
+        sm90.copy_out(dv_desc, [row, i_h * V], tile)
+        sm90.store_wait(0)
     else:
         o_c = gl.arange(0, C, gl.SliceLayout(1, rows))
         o_v = gl.arange(0, V, gl.SliceLayout(0, rows))
@@ -90,24 +77,24 @@ def dplr_scores_sm90_kernel(
     vs = gl.allocate_shared_memory(act, [C, V], v_desc.layout)
     os = gl.allocate_shared_memory(act, [C, V], do_desc.layout)
     ys = gl.allocate_shared_memory(act, [V, C], y_desc.layout)
-    full = alloc_mbarriers(1, 2)
+    full = device.alloc_mbarriers(1, 2)
     ready()
-    row, num_rows, _ = locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+    row, num_rows, _ = device.locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
     i_h = n % HV
     mbarrier.expect(full.index(0), 4 * do_desc.block_type.nbytes)
-    copy_in(do_desc, [row, i_h * V], full.index(0), os)
-    copy_in(x_desc, [n * V, 0], full.index(0), xs)
-    copy_in(y_desc, [n * V, 0], full.index(0), ys)
-    copy_in(v_desc, [row, i_h * V], full.index(0), vs)
+    sm90.copy_in(do_desc, [row, i_h * V], full.index(0), os)
+    sm90.copy_in(x_desc, [n * V, 0], full.index(0), xs)
+    sm90.copy_in(y_desc, [n * V, 0], full.index(0), ys)
+    sm90.copy_in(v_desc, [row, i_h * V], full.index(0), vs)
     if not DELTA:
         ks = gl.allocate_shared_memory(act, [C, K], k_desc.layout)
         qks = gl.allocate_shared_memory(act, [C, C], qk_desc.layout)
         aks = gl.allocate_shared_memory(act, [C, C], ak_desc.layout)
         wide: gl.constexpr = dstates_desc.block_type.nbytes + k_desc.block_type.nbytes
         mbarrier.expect(full.index(1), wide + 2 * qk_desc.block_type.nbytes)
-        copy_in(k_desc, [n * C, 0], full.index(1), ks)
-        copy_in(qk_desc, [n * C, 0], full.index(1), qks)
-        copy_in(ak_desc, [n * C, 0], full.index(1), aks)
+        sm90.copy_in(k_desc, [n * C, 0], full.index(1), ks)
+        sm90.copy_in(qk_desc, [n * C, 0], full.index(1), qks)
+        sm90.copy_in(ak_desc, [n * C, 0], full.index(1), aks)
     o_c = gl.arange(0, C, gl.SliceLayout(1, al))
     zero = gl.zeros([C, C], gl.float32, al)
     i_a = n.to(gl.int64) * (C * C)
@@ -126,16 +113,16 @@ def dplr_scores_sm90_kernel(
         b_dbeta = gl.sum(b_y * vs.load(vl).to(gl.float32), 1)
         vs.store((b_y * b_beta[:, None]).to(act))
         gl.store(dbeta_ptr + o_t, b_dbeta, mask=m_c)
-        b_qb, b_ab = warpgroup_mma_wait(0, deps=(b_qb, b_ab))
+        b_qb, b_ab = sm90.warpgroup_mma_wait(0, deps=(b_qb, b_ab))
         write_values(dv_desc, dv_ptr, vs, row, i_h, num_rows, HV, V)
     else:
         values = vs.permute((1, 0))
         b_qk = warpgroup_mma(os, values, zero, use_acc=False, is_async=True)
         b_ak = warpgroup_mma(ys.permute((1, 0)), values, zero, use_acc=False, is_async=True)
-        b_qb, b_ab, b_qk, b_ak = warpgroup_mma_wait(0, deps=(b_qb, b_ab, b_qk, b_ak))
+        b_qb, b_ab, b_qk, b_ak = sm90.warpgroup_mma_wait(0, deps=(b_qb, b_ab, b_qk, b_ak))
         ready()
         ds = gl.allocate_shared_memory(act, [V, K], dstates_desc.layout)
-        copy_in(dstates_desc, [n * V, 0], full.index(1), ds)
+        sm90.copy_in(dstates_desc, [n * V, 0], full.index(1), ds)
     gl.store(p_diag, write_score(dqb_ptr + i_a, b_qb, scale, num_rows, act))
     write_score(dab_ptr + i_a, b_ab, 1.0, num_rows, act)
     if not DELTA:
@@ -144,15 +131,15 @@ def dplr_scores_sm90_kernel(
 
         # gradient of v
         if num_rows < C:
-            zero_tail_rows(os, num_rows, C, V)
+            device.zero_tail_rows(os, num_rows, C, V)
         ready()
         none = gl.zeros([C, V], gl.float32, vl)
         mbarrier.wait(full.index(1), 0)
         b_dv = warpgroup_mma(qks.permute((1, 0)), os, none, use_acc=False, is_async=True)
         b_dv = warpgroup_mma(aks.permute((1, 0)), ys.permute((1, 0)), b_dv, is_async=True)
         b_dv = warpgroup_mma(ks, ds.permute((1, 0)), b_dv, is_async=True)
-        b_dv = warpgroup_mma_wait(0, deps=(b_dv,))
+        b_dv = sm90.warpgroup_mma_wait(0, deps=(b_dv,))
         gl.thread_barrier()
         os.store(b_dv.to(act))
         write_values(dv_desc, dv_ptr, os, row, i_h, num_rows, HV, V)
-    invalidate_mbarriers(full)
+    device.invalidate_mbarriers(full)

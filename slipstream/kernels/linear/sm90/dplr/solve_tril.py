@@ -5,15 +5,9 @@ R = (I + b_a)^-1        W = -R beta A or R A        U^T = v^T (R beta)^T or v^T 
 
 from collections import namedtuple
 
-from slipstream.kernels.linear.sm90.common.device import exp2_of_whole
-from slipstream.kernels.linear.sm90.common.tril_inverse import inverse
-from slipstream.kernels.primitives.gluon_compat import (
-    fence_async_shared,
-    gl,
-    gluon,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.linear.sm90.common import device, tril_inverse
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, warpgroup_mma
 
 # a chunk's v, how much of it is written, W, U and R
 ChunkRefs = namedtuple("ChunkRefs", "v write w_out u_out r")
@@ -33,7 +27,7 @@ def split(b, dtype: gl.constexpr):
 @gluon.jit
 def ready():
     """Makes writes to shared memory visible to products of all warps."""
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
 
 
@@ -44,7 +38,7 @@ def scores(lhs, rhs, NK: gl.constexpr, zero, none=0):
     for n in gl.static_range(NK):
         b_r = rhs.index(none + n).permute((1, 0))
         b = warpgroup_mma(lhs.index(none + n), b_r, b, use_acc=n > 0, is_async=True)
-    return warpgroup_mma_wait(0, deps=(b,))
+    return sm90.warpgroup_mma_wait(0, deps=(b,))
 
 
 @gluon.jit
@@ -101,7 +95,7 @@ def solve(b_a, aks, reads, middles, beta_ptr, refs, keep, num_rows, token_heads,
     b_v0 = gl.load(p_v, mask=o_r < num_rows, other=0.0)
     if NV > 1:
         b_v1 = gl.load(p_v + 64, mask=o_r < num_rows, other=0.0)
-    b_r, _ = inverse(b_a)
+    b_r, _ = tril_inverse.inverse(b_a)
     if keep != 0:
         put(refs.r, b_r.to(act), C, rows, none)
     if beta_ptr is not None:
@@ -118,12 +112,12 @@ def solve(b_a, aks, reads, middles, beta_ptr, refs, keep, num_rows, token_heads,
         # the small part first, so that it is not lost beside the large one
         b_w = warpgroup_mma(lhs_low, reads.index(none + n), zero, use_acc=False, is_async=True)
         b_w = warpgroup_mma(lhs_high, reads.index(none + n), b_w, is_async=True)
-        b_w = warpgroup_mma_wait(0, deps=(b_w,))
+        b_w = sm90.warpgroup_mma_wait(0, deps=(b_w,))
         if c.APART > 0:
             b_back = 2.0**-HEADROOM
             if middles is not None:
                 b_m = middles.index(none + n).load(gl.SliceLayout(0, al))
-                b_back = exp2_of_whole(b_m + (c.APART - HEADROOM))[None, :]
+                b_back = device.exp2_of_whole(b_m + (c.APART - HEADROOM))[None, :]
             b_w = b_w * b_back
         if c.DELTA:
             b_w = -b_w
@@ -137,7 +131,7 @@ def solve(b_a, aks, reads, middles, beta_ptr, refs, keep, num_rows, token_heads,
         lhs_low = gl.convert_layout(r_low, aa)
         b_r = warpgroup_mma(lhs_low, aks, zero, use_acc=False, is_async=True)
         b_r = warpgroup_mma(lhs_high, aks, b_r, is_async=True)
-        b_r = warpgroup_mma_wait(0, deps=(b_r,))
+        b_r = sm90.warpgroup_mma_wait(0, deps=(b_r,))
         r_high, r_low = split(b_r, act)
     if refs.write is not None:  # this late, or it would be on the stack
         p_w = refs.write + o_r * (token_heads * c.V) + o_v
@@ -161,6 +155,6 @@ def solve(b_a, aks, reads, middles, beta_ptr, refs, keep, num_rows, token_heads,
         b_u = warpgroup_mma(b_v, right, zero, use_acc=False, is_async=True)
         right = rs.index(none).permute((1, 0))
         b_u = warpgroup_mma(b_v, right, b_u, is_async=True)
-        b_u = warpgroup_mma_wait(0, deps=(b_u,))
+        b_u = sm90.warpgroup_mma_wait(0, deps=(b_u,))
         # float32: the scan adds W S to it, which may nearly cancel it
         gl.store(p_u + n * (64 * C), b_u)

@@ -10,7 +10,7 @@ the decay of such a pair is exp(e_i + e_j), both at most 1. Levels 0 to 5 have e
 once. No sum is a difference of larger ones. Levels 0 to BLOCK - 1 are the pairs within 16 tokens.
 """
 
-from slipstream.kernels.primitives.gluon_compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from slipstream.kernels.primitives.sm90 import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 
 LEVELS = gl.constexpr(6)
 LOWEST = gl.constexpr(-256.0)  # of gates, as Triton's kernels take them

@@ -35,16 +35,8 @@ three programs fit a multiprocessor, and one loads while another computes.
 
 from collections import namedtuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    alloc_mbarriers,
-    at_least,
-    exp2_and_inverse,
-    exp2_by_parts,
-    exp2_or_least,
-    invalidate_mbarriers,
-    locate_sequence,
-    zero_tail_rows,
-)
+from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90.dplr import gate_sums, solve_tril
 from slipstream.kernels.linear.sm90.dplr.by_quarters import (
     Scores,
     Tiles,
@@ -57,29 +49,9 @@ from slipstream.kernels.linear.sm90.dplr.by_quarters import (
     to_quarters,
     with_halves,
 )
-from slipstream.kernels.linear.sm90.dplr.gate_sums import (
-    FAR,
-    add,
-    halves_of,
-    rounded,
-    sum_before,
-    sum_until,
-    totals_of_quarters,
-)
-from slipstream.kernels.linear.sm90.dplr.solve_tril import (
-    ChunkRefs,
-    put,
-    ready,
-    scores,
-    solve,
-)
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-)
+from slipstream.kernels.linear.sm90.dplr.gate_sums import FAR
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import copy_in, gl, gluon, mbarrier
 
 # constants of a launch, for device functions
 Constants = namedtuple("Constants", "K V flat three rows LIMIT APART QUARTERS DELTA GATED")
@@ -144,10 +116,10 @@ def gates_of(b_g, b_all, b_early, b_late, by_quarters, anchors, n, tile, c):
     three: gl.constexpr = b_g.type.layout
     four: gl.constexpr = b_all.type.layout
     if c.APART > 0:
-        b_middle = sum_until(b_all, 2, three)
+        b_middle = gate_sums.sum_until(b_all, 2, three)
         anchors.index(n).store(gl.reshape(b_middle, [64]))
-    b_scan = gl.associative_scan(b_g, 1, add)
-    b_base = sum_before(b_all, quarters(four), three)
+    b_scan = gl.associative_scan(b_g, 1, gate_sums.add)
+    b_base = gate_sums.sum_before(b_all, quarters(four), three)
     half = gl.max(-gl.minimum(b_early, b_late))
     quarter = gl.max(-b_all)
     b_n = 0.0 * b_base
@@ -163,8 +135,8 @@ def gates_of(b_g, b_all, b_early, b_late, by_quarters, anchors, n, tile, c):
         b_n = b_middle + gl.where(quarters(three) < 2, c.APART, -c.APART)
     if c.QUARTERS:
         by_quarters = by_quarters | (half > 2 * c.LIMIT).to(gl.int32)
-        b_first = sum_until(b_all, 1, three)
-        b_third = sum_until(b_all, 3, three)
+        b_first = gate_sums.sum_until(b_all, 1, three)
+        b_third = gate_sums.sum_until(b_all, 3, three)
         NK: gl.constexpr = anchors.shape[0] // 3
         anchors.index(NK + n).store(gl.reshape(b_first, [64]))
         anchors.index(2 * NK + n).store(gl.reshape(b_third, [64]))
@@ -186,14 +158,14 @@ def decay_operands(b_e, b_before, tile, c):
     b_q = q.load(c.flat)
     b_before = gl.convert_layout(gl.reshape(b_before, [64, 64]), c.flat)
     b_e = gl.convert_layout(gl.reshape(b_e, [64, 64]), c.flat)
-    b_read, b_write = exp2_and_inverse(b_e)
+    b_read, b_write = device.exp2_and_inverse(b_e)
     if c.DELTA:
         b_b = b_a * b_write
         if c.GATED:
             b_a = b_a.to(gl.float32) * k.load(c.flat).to(gl.float32)
         b_a = b_a * b_read
     else:
-        b_a = b_a * exp2_by_parts(b_before)
+        b_a = b_a * device.exp2_by_parts(b_before)
     a.store(b_a.to(a.dtype))
     b_q = b_q * b_read
     q.store(b_q.to(q.dtype))
@@ -215,8 +187,8 @@ def decay(b_g, strongest, farthest, by_quarters, tile, anchors, n, outs, p_total
     q, _, b, _ = tile
     line: gl.constexpr = gl.SliceLayout(0, c.flat)
     three: gl.constexpr = b_g.type.layout
-    b_all = rounded(totals_of_quarters(b_g))
-    b_early, b_late = halves_of(b_all, three)
+    b_all = gate_sums.rounded(gate_sums.totals_of_quarters(b_g))
+    b_early, b_late = gate_sums.halves_of(b_all, three)
     b_total = b_early + b_late
     gl.store(p_total, gl.exp2(gl.convert_layout(gl.reshape(b_total, [64]), line)))
     b_e, b_before, b_n, half, quarter, by_quarters = gates_of(
@@ -229,7 +201,7 @@ def decay(b_g, strongest, farthest, by_quarters, tile, anchors, n, outs, p_total
         # b_b is up to 2^105, and what b^ takes of that may be less than float32 has
         b_end = of_tokens(gl.exp2(b_total - b_n + 70), c.flat)
         # n is down to -215, and 55 at most
-        b_start = gl.where(b_n < -196, 0.0, exp2_or_least(b_n + 70))
+        b_start = gl.where(b_n < -196, 0.0, device.exp2_or_least(b_n + 70))
         b_q = b_q * of_tokens(b_start, c.flat) * (scale * 2.0**-70)
         gl.store(outs.q + o_w, b_q.to(q.dtype))
         gl.store(outs.b + o_w, (b_b * b_end * 2.0**-70).to(b.dtype))
@@ -351,7 +323,7 @@ def dplr_wy_sm90_kernel(
         anchors = gl.allocate_shared_memory(gl.float32, [3 * NK if QUARTERS else NK, 64], plain)
     pid = gl.program_id(0)
     i_h = pid % HV
-    row, num_rows, _ = locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    row, num_rows, _ = device.locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
     i_chunk_head = pid.to(gl.int64)
     o_t = 16 * gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None]
     o_t += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, three)))[None, :, None]
@@ -359,8 +331,8 @@ def dplr_wy_sm90_kernel(
     o_line = gl.arange(0, 64, line)
     o_f = gl.arange(0, 64, gl.SliceLayout(1, flat))[:, None] * K + o_line[None, :]
     token = row.to(gl.int64) * token_heads + i_h
-    full = alloc_mbarriers(1, NK)
-    ready()
+    full = device.alloc_mbarriers(1, NK)
+    solve_tril.ready()
     col = i_h // (HV // H) * K
     for n in gl.static_range(NK):
         mbarrier.expect(full.index(n), OPERANDS * q_desc.block_type.nbytes)
@@ -379,15 +351,15 @@ def dplr_wy_sm90_kernel(
             b_g = gl.load(p_g, mask=o_t < num_rows, other=0.0).to(gl.float32)
         mbarrier.wait(full.index(n), 0)
         if num_rows < C:
-            zero_tail_rows(qs.index(n), num_rows, C, 64)
-            zero_tail_rows(reads.index(n), num_rows, C, 64)
+            device.zero_tail_rows(qs.index(n), num_rows, C, 64)
+            device.zero_tail_rows(reads.index(n), num_rows, C, 64)
             if GATED or not DELTA:
-                zero_tail_rows(bs.index(n), num_rows, C, 64)
+                device.zero_tail_rows(bs.index(n), num_rows, C, 64)
             if not DELTA:
-                zero_tail_rows(keys.index(n), num_rows, C, 64)
+                device.zero_tail_rows(keys.index(n), num_rows, C, 64)
             gl.thread_barrier()
         if HAS_GATE:
-            b_g = at_least(b_g * LOG2E, LOWEST)
+            b_g = device.at_least(b_g * LOG2E, LOWEST)
             p_total = total_ptr + i_chunk_head * K + n * 64 + o_line
             before = by_quarters
             strongest, farthest, by_quarters = decay(
@@ -400,7 +372,7 @@ def dplr_wy_sm90_kernel(
                     to_quarters(anchors, j, tiles_at(tiles, j), c)
         else:
             without_gates(tiles_at(tiles, n), outs, o_w, scale, c)
-    invalidate_mbarriers(full)
+    device.invalidate_mbarriers(full)
     if HAS_GATE:
         gl.store(strong_ptr + i_chunk_head, strength_of(strongest, farthest, LIMIT, APART))
         if is_strong(strongest, farthest, LIMIT, APART, QUARTERS):
@@ -413,20 +385,20 @@ def dplr_wy_sm90_kernel(
     i_a = i_chunk_head * (C * C)
     if DELTA and not GATED:
         b_beta = load_beta(beta_ptr + token, token_heads, num_rows, al)
-    ready()
-    b_qb = together(scores(qs, bs, NK, zero), by_quarters, APART)
-    put(qb_ptr + i_a, gl.where(seen, b_qb * scale, 0.0).to(act), C, rows)
+    solve_tril.ready()
+    b_qb = together(solve_tril.scores(qs, bs, NK, zero), by_quarters, APART)
+    solve_tril.put(qb_ptr + i_a, gl.where(seen, b_qb * scale, 0.0).to(act), C, rows)
     if not DELTA:
-        b_qk = together(scores(qs, keys, NK, zero), by_quarters, APART)
-        put(qk_ptr + i_a, gl.where(seen, b_qk * scale, 0.0).to(act), C, rows)
-        b_ak = together(scores(reads, keys, NK, zero), by_quarters, APART)
+        b_qk = together(solve_tril.scores(qs, keys, NK, zero), by_quarters, APART)
+        solve_tril.put(qk_ptr + i_a, gl.where(seen, b_qk * scale, 0.0).to(act), C, rows)
+        b_ak = together(solve_tril.scores(reads, keys, NK, zero), by_quarters, APART)
         b_ak = gl.where(past, b_ak, 0.0).to(act)
         aks = gl.allocate_shared_memory(act, [64, 64], tile)
         aks.store(b_ak)
-        fence_async_shared()
+        sm90.fence_async_shared()
         if keep != 0:
-            put(ak_ptr + i_a, b_ak, C, rows)
-    b_a = gl.where(past, together(scores(reads, bs, NK, zero), by_quarters, APART), 0.0)
+            solve_tril.put(ak_ptr + i_a, b_ak, C, rows)
+    b_a = gl.where(past, together(solve_tril.scores(reads, bs, NK, zero), by_quarters, APART), 0.0)
     if DELTA and not GATED:
         b_a = b_a * b_beta[:, None]
     if QUARTERS:
@@ -444,8 +416,10 @@ def dplr_wy_sm90_kernel(
     token = row.to(gl.int64) * token_heads + (pid + (T >> 31)) % HV
     gl.thread_barrier()
     p_beta = beta_ptr + token if DELTA and not GATED else None
-    refs = ChunkRefs(
+    refs = solve_tril.ChunkRefs(
         v_ptr + token * V, write_ptr + token * V if GATED else None,
         w_out_ptr + i_chunk_head * (C * K), u_out_ptr + i_chunk_head * (V * C), r_ptr + i_a,
     )  # fmt: skip
-    solve(b_a, None if DELTA else aks, reads, anchors, p_beta, refs, keep, num_rows, token_heads, c)
+    solve_tril.solve(
+        b_a, None if DELTA else aks, reads, anchors, p_beta, refs, keep, num_rows, token_heads, c
+    )

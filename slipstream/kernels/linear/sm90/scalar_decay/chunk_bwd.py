@@ -26,37 +26,11 @@ dqkv_partition zeroes what is past the end of a short chunk, which the others se
 
 from collections import namedtuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    PoolRefs,
-    alloc_mbarriers,
-    program_coords,
-    zero_tail_rows,
-)
-from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import (
-    HALF,
-    Constants,
-    Output,
-    Scales,
-    StateBarriers,
-    StateRefs,
-    StateTiles,
-    first_anchor,
-    gates_of,
-    load_gates,
-    place_gates,
-    state_partition,
-)
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    copy_out,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90.scalar_decay import chunk_fwd
+from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import HALF
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # shared memory of dqkv_partition and load_partition
 Buffers = namedtuple(
@@ -81,12 +55,12 @@ def load_partition(q_desc, k_desc, v_desc, do_desc, buffers, row, n, k_col, v_co
         t = row + (n - 1 - i) * c.C
         mbarrier.wait(empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
-        copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
-        copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
-        copy_in(v_desc, [t, v_col], full.index(s), vs.index(2 * s))
-        copy_in(v_desc, [t, v_col + HALF], full.index(s), vs.index(2 * s + 1))
-        copy_in(do_desc, [t, v_col], full.index(s), ds.index(2 * s))
-        copy_in(do_desc, [t, v_col + HALF], full.index(s), ds.index(2 * s + 1))
+        sm90.copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
+        sm90.copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
+        sm90.copy_in(v_desc, [t, v_col], full.index(s), vs.index(2 * s))
+        sm90.copy_in(v_desc, [t, v_col + HALF], full.index(s), vs.index(2 * s + 1))
+        sm90.copy_in(do_desc, [t, v_col], full.index(s), ds.index(2 * s))
+        sm90.copy_in(do_desc, [t, v_col + HALF], full.index(s), ds.index(2 * s + 1))
 
 
 @gluon.jit
@@ -109,23 +83,23 @@ def dqkv_partition(
     seen = o_j[:, None] <= o_i[None, :]
     b_decay = gl.where(seen, 1.0, zero_a)
     if c.HAS_GATE:
-        b_g = load_gates(p_g, stride_g, gl.maximum(n - 1, 0) * c.C, length, c.C)
+        b_g = chunk_fwd.load_gates(p_g, stride_g, gl.maximum(n - 1, 0) * c.C, length, c.C)
     for i in range(n):
         s = i % c.ST
         a = i % 2
         t = (n - 1 - i) * c.C
         if c.HAS_GATE:
-            b_start, b_end, G_C = gates_of(b_g, sums, c.C)
+            b_start, b_end, G_C = chunk_fwd.gates_of(b_g, sums, c.C)
             # the next chunk's: their latency is behind this one's products
-            b_g = load_gates(p_g, stride_g, gl.maximum(n - 2 - i, 0) * c.C, length, c.C)
+            b_g = chunk_fwd.load_gates(p_g, stride_g, gl.maximum(n - 2 - i, 0) * c.C, length, c.C)
         mbarrier.wait(full.index(s), (i // c.ST) & 1)
         if length - t < c.C:
-            zero_tail_rows(qs.index(s), length - t, c.C, c.D)
-            zero_tail_rows(ks.index(s), length - t, c.C, c.D)
+            device.zero_tail_rows(qs.index(s), length - t, c.C, c.D)
+            device.zero_tail_rows(ks.index(s), length - t, c.C, c.D)
             for half in gl.static_range(2):
-                zero_tail_rows(vs.index(2 * s + half), length - t, c.C, HALF)
-                zero_tail_rows(ds.index(2 * s + half), length - t, c.C, HALF)
-            fence_async_shared()
+                device.zero_tail_rows(vs.index(2 * s + half), length - t, c.C, HALF)
+                device.zero_tail_rows(ds.index(2 * s + half), length - t, c.C, HALF)
+            sm90.fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
             ks.index(s), qs.index(s).permute((1, 0)), zero_a, use_acc=False, is_async=True
@@ -135,7 +109,7 @@ def dqkv_partition(
             between = between - sums.load(gl.SliceLayout(1, al))[:, None]
             # masked before exp2, which would overflow where i < j
             b_decay = gl.exp2(gl.where(seen, between, float("-inf")))
-        b_a = warpgroup_mma_wait(0, deps=(b_a,))
+        b_a = sm90.warpgroup_mma_wait(0, deps=(b_a,))
         b_b = warpgroup_mma(
             vs.index(2 * s), ds.index(2 * s).permute((1, 0)), zero_a, use_acc=False, is_async=True
         )
@@ -149,15 +123,15 @@ def dqkv_partition(
         if c.HAS_GATE:
             factors.index(2 * a).store(b_end)
             factors.index(2 * a + 1).store(b_start)
-        fence_async_shared()
+        sm90.fence_async_shared()
         mbarrier.arrive(a_full.index(a), count=1)
-        b_b = warpgroup_mma_wait(0, deps=(b_b,))
+        b_b = sm90.warpgroup_mma_wait(0, deps=(b_b,))
         b_b *= b_decay
         b_b = gl.convert_layout(b_b.to(qs.dtype), ba)
         mbarrier.wait(s_full.index(0), i & 1)
         b_k = warpgroup_mma(vs.index(2 * s), ss.index(0), zero_k, use_acc=False, is_async=True)
         b_k = warpgroup_mma(vs.index(2 * s + 1), ss.index(1), b_k, is_async=True)
-        b_k = warpgroup_mma_wait(0, deps=(b_k,))
+        b_k = sm90.warpgroup_mma_wait(0, deps=(b_k,))
         # dS has been read: the state partitions may store the next one
         mbarrier.arrive(s_empty.index(0), count=1)
         if c.HAS_GATE:
@@ -169,7 +143,7 @@ def dqkv_partition(
                 b_row = gl.sum(ks.index(s).load(kl).to(gl.float32) * b_k, 1) * scale
                 gl.store(p_later + t + o_t, b_row, mask=o_t < length - t)
         b_k = warpgroup_mma(b_b, qs.index(s), b_k, is_async=True)
-        b_k = warpgroup_mma_wait(0, deps=(b_k,))
+        b_k = sm90.warpgroup_mma_wait(0, deps=(b_k,))
         b_k *= scale
         if c.HAS_DG:
             # before the stage is given back: k is read here for the last time
@@ -178,15 +152,15 @@ def dqkv_partition(
         mbarrier.arrive(empty.index(s), count=1)
         if t + c.C <= length:
             # the tile before has left its buffer
-            store_wait(0)
+            sm90.store_wait(0)
             dks.store(b_k.to(qs.dtype))
-            fence_async_shared()
+            sm90.fence_async_shared()
             gl.thread_barrier()
-            copy_out(dk_desc, [row + t, dk_col], dks)
+            sm90.copy_out(dk_desc, [row + t, dk_col], dks)
         else:
             p = dk_ptr + (row + t + o_t).to(gl.int64)[:, None] * (HV * c.D) + dk_col
             gl.store(p + o_k[None, :], b_k.to(qs.dtype), mask=(o_t < length - t)[:, None])
-    store_wait(0)
+    sm90.store_wait(0)
 
 
 _SIZES = ["T", "N", "HV", "H", "tokens", "segment", "num_anchors"]
@@ -235,13 +209,15 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     if HAS_GATE:
         factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
         sums = gl.allocate_shared_memory(gl.float32, [C], plain)
-    full = alloc_mbarriers(1, ST)
-    empty = alloc_mbarriers(3, ST)
-    a_full = alloc_mbarriers(1, 2)
-    a_empty = alloc_mbarriers(2, 2)
-    s_full = alloc_mbarriers(2, 1)
-    s_empty = alloc_mbarriers(1, 1)
-    i_h, i_seg, row, length, _, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    full = device.alloc_mbarriers(1, ST)
+    empty = device.alloc_mbarriers(3, ST)
+    a_full = device.alloc_mbarriers(1, 2)
+    a_empty = device.alloc_mbarriers(2, 2)
+    s_full = device.alloc_mbarriers(2, 1)
+    s_empty = device.alloc_mbarriers(1, 1)
+    i_h, i_seg, row, length, _, n = device.program_coords(
+        cu_ptr, T, N, HV, segment, C, PACKED, SPLIT
+    )
     k_col = i_h // (HV // H) * K
     o_s = (i_seg.to(gl.int64) * HV + i_h) * (K * V)
     # what is not given: something else, for only the first part takes None
@@ -253,36 +229,38 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     p_z = z_ptr if HAS_DG else dk_ptr
     p_anchor = anchor_ptr if HAS_DG else dk_ptr
     if HAS_GATE:
-        p_g = place_gates(p_g, i_seg, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED)
+        p_g = chunk_fwd.place_gates(
+            p_g, i_seg, row, T, segment, i_h, stride_gb, stride_gt, stride_gh, PACKED
+        )
     if HAS_DG:
-        anchor = first_anchor(i_seg, row, T, segment, ANCHOR_INTERVAL * C, SPLIT, PACKED)
+        anchor = chunk_fwd.first_anchor(i_seg, row, T, segment, ANCHOR_INTERVAL * C, SPLIT, PACKED)
         anchor = anchor.to(gl.int64) * HV + i_h
         p_rows += i_h.to(gl.int64) * tokens + row
         p_later = p_rows + HV.to(gl.int64) * tokens
         p_z += anchor
         p_anchor += anchor * (K * V)
     to_half = HV.to(gl.int64) * num_anchors
-    tiles = StateTiles(ks, qs, ds, ds, ss, scores, factors, dvs)
-    barriers = StateBarriers(full, empty, full, empty, a_full, a_empty, s_full, s_empty)
-    pool = PoolRefs(None, None, None)
-    c: gl.constexpr = Constants(
+    tiles = chunk_fwd.StateTiles(ks, qs, ds, ds, ss, scores, factors, dvs)
+    barriers = chunk_fwd.StateBarriers(full, empty, full, empty, a_full, a_empty, s_full, s_empty)
+    pool = device.PoolRefs(None, None, None)
+    c: gl.constexpr = chunk_fwd.Constants(
         2, K, V, C, ST, ANCHOR_INTERVAL, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, True
     )
     buffers = Buffers(
         qs, ks, vs, ds, ss, scores, factors, sums, dks, full, empty, a_full, a_empty, s_full,
         s_empty,
     )  # fmt: skip
-    output = Output(dv_desc, dv_ptr)
-    scales = Scales(scale, scale_in, scale_out)
-    refs = StateRefs(p_in, p_out, pool, p_rows, p_rows, p_z, p_anchor)
+    output = chunk_fwd.Output(dv_desc, dv_ptr)
+    scales = chunk_fwd.Scales(scale, scale_in, scale_out)
+    refs = chunk_fwd.StateRefs(p_in, p_out, pool, p_rows, p_rows, p_z, p_anchor)
     v_col = i_h * V
     p_z = p_z + to_half if HAS_DG else p_z
-    second = StateRefs(p_in, p_out, pool, p_rows, p_rows, p_z, p_anchor)
+    second = chunk_fwd.StateRefs(p_in, p_out, pool, p_rows, p_rows, p_z, p_anchor)
     gl.warp_specialize(
         [
-            (state_partition, (
+            (chunk_fwd.state_partition, (
                 output, tiles, barriers, refs, o_s, row, HV, v_col, length, n, scales, 0, 0, c)),
-            (state_partition, (
+            (chunk_fwd.state_partition, (
                 output, tiles, barriers, second, o_s, row, HV, v_col, length, n, scales, 0, 1,
                 c)),
             (dqkv_partition, (

@@ -36,27 +36,9 @@ others see by a_full, and computes what the gates decay by.
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    PoolRefs,
-    alloc_mbarriers,
-    locate_segment,
-    locate_sequence,
-    pool_refs_of,
-    program_coords,
-    store_tile_transposed,
-    store_to_pool,
-    zero_tail_rows,
-)
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # what a state_partition reads and writes in global memory besides y; constants of a launch
 StateRefs = namedtuple("StateRefs", "s_in s_out pool rows later z anchor")
@@ -169,18 +151,20 @@ def load_partition(r_desc, w_desc, x_desc, q_desc, tiles, barriers, row, n, r_co
         t = row + (n - 1 - i if c.REVERSE else i) * c.C
         mbarrier.wait(barriers.empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(barriers.full.index(s), nbytes)
-        copy_in(w_desc, [t, r_col], barriers.full.index(s), tiles.w.index(s))
-        copy_in(r_desc, [t, r_col], barriers.full.index(s), tiles.r.index(s))
+        sm90.copy_in(w_desc, [t, r_col], barriers.full.index(s), tiles.w.index(s))
+        sm90.copy_in(r_desc, [t, r_col], barriers.full.index(s), tiles.r.index(s))
         for half in gl.static_range(c.HALVES):
             col = x_col + half * HALF
-            copy_in(x_desc, [t, col], barriers.full.index(s), tiles.x.index(c.HALVES * s + half))
+            sm90.copy_in(
+                x_desc, [t, col], barriers.full.index(s), tiles.x.index(c.HALVES * s + half)
+            )
         if c.HAS_DG:
             b = i % 2
             mbarrier.wait(barriers.q_empty.index(b), ((i // 2) & 1) ^ 1)
             mbarrier.expect(barriers.q_full.index(b), c.HALVES * q_desc.block_type.nbytes)
             for half in gl.static_range(c.HALVES):
                 col = x_col + half * HALF
-                copy_in(
+                sm90.copy_in(
                     q_desc, [t, col], barriers.q_full.index(b), tiles.q.index(c.HALVES * b + half)
                 )
 
@@ -204,11 +188,11 @@ def score_partition(
         t = (n - 1 - i if c.REVERSE else i) * c.C
         mbarrier.wait(full.index(s), (i // c.ST) & 1)
         if length - t < c.C:
-            zero_tail_rows(rs.index(s), length - t, c.C, c.D)
-            zero_tail_rows(ws.index(s), length - t, c.C, c.D)
+            device.zero_tail_rows(rs.index(s), length - t, c.C, c.D)
+            device.zero_tail_rows(ws.index(s), length - t, c.C, c.D)
             for half in gl.static_range(c.HALVES):
-                zero_tail_rows(xs.index(c.HALVES * s + half), length - t, c.C, HALF)
-            fence_async_shared()
+                device.zero_tail_rows(xs.index(c.HALVES * s + half), length - t, c.C, HALF)
+            sm90.fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
             ws.index(s), rs.index(s).permute((1, 0)), zero, use_acc=False, is_async=True
@@ -223,7 +207,7 @@ def score_partition(
             G_i = sums.load(gl.SliceLayout(0, al))[None, :]
             between = G_j - G_i if c.REVERSE else G_i - G_j
             b_decay = gl.exp2(gl.where(seen, between, float("-inf")))
-        b_a = warpgroup_mma_wait(0, deps=(b_a,))
+        b_a = sm90.warpgroup_mma_wait(0, deps=(b_a,))
         mbarrier.arrive(empty.index(s), count=1)
         b_a = b_a * b_decay if c.HAS_GATE else gl.where(seen, b_a, 0.0)
         mbarrier.wait(a_empty.index(a), ((i // 2) & 1) ^ 1)
@@ -231,7 +215,7 @@ def score_partition(
         if c.HAS_GATE:
             factors.index(2 * a + c.REVERSE).store(b_start)
             factors.index(2 * a + 1 - c.REVERSE).store(b_end)
-        fence_async_shared()
+        sm90.fence_async_shared()
         mbarrier.arrive(a_full.index(a), count=1)
 
 
@@ -279,7 +263,7 @@ def state_partition(
         if c.HALVES == 1:
             # a warpgroup has half of S's columns, and multiplies all of them by half of the tokens
             tiles.state.store(b_s.to(tiles.r.dtype))
-            fence_async_shared()
+            sm90.fence_async_shared()
             gl.thread_barrier()
         # score_partition has seen the stage full, and may have cleared its tail
         mbarrier.wait(barriers.a_full.index(a), (i // 2) & 1)
@@ -287,7 +271,7 @@ def state_partition(
         if c.SHARED:
             mbarrier.wait(barriers.s_empty.index(0), (i & 1) ^ 1)
             tiles.state.index(I).store(b_s.to(tiles.r.dtype))
-            fence_async_shared()
+            sm90.fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(barriers.s_full.index(0), count=1)
             lhs = tiles.state.index(I)
@@ -310,21 +294,21 @@ def state_partition(
             b_y = warpgroup_mma(x_t, tiles.scores.index(a), b_y, is_async=True)
         b_s = warpgroup_mma(b_x, tiles.w.index(s), b_s, is_async=True)
         if c.HAS_GATE:
-            b_y = warpgroup_mma_wait(1, deps=(b_y,))
+            b_y = sm90.warpgroup_mma_wait(1, deps=(b_y,))
             b_y *= tiles.factors.index(2 * a).load(gl.SliceLayout(0, yl))[None, :]
             if c.HAS_DG and c.REVERSE and not c.SHARED:
                 mbarrier.wait(barriers.q_full.index(a), (i // 2) & 1)
                 b_row = row_products(tiles.q.index(c.HALVES * a + I), b_y, sa, yl) * scale
                 gl.store(refs.later + i_c * c.C + o_c, b_row, mask=o_c < length - i_c * c.C)
             b_y = warpgroup_mma(x_t, tiles.scores.index(a), b_y, is_async=True)
-        b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
+        b_y, b_s = sm90.warpgroup_mma_wait(0, deps=(b_y, b_s))
         mbarrier.arrive(barriers.empty.index(s), count=1)
         mbarrier.arrive(barriers.a_empty.index(a), count=1)
         if refs.pool.rows is not None:
-            store_to_pool(refs.pool, to, b_s, o_x[:, None] * c.D + o_d[None, :])
+            device.store_to_pool(refs.pool, to, b_s, o_x[:, None] * c.D + o_d[None, :])
         b_y *= scale
         t = i_c * c.C
-        store_tile_transposed(
+        device.store_tile_transposed(
             y_desc, y_ptr, tiles.y.index(I), b_y, row + t, y_col, HV * c.X, length - t, c.C
         )
         if c.HAS_DG and not c.SHARED:
@@ -336,7 +320,7 @@ def state_partition(
         if c.HAS_DG and not c.REVERSE and is_end:
             anchor = HV.to(gl.int64) * (i_c // c.ANCHOR_INTERVAL)
             gl.store(refs.anchor + anchor * (c.D * c.X) + o_a, b_s)
-    store_wait(0)
+    sm90.store_wait(0)
     if c.HAS_S_OUT:
         gl.store(refs.s_out + o_s, (b_s * scale_out).to(refs.s_out.dtype.element_ty))
 
@@ -400,28 +384,30 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     qs = xs
     factors = scores
     sums = scores
-    full = alloc_mbarriers(1, ST)
-    empty = alloc_mbarriers(1 + HALVES, ST)
-    a_full = alloc_mbarriers(1, 2)
-    a_empty = alloc_mbarriers(HALVES, 2)
+    full = device.alloc_mbarriers(1, ST)
+    empty = device.alloc_mbarriers(1 + HALVES, ST)
+    a_full = device.alloc_mbarriers(1, 2)
+    a_empty = device.alloc_mbarriers(HALVES, 2)
     q_full = full
     q_empty = empty
     if HAS_DG:
         qs = gl.allocate_shared_memory(dtype, [2 * HALVES, C, HALF], q_desc.layout)
-        q_full = alloc_mbarriers(1, 2)
-        q_empty = alloc_mbarriers(HALVES, 2)
+        q_full = device.alloc_mbarriers(1, 2)
+        q_empty = device.alloc_mbarriers(HALVES, 2)
     if HAS_GATE:
         factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
         sums = gl.allocate_shared_memory(gl.float32, [C], plain)
     if HALVES == 2:
-        i_h, i_seg, row, length, _, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+        i_h, i_seg, row, length, _, n = device.program_coords(
+            cu_ptr, T, N, HV, segment, C, PACKED, SPLIT
+        )
         i_x = 0
     else:
         pid = gl.program_id(0)
         i_x = pid % (X // HALF)
         i_h = pid // (X // HALF) % HV
         i_seg = pid // (X // HALF) // HV
-        row, length, _ = locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
+        row, length, _ = device.locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
         n = gl.cdiv(length, C)
     r_col = i_h // (HV // HR) * D
     x_col = i_h // (HV // HX) * X + i_x * HALF
@@ -446,11 +432,13 @@ def scalar_decay_chunk_fwd_sm90_kernel(
             p_later += (i_x * HV + i_h).to(gl.int64) * tokens + row
             p_z += (i_x * num_anchors).to(gl.int64) * HV + anchor
         p_anchor += anchor * (D * X)
-    pool = PoolRefs(None, None, None)
+    pool = device.PoolRefs(None, None, None)
     if to_ptr is not None:
-        _, _, _, i_n, i_split, _ = locate_segment(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
+        _, _, _, i_n, i_split, _ = device.locate_segment(
+            cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT
+        )
         at = i_h * X * D
-        pool = pool_refs_of(pool_ptr, to_ptr, i_n, i_split, at, HV, T, segment, X * D, C)
+        pool = device.pool_refs_of(pool_ptr, to_ptr, i_n, i_split, at, HV, T, segment, X * D, C)
     tiles = StateTiles(rs, ws, xs, qs, state, scores, factors, ys)
     # S is not shared with others: its barriers are never waited for
     barriers = StateBarriers(full, empty, q_full, q_empty, a_full, a_empty, full, empty)

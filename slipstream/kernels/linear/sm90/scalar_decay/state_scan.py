@@ -20,21 +20,10 @@ bits therefore.
 
 from collections import namedtuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    alloc_mbarriers,
-    locate_segment,
-    zero_tail_rows,
-)
+from slipstream.kernels.linear.sm90.common import device
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import HALF, add_up_gates, load_gates_of
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # shared memory and constants of a launch
 Buffers = namedtuple("Buffers", "ws xs factors full empty g_full g_empty")
@@ -51,8 +40,8 @@ def load_partition(
         t = row + i * C
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
-        copy_in(w_desc, [t, w_col], full.index(s), ws.index(s))
-        copy_in(x_desc, [t, x_col], full.index(s), xs.index(s))
+        sm90.copy_in(w_desc, [t, w_col], full.index(s), ws.index(s))
+        sm90.copy_in(x_desc, [t, x_col], full.index(s), xs.index(s))
 
 
 @gluon.jit
@@ -78,7 +67,7 @@ def gate_partition(
             mbarrier.wait(g_empty.index(a), ((i // 2) & 1) ^ 1)
             factors.index(2 * a).store(gl.exp2(b_G))
             factors.index(2 * a + 1).store(gl.exp2(G_C - b_G))
-            fence_async_shared()
+            sm90.fence_async_shared()
             mbarrier.arrive(g_full.index(a), count=1)
 
 
@@ -91,9 +80,9 @@ def load_x(buffers, i, length, c, sl: gl.constexpr, xa: gl.constexpr):
     num_rows = length - i * c.C
     mbarrier.wait(full.index(s), (i // c.ST) & 1)
     if num_rows < c.C:
-        zero_tail_rows(ws.index(s), num_rows, c.C, c.BD)
-        zero_tail_rows(xs.index(s), num_rows, c.C, HALF)
-        fence_async_shared()
+        device.zero_tail_rows(ws.index(s), num_rows, c.C, c.BD)
+        device.zero_tail_rows(xs.index(s), num_rows, c.C, HALF)
+        sm90.fence_async_shared()
         gl.thread_barrier()
     b_x = xs.index(s).permute((1, 0)).load(xa)
     if c.HAS_GATE:
@@ -135,7 +124,7 @@ def state_partition(
             b_next = b_x
             if i + 1 < n:  # while that goes on
                 b_next, b_last = load_x(buffers, i + 1, length, c, sl, xa)
-            b_s, b_x = warpgroup_mma_wait(0, deps=(b_s, b_x))
+            b_s, b_x = sm90.warpgroup_mma_wait(0, deps=(b_s, b_x))
             b_x = b_next
             mbarrier.arrive(empty.index(i % c.ST), count=1)
             if c.HAS_GATE:
@@ -169,7 +158,7 @@ def scalar_decay_state_scan_sm90_kernel(
     i_d = pid // NX % ND * BD
     i_h = pid // NX // ND % HV
     i_n = pid // NX // ND // HV
-    row, length, _, _, _, _ = locate_segment(cu_ptr, i_n, T, N, T, C, PACKED, False)
+    row, length, _, _, _, _ = device.locate_segment(cu_ptr, i_n, T, N, T, C, PACKED, False)
     n = gl.cdiv(length, C)
     first = row // segment + i_n if PACKED else i_n * gl.cdiv(T, segment)
     dtype: gl.constexpr = x_desc.dtype
@@ -177,12 +166,12 @@ def scalar_decay_state_scan_sm90_kernel(
     ws = gl.allocate_shared_memory(dtype, [ST, C, BD], w_desc.layout)
     xs = gl.allocate_shared_memory(dtype, [ST, C, HALF], x_desc.layout)
     factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
-    full = alloc_mbarriers(1, ST)
-    empty = alloc_mbarriers(1, ST)
+    full = device.alloc_mbarriers(1, ST)
+    empty = device.alloc_mbarriers(1, ST)
     # without gates these would be unused, and the compiler gives unused barriers' memory away
     g_full, g_empty = full, empty
     if HAS_GATE:
-        g_full, g_empty = alloc_mbarriers(1, 2), alloc_mbarriers(1, 2)
+        g_full, g_empty = device.alloc_mbarriers(1, 2), device.alloc_mbarriers(1, 2)
     w_col = i_h // (HV // HR) * D + i_d
     x_col = i_h // (HV // HX) * X + i_x
     o_s = (i_n.to(gl.int64) * HV + i_h) * (D * X)

@@ -28,31 +28,12 @@ boundary_partition zeroes what is past the end of a short chunk.
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    alloc_mbarriers,
-    program_coords,
-    store_tile_transposed,
-    zero_tail_rows,
-)
+from slipstream.kernels.linear.sm90.common import device
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import first_anchor
-from slipstream.kernels.linear.sm90.vector_decay.intra import (
-    LOG2E,
-    gate_sum_partition,
-    gate_sums,
-    half,
-    ones,
-    take_gates,
-)
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.linear.sm90.vector_decay import intra
+from slipstream.kernels.linear.sm90.vector_decay.intra import LOG2E
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # what a state_partition reads and writes in global memory; constants of a launch
 Refs = namedtuple("Refs", "s_in sums z anchor decay")
@@ -97,11 +78,11 @@ def load_partition(
         t = row + (n - 1 - i if c.REVERSE else i) * c.C
         mbarrier.wait(empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
-        copy_in(g_desc, [t, g_col], full.index(s), tiles.g.index(s))
-        copy_in(q_desc, [t, k_col], full.index(s), tiles.q.index(s))
-        copy_in(k_desc, [t, k_col], full.index(s), tiles.k.index(s))
-        copy_in(v_desc, [t, v_col], full.index(s), tiles.v.index(s))
-        copy_in(do_desc, [t, v_col], full.index(s), tiles.do.index(s))
+        sm90.copy_in(g_desc, [t, g_col], full.index(s), tiles.g.index(s))
+        sm90.copy_in(q_desc, [t, k_col], full.index(s), tiles.q.index(s))
+        sm90.copy_in(k_desc, [t, k_col], full.index(s), tiles.k.index(s))
+        sm90.copy_in(v_desc, [t, v_col], full.index(s), tiles.v.index(s))
+        sm90.copy_in(do_desc, [t, v_col], full.index(s), tiles.do.index(s))
 
 
 @gluon.jit
@@ -109,7 +90,7 @@ def boundary_partition(tiles, gates, until, full, flags_ready, ready, length, n,
     """qs and ke of each chunk; clears a short chunk's rest."""
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
     o_i = gl.arange(0, c.C, gl.SliceLayout(1, al))
-    until.store(ones(o_i * 0, o_i + 1, al, c.C, gl.bfloat16))
+    until.store(intra.ones(o_i * 0, o_i + 1, al, c.C, gl.bfloat16))
     for i in range(n):
         s = i % c.ST
         num_rows = length - (n - 1 - i if c.REVERSE else i) * c.C
@@ -117,27 +98,27 @@ def boundary_partition(tiles, gates, until, full, flags_ready, ready, length, n,
         mbarrier.wait(full.index(s), (i // c.ST) & 1)
         q, k = tiles.q.index(s), tiles.k.index(s)
         if num_rows < c.C:
-            zero_tail_rows(q, num_rows, c.C, c.K)
-            zero_tail_rows(k, num_rows, c.C, c.K)
-            zero_tail_rows(tiles.g.index(s), num_rows, c.C, c.K)
-            zero_tail_rows(tiles.v.index(s), num_rows, c.C, c.V)
-            zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V)
+            device.zero_tail_rows(q, num_rows, c.C, c.K)
+            device.zero_tail_rows(k, num_rows, c.C, c.K)
+            device.zero_tail_rows(tiles.g.index(s), num_rows, c.C, c.K)
+            device.zero_tail_rows(tiles.v.index(s), num_rows, c.C, c.V)
+            device.zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V)
             gl.thread_barrier()
-        take_gates(tiles.g.index(s), gates, c.K, c.C)
+        intra.take_gates(tiles.g.index(s), gates, c.K, c.C)
         for h in gl.static_range(c.K // 64):
             # adding to 0 keeps the instructions that were checked on an H200
             b_g = gl.zeros([c.C, 64], gl.float32, al)
-            b_g += half(gates, h).load(al).to(gl.float32) * LOG2E
+            b_g += intra.half(gates, h).load(al).to(gl.float32) * LOG2E
             # of the gates after it
-            b_sum = gate_sums(until.permute((1, 0)), gates, h, c.C) - b_g
-            b_k = half(k, h).load(al).to(gl.float32)
-            half(k, h).store((b_k * gl.exp2(b_sum)).to(k.dtype))
-            b_sum = gate_sums(until, gates, h, c.C)
+            b_sum = intra.gate_sums(until.permute((1, 0)), gates, h, c.C) - b_g
+            b_k = intra.half(k, h).load(al).to(gl.float32)
+            intra.half(k, h).store((b_k * gl.exp2(b_sum)).to(k.dtype))
+            b_sum = intra.gate_sums(until, gates, h, c.C)
             if c.BEFORE:
                 b_sum -= b_g
-            b_q = half(q, h).load(al).to(gl.float32)
-            half(q, h).store((b_q * gl.exp2(b_sum)).to(q.dtype))
-        fence_async_shared()
+            b_q = intra.half(q, h).load(al).to(gl.float32)
+            intra.half(q, h).store((b_q * gl.exp2(b_sum)).to(q.dtype))
+        sm90.fence_async_shared()
         mbarrier.arrive(ready.index(s), count=1)
 
 
@@ -177,10 +158,13 @@ def state_partition(
         right = tiles.read.index(s).permute((1, 0))
         b_y = warpgroup_mma(lhs, right, zero, use_acc=False, is_async=True)
         b_s = warpgroup_mma(
-            half(tiles.x.index(s), I).permute((1, 0)), tiles.write.index(s), b_s, is_async=True
+            intra.half(tiles.x.index(s), I).permute((1, 0)),
+            tiles.write.index(s),
+            b_s,
+            is_async=True,
         )
-        b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
-        b_other = half(tiles.other.index(s), I).permute((1, 0)).load(sa)
+        b_y, b_s = sm90.warpgroup_mma_wait(0, deps=(b_y, b_s))
+        b_other = intra.half(tiles.other.index(s), I).permute((1, 0)).load(sa)
         b_sum = gl.sum(gl.convert_layout(b_other, yl).to(gl.float32) * b_y, 1)
         # read again in y's layout, before the stage is given back
         b_d = tiles.total.index(s).slice(64 * I, 64).load(gl.SliceLayout(1, yl))
@@ -196,10 +180,10 @@ def state_partition(
             if (i_c % c.ANCHOR_INTERVAL == c.ANCHOR_INTERVAL - 1) | (i_c == n - 1):
                 p = refs.anchor + HV.to(gl.int64) * (i_c // c.ANCHOR_INTERVAL) * (c.K * c.V)
                 gl.store(p + o_a, b_s)
-        store_tile_transposed(
+        device.store_tile_transposed(
             y_desc, y_ptr, tiles.y.index(I), b_y, row + t, y_col, HV * c.K, length - t, c.C
         )
-    store_wait(0)
+    sm90.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["scale_in", "T", "N", "HV", "H"])
@@ -238,11 +222,11 @@ def vector_decay_dqk_sm90_kernel(
     ys = gl.allocate_shared_memory(dtype, [2, C, 64], y_desc.layout)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     flags = gl.allocate_shared_memory(gl.float32, [ST, 1], plain)
-    full = alloc_mbarriers(1, ST)
-    flags_ready = alloc_mbarriers(1, ST)
-    ready = alloc_mbarriers(1, ST)
-    empty = alloc_mbarriers(2, ST)
-    i_h, i_n, row, length, first, n = program_coords(cu_ptr, T, N, HV, T, C, PACKED, False)
+    full = device.alloc_mbarriers(1, ST)
+    flags_ready = device.alloc_mbarriers(1, ST)
+    ready = device.alloc_mbarriers(1, ST)
+    empty = device.alloc_mbarriers(2, ST)
+    i_h, i_n, row, length, first, n = device.program_coords(cu_ptr, T, N, HV, T, C, PACKED, False)
     k_col = i_h // (HV // H) * K
     o_s = (i_n.to(gl.int64) * HV + i_h) * (K * V)
     # what is not given: something else, for only the first part takes None
@@ -268,7 +252,7 @@ def vector_decay_dqk_sm90_kernel(
                 output, state_tiles, ready, empty, refs, o_s, row, HV, i_h * K, length, n, scale_in,
                 1, c)),
             (boundary_partition, (tiles, gates, until, full, flags_ready, ready, length, n, c)),
-            (gate_sum_partition, (
+            (intra.gate_sum_partition, (
                 gs, totals, flags, full, flags_ready, length, n, K, C, ST, BOUND, REVERSE)),
             (load_partition, (
                 q_desc, k_desc, v_desc, do_desc, g_desc, tiles, full, empty, row, n, k_col, i_h * K,

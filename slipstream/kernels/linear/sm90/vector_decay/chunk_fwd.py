@@ -41,31 +41,10 @@ short chunk. For E key_partition, which makes w alone, is in its place, and q is
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common.device import (
-    PoolRefs,
-    alloc_mbarriers,
-    locate_segment,
-    pool_refs_of,
-    program_coords,
-    store_tile_transposed,
-    store_to_pool,
-)
-from slipstream.kernels.linear.sm90.vector_decay.intra import (
-    flag_of,
-    gate_sum_partition,
-    key_partition,
-    score_partition,
-    square,
-)
-from slipstream.kernels.primitives.gluon_compat import (
-    copy_in,
-    gl,
-    gluon,
-    mbarrier,
-    store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90.vector_decay import intra
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # buffers of a state_partition; its states' ends; factors; constants of a launch
 Buffers = namedtuple("Buffers", "ys totals flags ready empty")
@@ -101,12 +80,12 @@ def load_partition(
         t = row + (n - 1 - i if REVERSE else i) * c.C
         mbarrier.wait(empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
-        copy_in(g_desc, [t, g_col], full.index(s), tiles.g.index(s))
+        sm90.copy_in(g_desc, [t, g_col], full.index(s), tiles.g.index(s))
         if q_desc is not None:
-            copy_in(q_desc, [t, k_col], full.index(s), tiles.r.index(s))
-        copy_in(k_desc, [t, k_col], full.index(s), tiles.w.index(s))
-        copy_in(x_desc, [t, x_col], full.index(s), tiles.x.index(2 * s))
-        copy_in(x_desc, [t, x_col + HALF], full.index(s), tiles.x.index(2 * s + 1))
+            sm90.copy_in(q_desc, [t, k_col], full.index(s), tiles.r.index(s))
+        sm90.copy_in(k_desc, [t, k_col], full.index(s), tiles.w.index(s))
+        sm90.copy_in(x_desc, [t, x_col], full.index(s), tiles.x.index(2 * s))
+        sm90.copy_in(x_desc, [t, x_col + HALF], full.index(s), tiles.x.index(2 * s + 1))
 
 
 @gluon.jit
@@ -135,7 +114,7 @@ def state_partition(
         if refs.pool.rows is not None:
             to = gl.load(refs.pool.rows + i)
         mbarrier.wait(ready.index(s), (i // c.ST) & 1)
-        strong = flag_of(flags, s) > 0.0
+        strong = intra.flag_of(flags, s) > 0.0
         b_d = totals.index(s).load(columns)[None, :]
         if c.REVERSE:
             lhs = gl.where(strong, b_s, b_s * b_d).to(tiles.r.dtype)
@@ -144,7 +123,7 @@ def state_partition(
             lhs = b_s.to(tiles.r.dtype)
             b_s *= gl.where(strong, b_d, 1.0)
         lhs = gl.convert_layout(lhs, sa)
-        b_a = square(tiles.g.index(s), tiles.r.dtype, c.K, c.C)
+        b_a = intra.square(tiles.g.index(s), tiles.r.dtype, c.K, c.C)
         x_t = tiles.x.index(2 * s + I).permute((1, 0))
         if c.REVERSE:
             rhs = tiles.w.index(s).permute((1, 0))
@@ -156,17 +135,17 @@ def state_partition(
             b_y = warpgroup_mma(lhs, rhs, zero, use_acc=False, is_async=True)
             b_y = warpgroup_mma(x_t, b_a.permute((1, 0)), b_y, is_async=True)
             b_s = warpgroup_mma(x_t, tiles.w.index(s), b_s, is_async=True)
-        b_y, b_s = warpgroup_mma_wait(0, deps=(b_y, b_s))
+        b_y, b_s = sm90.warpgroup_mma_wait(0, deps=(b_y, b_s))
         if not c.REVERSE:
             b_s *= gl.where(strong, 1.0, totals.index(s).load(columns))[None, :]
         mbarrier.arrive(empty.index(s), count=1)
         if refs.pool.rows is not None:
-            store_to_pool(refs.pool, to, b_s, o_x[:, None] * c.K + o_k[None, :])
+            device.store_to_pool(refs.pool, to, b_s, o_x[:, None] * c.K + o_k[None, :])
         b_y *= scale
-        store_tile_transposed(
+        device.store_tile_transposed(
             y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * c.X, length - t, c.C
         )
-    store_wait(0)
+    sm90.store_wait(0)
     if c.HAS_S_OUT:
         # plus 0, which no compiler knows: the loop would keep what it has in common with o_in
         o_out = o_s + (length >> 30) + o_k[None, :] * c.X + o_x[:, None]
@@ -194,7 +173,7 @@ def end_partition(
         b_s *= b_d[None, :]
         x_t = tiles.x.index(2 * s + I).permute((1, 0))
         b_s = warpgroup_mma(x_t, tiles.w.index(s), b_s, is_async=True)
-        b_s = warpgroup_mma_wait(0, deps=(b_s,))
+        b_s = sm90.warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(empty.index(s), count=1)
     gl.store(e_ptr + o_k[None, :] * X + o_x[:, None], b_s)
     # both warpgroups have it, since total has no columns of X
@@ -248,22 +227,24 @@ def vector_decay_chunk_fwd_sm90_kernel(
         free = gl.allocate_shared_memory(dtype, [2, C, 64], square_l)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     flags = gl.allocate_shared_memory(gl.float32, [ST, 1], plain)
-    full = alloc_mbarriers(1, ST)
-    summed = alloc_mbarriers(1, ST)
-    ready = alloc_mbarriers(1, ST)
-    empty = alloc_mbarriers(2, ST)
-    i_h, i_n, row, length, _, n = program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    full = device.alloc_mbarriers(1, ST)
+    summed = device.alloc_mbarriers(1, ST)
+    ready = device.alloc_mbarriers(1, ST)
+    empty = device.alloc_mbarriers(2, ST)
+    i_h, i_n, row, length, _, n = device.program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
     k_col = i_h // (HV // H) * K
     o_s = (i_n.to(gl.int64) * HV + i_h) * (K * X)
     # what is not given: something else, for only the first part takes None
     p_in = s_in_ptr if HAS_S_IN else y_ptr
     p_out = s_out_ptr if HAS_S_OUT else y_ptr
     p_u = u_ptr + i_h * K if HAS_U else y_ptr
-    pool = PoolRefs(None, None, None)
+    pool = device.PoolRefs(None, None, None)
     if to_ptr is not None:
-        _, _, _, i_m, i_split, _ = locate_segment(cu_ptr, i_n, T, N, segment, C, PACKED, SPLIT)
+        _, _, _, i_m, i_split, _ = device.locate_segment(
+            cu_ptr, i_n, T, N, segment, C, PACKED, SPLIT
+        )
         at = i_h * X * K
-        pool = pool_refs_of(pool_ptr, to_ptr, i_m, i_split, at, HV, T, segment, X * K, C)
+        pool = device.pool_refs_of(pool_ptr, to_ptr, i_m, i_split, at, HV, T, segment, X * K, C)
     tiles = Tiles(rs, ws, xs, gs)
     refs = Refs(p_in, p_out, pool)
     if HAS_Y:
@@ -276,9 +257,9 @@ def vector_decay_chunk_fwd_sm90_kernel(
                 (state_partition, (
                     y_desc, y_ptr, tiles, buffers, refs, o_s, row, HV, i_h * X, length, n, scales,
                     1, c)),
-                (score_partition, (
+                (intra.score_partition, (
                     tiles, gates, until, free, flags, p_u, full, summed, ready, length, n, c, 2)),
-                (gate_sum_partition, (
+                (intra.gate_sum_partition, (
                     gs, totals, flags, full, summed, length, n, K, C, ST, BOUND, REVERSE)),
                 (load_partition, (
                     q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, i_h * K,
@@ -293,8 +274,9 @@ def vector_decay_chunk_fwd_sm90_kernel(
             [
                 (end_partition, (tiles, totals, ready, empty, p_e, p_total, n, 0, K, X, ST)),
                 (end_partition, (tiles, totals, ready, empty, p_e, p_total, n, 1, K, X, ST)),
-                (key_partition, (tiles, gates, until, full, summed, ready, length, n, K, C, ST)),
-                (gate_sum_partition, (
+                (intra.key_partition, (
+                    tiles, gates, until, full, summed, ready, length, n, K, C, ST)),
+                (intra.gate_sum_partition, (
                     gs, totals, flags, full, summed, length, n, K, C, ST, BOUND, False)),
                 (load_partition, (
                     q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, i_h * K,

@@ -20,14 +20,8 @@ One warp sums up the chunk's gates beforehand, and says by a flag which of both 
 """
 
 from slipstream.kernels.linear.sm90.common.device import zero_tail_rows
-from slipstream.kernels.primitives.gluon_compat import (
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 LOG2E = gl.constexpr(1.4426950408889634)
 # of a gate, as in delta/solve_tril.py
@@ -106,7 +100,7 @@ def gate_sums(b_ones, gates, h: gl.constexpr, C: gl.constexpr):
     """The sums of gates over each row's span, [C, 64] of half h, in base 2."""
     zero = gl.zeros([C, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
     b_sum = warpgroup_mma(b_ones, half(gates, h), zero, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=(b_sum,)) * LOG2E
+    return sm90.warpgroup_mma_wait(0, deps=(b_sum,)) * LOG2E
 
 
 @gluon.jit
@@ -119,7 +113,7 @@ def take_gates(gate, gates, K: gl.constexpr, C: gl.constexpr):
     store_gates(b_0, gates, 0)
     if K > 64:
         store_gates(b_1, gates, 1)
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
 
 
@@ -173,13 +167,13 @@ def weak_scores(
         b_sum = read_sums(b_sum, gates, h, BEFORE)
         b_q = half(r, h).load(al).to(gl.float32)
         half(r, h).store((b_q * gl.exp2(b_sum)).to(r.dtype))
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
     b_a = gl.zeros([C, C], gl.float32, al)
     for h in gl.static_range(K // 64):
         b_w = half(w, h).permute((1, 0))
         b_a = warpgroup_mma(half(r, h), b_w, b_a, use_acc=h > 0, is_async=True)
-    b_a = warpgroup_mma_wait(0, deps=(b_a,))
+    b_a = sm90.warpgroup_mma_wait(0, deps=(b_a,))
     out.store(gl.where(seen, b_a, b_diagonal).to(out.dtype))
 
 
@@ -205,10 +199,10 @@ def block_scores(
         b_lowest = gl.minimum(b_lowest, gl.min(b_sum, 1))
         b_r = gl.exp2(b_sum + SHIFT * LOG2E)
         y.store((half(r, h).load(al).to(gl.float32) * b_r).to(x.dtype))
-        fence_async_shared()
+        sm90.fence_async_shared()
         gl.thread_barrier()
         b_a = warpgroup_mma(y, x.permute((1, 0)), b_a, use_acc=h > 0, is_async=True)
-        b_a = warpgroup_mma_wait(0, deps=(b_a,))
+        b_a = sm90.warpgroup_mma_wait(0, deps=(b_a,))
         gl.thread_barrier()  # both are written again
     safe = (b_lowest >= -(BOUND + SHIFT) * LOG2E).to(gl.int32)
     o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
@@ -248,10 +242,10 @@ def strong_scores(
             b_e = gl.exp2(gate_sums(b_ones, gates, h, C))
             b_x = gl.where(reads, half(r, h).load(al), half(w, h).load(al)).to(gl.float32)
             x.store((b_x * b_e).to(x.dtype))
-            fence_async_shared()
+            sm90.fence_async_shared()
             gl.thread_barrier()
             b_xx = warpgroup_mma(x, x.permute((1, 0)), zero_a, use_acc=False, is_async=True)
-            b_xx = warpgroup_mma_wait(0, deps=(b_xx,))
+            b_xx = sm90.warpgroup_mma_wait(0, deps=(b_xx,))
             b_a += gl.where(siblings & (o_i[:, None] > o_j[None, :]), b_xx, 0.0)
             gl.thread_barrier()  # x is written again
     b_whole = zero_a
@@ -265,11 +259,11 @@ def strong_scores(
         b_lowest = gl.minimum(b_lowest, gl.min(b_sum, 1))
         b_q = half(r, h).load(al).to(gl.float32)
         half(r, h).store((b_q * gl.exp2(b_sum)).to(r.dtype))
-        fence_async_shared()
+        sm90.fence_async_shared()
         gl.thread_barrier()
         b_w = x.permute((1, 0))
         b_whole = warpgroup_mma(half(r, h), b_w, b_whole, use_acc=h > 0, is_async=True)
-        b_whole = warpgroup_mma_wait(0, deps=(b_whole,))
+        b_whole = sm90.warpgroup_mma_wait(0, deps=(b_whole,))
         # adding to 0 keeps the instructions that were checked on an H200
         b_g = gl.zeros([C, 64], gl.float32, al)
         b_g += half(gates, h).load(al).to(gl.float32) * LOG2E
@@ -292,7 +286,7 @@ def score_partition(
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
     o_i = gl.arange(0, c.C, gl.SliceLayout(1, al))
     until.index(0).store(ones(o_i * 0, o_i + 1, al, c.C, gl.bfloat16))
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
     for i in range(n):
         s = i % c.ST
@@ -307,7 +301,7 @@ def score_partition(
             zero_tail_rows(tiles.g.index(s), num_rows, c.C, c.K)
             for i_x in gl.static_range(NX):
                 zero_tail_rows(tiles.x.index(NX * s + i_x), num_rows, c.C, 64)
-            fence_async_shared()
+            sm90.fence_async_shared()
             gl.thread_barrier()
         take_gates(tiles.g.index(s), gates.index(none), c.K, c.C)
         if flag_of(flags, s) > 0.0:
@@ -325,7 +319,7 @@ def score_partition(
                 tiles.r.index(s), tiles.w.index(s), gates.index(none), out, until.index(none), none,
                 u_ptr, c.K, c.C, c.HAS_U,
             )  # fmt: skip
-        fence_async_shared()
+        sm90.fence_async_shared()
         mbarrier.arrive(ready.index(s), count=1)
 
 
@@ -339,7 +333,7 @@ def key_partition(
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     o_i = gl.arange(0, C, gl.SliceLayout(1, al))
     after.index(0).store(ones(o_i + 1, C - 1 - o_i, al, C, gl.bfloat16))
-    fence_async_shared()
+    sm90.fence_async_shared()
     gl.thread_barrier()
     for i in range(n):
         s = i % ST
@@ -352,7 +346,7 @@ def key_partition(
             zero_tail_rows(tiles.g.index(s), num_rows, C, K)
             for h in gl.static_range(2):
                 zero_tail_rows(tiles.x.index(2 * s + h), num_rows, C, 64)
-            fence_async_shared()
+            sm90.fence_async_shared()
             gl.thread_barrier()
         take_gates(tiles.g.index(s), gates.index(0), K, C)
         for h in gl.static_range(K // 64):
@@ -361,5 +355,5 @@ def key_partition(
                 gate_sums(after.index(0), gates.index(0), h, C)
             )
             k.store(b_k.to(k.dtype))
-        fence_async_shared()
+        sm90.fence_async_shared()
         mbarrier.arrive(ready.index(s), count=1)

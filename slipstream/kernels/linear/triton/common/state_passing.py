@@ -12,12 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.linear.backend import Exchange, pass_states
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear import backend, inputs
 from slipstream.kernels.linear.segments import Segments
-from slipstream.kernels.linear.triton.delta.chunk import locate_sequence
-from slipstream.kernels.linear.triton.delta.plan import tile_of
-from slipstream.kernels.linear.triton.delta.solve_tril import tile_product
+from slipstream.kernels.linear.triton.delta import chunk, plan, solve_tril
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 
@@ -38,7 +35,7 @@ def delta_state_passing_kernel(
     pid = tl.program_id(0)
     i_h = (pid // NV) % HV
     i_n = (pid // NV // HV).to(tl.int64)
-    _, length, first = locate_sequence(cu_ptr, i_n, T, segment, PACKED)
+    _, length, first = chunk.locate_sequence(cu_ptr, i_n, T, segment, PACKED)
     o_k = tl.arange(0, BK)
     o_v = (pid % NV) * BV + tl.arange(0, BV)
     m_k = o_k < K
@@ -62,20 +59,20 @@ def delta_state_passing_kernel(
         b_e = tl.load(p_s, mask=m_s, other=0.0)
         tl.store(p_s, b_s, mask=m_s)
         b_m = tl.load(m_ptr + i_s * (K * K) + o_m, mask=m_m, other=0.0)  # [BK, BK]
-        b_s = tile_product(b_s, b_m, INNER) + b_e
+        b_s = solve_tril.tile_product(b_s, b_m, INNER) + b_e
     if HAS_S_OUT:
         tl.store(s_out_ptr + o_n, b_s.to(s_out_ptr.dtype.element_ty), mask=m_s)
 
 
 def state_passing(
-    terms: LinearInputs,
+    terms: inputs.LinearInputs,
     segments: Segments,
     states: Tensor,
     M: Tensor,
     s_in: Tensor | None,
     s_out: Tensor | None,
     reverse: bool = False,
-    exchange: Exchange | None = None,
+    exchange: backend.Exchange | None = None,
 ) -> None:
     """states: what each segment adds becomes the state before it; reverse: their gradients.
 
@@ -88,7 +85,7 @@ def state_passing(
     def run(states: Tensor, s_out: Tensor | None) -> None:
         T, HV, V = terms.v.shape[1:]
         K = terms.q.shape[-1]
-        tile, BK = tile_of(terms)
+        tile, BK = plan.tile_of(terms)
         BV = tile.fwd.B
         inner = "halves" if tile.tma and terms.q.dtype != torch.float32 else fp32_dot_precision()
         launch: Any = cached(delta_state_passing_kernel)[(-(-V // BV) * HV * terms.sequences,)]
@@ -114,4 +111,4 @@ def state_passing(
             num_stages=1,
         )
 
-    pass_states(run, states, s_out, terms, segments, lambda: M, exchange)
+    backend.pass_states(run, states, s_out, terms, segments, lambda: M, exchange)

@@ -5,9 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import backend, delta
-from slipstream.kernels.linear.inputs import LinearInputs, pointers
-from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
+from slipstream.kernels.linear import backend, delta, inputs, prefix_states
 from slipstream.kernels.linear.segments import Segments, num_chunks, num_sequences, sequence_args
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta.chunk import (
@@ -32,19 +30,19 @@ from slipstream.runtime.launch_cache import cached
 
 
 class TritonDelta(delta.DeltaBackend):
-    def chunk(self, terms: LinearInputs) -> int:
+    def chunk(self, terms: inputs.LinearInputs) -> int:
         return tile_of(terms)[0].C
 
-    def num_chunks(self, terms: LinearInputs) -> int:
+    def num_chunks(self, terms: inputs.LinearInputs) -> int:
         return num_chunks(terms, self.chunk(terms))
 
-    def can_pass_states(self, terms: LinearInputs) -> bool:
+    def can_pass_states(self, terms: inputs.LinearInputs) -> bool:
         return can_pass_states(terms)
 
-    def choose_segments(self, terms: LinearInputs) -> Segments | None:
+    def choose_segments(self, terms: inputs.LinearInputs) -> Segments | None:
         return choose_segments(terms)
 
-    def solve_tril(self, terms: LinearInputs) -> delta.WYFactors:
+    def solve_tril(self, terms: inputs.LinearInputs) -> delta.WYFactors:
         B, T, HV, _ = terms.v.shape
         H, K = terms.q.shape[2:]
         tile, _ = tile_of(terms)
@@ -79,7 +77,7 @@ class TritonDelta(delta.DeltaBackend):
 
     def entry_states(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         wy: delta.WYFactors,
         segments: Segments,
         final: Tensor | None,
@@ -94,7 +92,7 @@ class TritonDelta(delta.DeltaBackend):
 
     def entry_dstates(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         do: Tensor,
         wy: delta.WYFactors,
         scale: float,
@@ -113,7 +111,7 @@ class TritonDelta(delta.DeltaBackend):
 
     def chunk_fwd(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         wy: delta.WYFactors,
         scale: float,
         out: Tensor | None,
@@ -124,7 +122,7 @@ class TritonDelta(delta.DeltaBackend):
         m: Tensor | None = None,
         segments: Segments | None = None,
         checkpoints: delta.Checkpoints | None = None,
-        prefix: PrefixStates | None = None,
+        prefix: prefix_states.PrefixStates | None = None,
     ) -> None:
         """Or, with m, what each segment adds to the state, into s_out, and its transition M."""
         HV, V = terms.v.shape[2:]
@@ -162,13 +160,13 @@ class TritonDelta(delta.DeltaBackend):
             GROUPED=H != HV,
             TMA=tma,
             SPLIT_BF16=uses_split_bf16(terms),
-            **(prefix.pointers() if prefix else NO_POINTERS),
+            **(prefix.pointers() if prefix else prefix_states.NO_POINTERS),
             **scan_options(terms, kernel_tile),
         )
 
     def chunk_dstate(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         do: Tensor,
         wy: delta.WYFactors,
         scale: float,
@@ -214,7 +212,7 @@ class TritonDelta(delta.DeltaBackend):
 
     def chunk_dqkg(
         self,
-        terms: LinearInputs,
+        terms: inputs.LinearInputs,
         do: Tensor,
         wy: delta.WYFactors,
         w: Tensor,
@@ -235,7 +233,7 @@ class TritonDelta(delta.DeltaBackend):
         )
         launch: Any = cached(delta_dqkg_kernel)[(HV * states.shape[0],)]
         launch(
-            **pointers(terms, "qkp"),
+            **inputs.pointers(terms, "qkp"),
             do_ptr=do,
             w_ptr=w,
             dv_ptr=dv_rows if dp is None else dv,

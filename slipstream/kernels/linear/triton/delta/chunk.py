@@ -28,13 +28,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import decay_between, load_gates
-from slipstream.kernels.linear.triton.scalar_decay.chunk import (
-    load_rows,
-    pool_rows_of,
-    store_block,
-    store_to_pool,
-)
-from slipstream.kernels.linear.triton.scalar_decay.device import locate_chunk
+from slipstream.kernels.linear.triton.scalar_decay import chunk, device
 
 
 @triton.jit
@@ -68,7 +62,7 @@ def locate_segment(
 ):
     """A segment's first token, tokens, first chunk, batch entry and tokens of that before it."""
     if SPLIT:
-        begin, length, i_s = locate_chunk(cu_ptr, i_seg, T, N, segment, PACKED)
+        begin, length, i_s = device.locate_chunk(cu_ptr, i_seg, T, N, segment, PACKED)
         if PACKED:
             i_b = 0
             first = begin // C + (i_seg - i_s - begin // segment)
@@ -209,20 +203,20 @@ def delta_chunk_fwd_kernel(
     if TRANSITION:
         b_s = tl.where((o_v[:, None] == o_k[None, :]) & (~of_v), 1.0, b_s)
     if to_ptr is not None:
-        p_to = pool_rows_of(to_ptr, i_seg, i_b, begin, skip, T, segment, PACKED, SPLIT)
+        p_to = chunk.pool_rows_of(to_ptr, i_seg, i_b, begin, skip, T, segment, PACKED, SPLIT)
     for i in range(tl.cdiv(length, C)):
         i_c = i
         t = i_c * C
         m_c = o_c < length - t
-        b_k = load_rows(k_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)  # [C, BK]
+        b_k = chunk.load_rows(k_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)  # [C, BK]
         if HAS_P:
-            b_p = load_rows(p_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
+            b_p = chunk.load_rows(p_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
         else:
             b_p = b_k
         if OUTPUT == "o":
-            b_q = load_rows(q_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
-        b_v = tl.trans(load_rows(v_ptr, at_v, t, HV, o_c, m_c, o_n, V, BV, TMA))  # [BV, C]
-        b_r = load_rows(r_ptr, at_r, t, HV, o_c, m_c, o_c, C, C, TMA)
+            b_q = chunk.load_rows(q_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
+        b_v = tl.trans(chunk.load_rows(v_ptr, at_v, t, HV, o_c, m_c, o_n, V, BV, TMA))  # [BV, C]
+        b_r = chunk.load_rows(r_ptr, at_r, t, HV, o_c, m_c, o_c, C, C, TMA)
         p_rows = rows_ptr + ((first + i_c) * HV + i_h) * (ROWS * C)
         b_beta = tl.load(p_rows + o_c)
         if HAS_GATE:
@@ -255,7 +249,7 @@ def delta_chunk_fwd_kernel(
             b_v = tl.where(of_v, b_v, 0.0)
         b_w = _solved(b_v - b_w, tl.trans(b_r), b_k.dtype, PRECISION, SPLIT_BF16)  # [BV, C]
         if OUTPUT == "states":
-            store_block(o_ptr, at_v, t, HV, b_w, o_c, m_c, o_n, V, BV, TMA)
+            chunk.store_block(o_ptr, at_v, t, HV, b_w, o_c, m_c, o_n, V, BV, TMA)
         if OUTPUT == "o":
             b_x = b_w * b_beta[None, :]
             b_o = _times(b_x, b_a, b_o, PRECISION, SPLIT_BF16) * scale
@@ -267,9 +261,9 @@ def delta_chunk_fwd_kernel(
         b_s = _times(b_w * b_beta[None, :], b_k, b_s, PRECISION, SPLIT_BF16)  # [BV, BK]
         if to_ptr is not None:
             done = skip + t + C
-            store_to_pool(pool_ptr, p_to, done, i_h, HV, b_s, o_v, o_k, m_s, V, K)
+            chunk.store_to_pool(pool_ptr, p_to, done, i_h, HV, b_s, o_v, o_k, m_s, V, K)
         if OUTPUT == "o":
-            store_block(o_ptr, at_v, t, HV, b_o, o_c, m_c, o_n, V, BV, TMA)
+            chunk.store_block(o_ptr, at_v, t, HV, b_o, o_c, m_c, o_n, V, BV, TMA)
     if TRANSITION:
         o_m = (i_n * HV + i_h) * (K * K) + o_k[None, :] * K + o_v[:, None]
         m_m = (o_v < K)[:, None] & (o_k < K)[None, :]
@@ -340,14 +334,14 @@ def delta_chunk_dstate_kernel(
         i_c = chunks - 1 - step
         t = i_c * C
         m_c = o_c < length - t
-        b_q = load_rows(q_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)  # [C, BK]
-        b_k = load_rows(k_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
+        b_q = chunk.load_rows(q_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)  # [C, BK]
+        b_k = chunk.load_rows(k_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
         if HAS_P:
-            b_p = load_rows(p_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
+            b_p = chunk.load_rows(p_ptr, at_k, t, H, o_c, m_c, o_k, K, BK, TMA)
         else:
             b_p = b_k
-        b_do = tl.trans(load_rows(do_ptr, at_v, t, HV, o_c, m_c, o_n, V, BV, TMA))  # [BV, C]
-        b_r = load_rows(r_ptr, at_r, t, HV, o_c, m_c, o_c, C, C, TMA)
+        b_do = tl.trans(chunk.load_rows(do_ptr, at_v, t, HV, o_c, m_c, o_n, V, BV, TMA))  # [BV, C]
+        b_r = chunk.load_rows(r_ptr, at_r, t, HV, o_c, m_c, o_c, C, C, TMA)
         p_rows = rows_ptr + ((first + i_c) * HV + i_h) * (ROWS * C)
         b_beta = tl.load(p_rows + o_c)
         b_sb = b_s.to(b_k.dtype)
@@ -372,7 +366,7 @@ def delta_chunk_dstate_kernel(
         b_dx = tl.dot(b_do, b_a.to(b_k.dtype), b_dx, input_precision=PRECISION)
         b_dv = _solved(b_dx * b_beta[None, :], b_r, b_k.dtype, PRECISION, SPLIT_BF16)  # [BV, C]
         if OUTPUT == "states":
-            store_block(dv_ptr, at_v, t, HV, b_dv, o_c, m_c, o_n, V, BV, TMA)
+            chunk.store_block(dv_ptr, at_v, t, HV, b_dv, o_c, m_c, o_n, V, BV, TMA)
         # what the token's erase hands back to the state before the chunk
         b_lhs = -b_dv
         if HAS_GATE:

@@ -39,12 +39,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.delta.solve_tril import (
-    decay_between,
-    load_gates,
-    load_gates_before,
-    locate_chunk,
-)
+from slipstream.kernels.linear.triton.delta import solve_tril
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block, load_rows, store_rows
 from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, MIN_CROSSED
 
@@ -153,7 +148,7 @@ def delta_dqkg_kernel(
     pid = tl.program_id(0)
     i_h = pid % HV
     i_chunk = pid // HV
-    begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
+    begin, length, i_c = solve_tril.locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
     o_c = tl.arange(0, C)
     o_n = tl.arange(0, BK)
     t = i_c * C
@@ -193,8 +188,8 @@ def delta_dqkg_kernel(
         b_next = tl.where(inside, tl.sum(tl.where(is_diagonal, b_m, 0.0), 1), 0.0)
         b_m = tl.where(inside[:, None], b_m, 0.0)
     if HAS_GATE:
-        b_G, b_low, G_C, low_C = load_gates(p_rows, o_c, C, FP32)
-        b_decay = decay_between(b_G, b_low, earlier, FP32)
+        b_G, b_low, G_C, low_C = solve_tril.load_gates(p_rows, o_c, C, FP32)
+        b_decay = solve_tril.decay_between(b_G, b_low, earlier, FP32)
         b_a *= b_decay
         b_m *= b_decay
     else:
@@ -260,7 +255,7 @@ def delta_dqkg_kernel(
         z = e + z * tl.exp2(G_C)
         p_dg = dg_ptr + o_t
         b_dg = tl.cumsum(b_row, 0, reverse=True) + z
-        b_B, b_lowB = load_gates_before(p_rows, o_c, C, FP32)
+        b_B, b_lowB = solve_tril.load_gates_before(p_rows, o_c, C, FP32)
         strong = (b_G - b_B) + (b_low - b_lowB) < MIN_CROSSED * LOG2E
         tl.store(p_dg, tl.where(strong, 0.0, b_dg), mask=m_c)
     tl.store(dbeta_ptr + o_t, b_sum, mask=m_c)

@@ -6,30 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import backend, dplr
+from slipstream.kernels.linear import backend, dplr, prefix_states
 from slipstream.kernels.linear.dplr import ChunkGrads, IntraChunk, dplr_args
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
-from slipstream.kernels.linear.prefix_states import NO_POINTERS, PrefixStates
 from slipstream.kernels.linear.segments import Segments, num_sequences, scan_args, sequence_args
 from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta.plan import can_pass_states, segments_for_programs
 from slipstream.kernels.linear.triton.delta.tiles import KernelTile
-from slipstream.kernels.linear.triton.dplr import intra_safe_bwd, wy
+from slipstream.kernels.linear.triton.dplr import intra_safe_bwd, tiles, wy
 from slipstream.kernels.linear.triton.dplr.chunk import (
     dplr_chunk_dstate_kernel,
     dplr_chunk_fwd_kernel,
 )
 from slipstream.kernels.linear.triton.dplr.dqkg import dplr_dqkg_kernel
 from slipstream.kernels.linear.triton.dplr.scores import dplr_scores_kernel
-from slipstream.kernels.linear.triton.dplr.tiles import (
-    ANCHORED_TILES,
-    APART,
-    LIMIT,
-    SHIFT,
-    DplrTile,
-    choose,
-)
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime.backends import fp32_dot_precision
@@ -39,11 +30,11 @@ from slipstream.runtime.launch_cache import cache, cached
 @cache
 def _tile(
     device: torch.device, K: int, V: int, bytes_each: int, free: bool
-) -> tuple[DplrTile, int]:
-    return choose("interpreter" if INTERPRETED else family_of(device), K, V, bytes_each, free)
+) -> tuple[tiles.DplrTile, int]:
+    return tiles.choose("interpreter" if INTERPRETED else family_of(device), K, V, bytes_each, free)
 
 
-def tile_of(terms: LinearInputs) -> tuple[DplrTile, int]:
+def tile_of(terms: LinearInputs) -> tuple[tiles.DplrTile, int]:
     K, V = terms.q.shape[-1], terms.v.shape[-1]
     return _tile(terms.q.device, K, V, terms.q.element_size(), terms.transition == "dplr")
 
@@ -110,8 +101,12 @@ class TritonDplr(dplr.DplrBackend):
         # and a sum at once where the other does not: in float32 outputs would depend on later gates
         options |= {"enable_fp_fusion": False, **_launch_options(terms, tile.intra)}
         gated = terms.g is not None
-        options |= {"LIMIT": ANCHORED_TILES[dtype], "SHIFT": SHIFT[dtype], "HAS_GATE": gated}
-        options |= {"APART": APART[dtype] if gated else 0.0}
+        options |= {
+            "LIMIT": tiles.ANCHORED_TILES[dtype],
+            "SHIFT": tiles.SHIFT[dtype],
+            "HAS_GATE": gated,
+        }
+        options |= {"APART": tiles.APART[dtype] if gated else 0.0}
         run: Any = cached(wy.dplr_wy_kernel)[(intra.u.shape[0] * terms.v.shape[2],)]
         run(**args, ones_ptr=None, STRONG=False, **options)
         if gated:
@@ -129,7 +124,7 @@ class TritonDplr(dplr.DplrBackend):
         s_out: Tensor | None = None,
         m: Tensor | None = None,
         segments: Segments | None = None,
-        prefix: PrefixStates | None = None,
+        prefix: prefix_states.PrefixStates | None = None,
     ) -> None:
         """Or, of segments, m and their term of the state, s_out."""
         HV, V = terms.v.shape[2:]
@@ -161,7 +156,7 @@ class TritonDplr(dplr.DplrBackend):
             BV=kernel_tile.B,
             OUTPUT=make,
             DELTA=terms.transition == "delta",
-            **(prefix.pointers() if prefix else NO_POINTERS),
+            **(prefix.pointers() if prefix else prefix_states.NO_POINTERS),
             **_launch_options(terms, kernel_tile, is_scan=make == "o"),
         )
 
@@ -248,9 +243,9 @@ class TritonDplr(dplr.DplrBackend):
         options |= {**_gate_options(terms), **_launch_options(terms, kernel_tile)}
         grid, gated = (-(-K // kernel_tile.B) * HV * states.x.shape[0],), terms.g is not None
         run: Any = cached(dplr_dqkg_kernel)[grid]
-        run(**args, HAS_GATE=gated, APART=APART[do.dtype] if gated else 0.0, **options)
+        run(**args, HAS_GATE=gated, APART=tiles.APART[do.dtype] if gated else 0.0, **options)
         if gated:
-            options |= {"STEPS": tile.steps, "LIMIT": LIMIT[do.dtype]}
+            options |= {"STEPS": tile.steps, "LIMIT": tiles.LIMIT[do.dtype]}
             run = cached(intra_safe_bwd.dplr_intra_safe_bwd_kernel)[grid]
             run(**args, ones_ptr=_ones(terms), **options)
 

@@ -25,14 +25,8 @@ zeros to reads that have none.
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.common.gate_ones import (
-    BASE,
-    BLOCK,
-    READS,
-    START,
-    WRITES,
-    load_ones,
-)
+from slipstream.kernels.linear.triton.common import gate_ones
+from slipstream.kernels.linear.triton.common.gate_ones import BASE, BLOCK, READS, START, WRITES
 from slipstream.kernels.primitives.activations import LOG2E
 
 # 2^-256 is 0 in float32, and little enough for sums of it to keep the gates beside it
@@ -79,7 +73,9 @@ def product_of_gates(b_seen, b_g, FP32: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def sums_between(gates, edge, o_c, KIND: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr):
     """Sums of the gates between each token and an edge, of a kind, of gate_ones.py."""
-    return sums_of(load_ones(gates[1], edge, o_c.shape[0], KIND), gates[0], FP32, PRECISION)
+    return sums_of(
+        gate_ones.load_ones(gates[1], edge, o_c.shape[0], KIND), gates[0], FP32, PRECISION
+    )
 
 
 @triton.jit
@@ -119,14 +115,14 @@ def sums_bwd(b_seen, b_x, FP32: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def from_start(gates, o_c, KIND: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr):
     """Decay from the start of the chunk to each token."""
-    b_seen = load_ones(gates[1], START, o_c.shape[0], KIND)
+    b_seen = gate_ones.load_ones(gates[1], START, o_c.shape[0], KIND)
     return tl.exp2(sums_of(b_seen, gates[0], FP32, PRECISION))
 
 
 @triton.jit
 def to_end(gates, o_c, FP32: tl.constexpr, PRECISION: tl.constexpr):
     """Decay from each token, without its own gate, to the end of the chunk."""
-    b_seen = load_ones(gates[1], START, o_c.shape[0], READS, True)
+    b_seen = gate_ones.load_ones(gates[1], START, o_c.shape[0], READS, True)
     return tl.exp2(sums_of(b_seen, gates[0], FP32, PRECISION))
 
 

@@ -8,14 +8,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.common.gate_ones import BASE, BOTH, MIDDLE, WRITES
-from slipstream.kernels.linear.triton.dplr.gate_sums import (
-    block_factors,
-    is_pair_of_step,
-    load_gates_of,
-    split_gates,
-    sums_between,
-    to_end,
-)
+from slipstream.kernels.linear.triton.dplr import gate_sums
 
 
 @triton.jit
@@ -38,7 +31,7 @@ def _add_step(
     DELTA: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b_x, b_y = _products(b_r, b_b, b_k, (b_factor, b_factor), DELTA, dtype, PRECISION)
-    seen = is_pair_of_step(o_c[:, None], o_c[None, :], step) & rows
+    seen = gate_sums.is_pair_of_step(o_c[:, None], o_c[None, :], step) & rows
     return b_1 + tl.where(seen, b_x, 0.0), b_2 + tl.where(seen, b_y, 0.0)
 
 
@@ -47,7 +40,7 @@ def _add_channels(b_1, b_2, b_r, b_b, b_k, rows, gates, o_c, BEFORE: tl.constexp
     """Adds the scores of _products below the diagonal, of BK channels."""
     KIND: tl.constexpr = BOTH if BEFORE else WRITES
     dtype: tl.constexpr = b_r.dtype
-    b_read, b_write, first, safe = block_factors(
+    b_read, b_write, first, safe = gate_sums.block_factors(
         gates, o_c, c.LIMIT, c.SHIFT, BEFORE, c.FP32, c.PRECISION
     )
     b_x, b_y = _products(b_r, b_b, b_k, (b_read, b_write), c.DELTA, dtype, c.PRECISION)
@@ -56,7 +49,7 @@ def _add_channels(b_1, b_2, b_r, b_b, b_k, rows, gates, o_c, BEFORE: tl.constexp
     b_1 += tl.where(seen, b_x, 0.0)
     b_2 += tl.where(seen, b_y, 0.0)
     for step in range(first, BASE + 1):
-        b_e = sums_between(gates, MIDDLE + step - 1, o_c, KIND, c.FP32, c.PRECISION)
+        b_e = gate_sums.sums_between(gates, MIDDLE + step - 1, o_c, KIND, c.FP32, c.PRECISION)
         # a token of a later half reads: where it is safe, the block has it
         block_has = safe & (((i >> (step - 1)) & 1) == 1)
         b_e = tl.where(block_has, 0.0, tl.exp2(b_e))
@@ -64,7 +57,7 @@ def _add_channels(b_1, b_2, b_r, b_b, b_k, rows, gates, o_c, BEFORE: tl.constexp
             b_1, b_2, b_r, b_b, b_k, b_e, rows, step, o_c, c.DELTA, dtype, c.PRECISION
         )
     for step in range(BASE + 1, c.STEPS + 1):
-        b_e = sums_between(gates, MIDDLE + step - 1, o_c, KIND, c.FP32, c.PRECISION)
+        b_e = gate_sums.sums_between(gates, MIDDLE + step - 1, o_c, KIND, c.FP32, c.PRECISION)
         b_e = tl.exp2(b_e)
         b_1, b_2 = _add_step(
             b_1, b_2, b_r, b_b, b_k, b_e, rows, step, o_c, c.DELTA, dtype, c.PRECISION
@@ -94,14 +87,17 @@ def add_decayed(
         m_k = m_c[:, None]
         if c.K != c.WIDE:
             m_k = m_k & (o_k < c.K)
-        gates = (split_gates(load_gates_of(p_g + o_k * c.CHANNEL, m_k), c.FP32), ones_ptr)
+        gates = (
+            gate_sums.split_gates(gate_sums.load_gates_of(p_g + o_k * c.CHANNEL, m_k), c.FP32),
+            ones_ptr,
+        )
         b_r = tl.load(p_r + o_k, mask=m_k, other=0.0)
         b_b = tl.load(p_b + o_k, mask=m_k, other=0.0)
         b_k = b_b
         if not c.DELTA:
             b_k = tl.load(p_k + o_k, mask=m_k, other=0.0)
         if not BEFORE:
-            b_e = to_end(gates, o_c, c.FP32, c.PRECISION)
+            b_e = gate_sums.to_end(gates, o_c, c.FP32, c.PRECISION)
             tl.store(p_b_end + o_k, (b_b * b_e).to(dtype))
             b_rb += tl.sum(b_r.to(tl.float32) * b_b, 1)
             if not c.DELTA:

@@ -17,24 +17,10 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.common.gate_ones import (
-    MIDDLE,
-    READS,
-    START,
-    WRITES,
-    load_ones,
-)
+from slipstream.kernels.linear.triton.common import gate_ones
+from slipstream.kernels.linear.triton.common.gate_ones import MIDDLE, READS, START, WRITES
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
-from slipstream.kernels.linear.triton.dplr.gate_sums import (
-    from_start,
-    load_channel_gates,
-    pairs_of_step,
-    product_of_gates,
-    signed,
-    sums_between,
-    sums_bwd,
-    to_end,
-)
+from slipstream.kernels.linear.triton.dplr import gate_sums
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
 # constants of a launch, for device functions
@@ -72,7 +58,7 @@ def _through_scores(
     """dm m + dn n [C, BK] of the pairs of a step; dm, dn [i, j], or [j, i] for a WRITE."""
     i = o_c[None, :] if WRITE else o_c[:, None]
     j = o_c[:, None] if WRITE else o_c[None, :]
-    seen = pairs_of_step(i, j, step, first)
+    seen = gate_sums.pairs_of_step(i, j, step, first)
     b_a = tl.load(p_dm + i * C + j)
     b_a = tl.where(seen, b_a, 0.0).to(b_m.dtype)
     b_d = tl.dot(b_a, b_m, input_precision=PRECISION)
@@ -103,33 +89,35 @@ def _gradient(
             b_n = (b_n * b_share).to(act)
     if WRITE:
         b_diag = tl.load(p_diag, mask=m_k, other=0.0).to(tl.float32)
-        b_d *= to_end(gates, o_c, c.FP32, c.PRECISION)
-        b_seen = load_ones(gates[1], START, c.C, READS)
+        b_d *= gate_sums.to_end(gates, o_c, c.FP32, c.PRECISION)
+        b_seen = gate_ones.load_ones(gates[1], START, c.C, READS)
     else:
         b_diag = tl.load(p_diag, mask=m_k, other=0.0) * b_share
-        b_d *= from_start(gates, o_c, KIND, c.FP32, c.PRECISION)
-        b_seen = load_ones(gates[1], START, c.C, KIND, True)
-    b_dg += sums_bwd(b_seen, b_d * b_diag, c.FP32, c.PRECISION)
+        b_d *= gate_sums.from_start(gates, o_c, KIND, c.FP32, c.PRECISION)
+        b_seen = gate_ones.load_ones(gates[1], START, c.C, KIND, True)
+    b_dg += gate_sums.sums_bwd(b_seen, b_d * b_diag, c.FP32, c.PRECISION)
     first = gates[3]
     for step in range(tl.maximum(first, 1), c.STEPS + 1):
-        b_sum = sums_between(gates, MIDDLE + step - 1, o_c, WRITES, c.FP32, c.PRECISION)
+        b_sum = gate_sums.sums_between(gates, MIDDLE + step - 1, o_c, WRITES, c.FP32, c.PRECISION)
         b_before = b_sum
         if N_BEFORE or BEFORE:
-            b_before = sums_between(gates, MIDDLE + step - 1, o_c, READS, c.FP32, c.PRECISION)
-        b_e = tl.exp2(signed(b_sum, o_c, step, first, not WRITE))
+            b_before = gate_sums.sums_between(
+                gates, MIDDLE + step - 1, o_c, READS, c.FP32, c.PRECISION
+            )
+        b_e = tl.exp2(gate_sums.signed(b_sum, o_c, step, first, not WRITE))
         b_me = (b_m * b_e).to(act)
         if N_BEFORE:
-            b_e = tl.exp2(signed(b_before, o_c, step, first, not WRITE))
+            b_e = tl.exp2(gate_sums.signed(b_before, o_c, step, first, not WRITE))
         b_ne = (b_n * b_e).to(act)
         b_t = _through_scores(
             partners.dm, b_me, partners.dn, b_ne, o_c, step, first, c.C, WRITE, TWO, c.PRECISION
         )
-        b_e = tl.exp2(signed(b_before if BEFORE else b_sum, o_c, step, first, WRITE))
+        b_e = tl.exp2(gate_sums.signed(b_before if BEFORE else b_sum, o_c, step, first, WRITE))
         # as the other's products have it, so that what cancels in a block does so to the last bits
         b_rounded = (b_diag.to(act) * b_e).to(act)
-        b_rounded = signed(b_rounded * b_t, o_c, step, first, WRITE)
-        b_seen = load_ones(gates[1], MIDDLE + step - 1, c.C, KIND, True)
-        b_dg += product_of_gates(b_seen, b_rounded, c.FP32, c.PRECISION)
+        b_rounded = gate_sums.signed(b_rounded * b_t, o_c, step, first, WRITE)
+        b_seen = gate_ones.load_ones(gates[1], MIDDLE + step - 1, c.C, KIND, True)
+        b_dg += gate_sums.product_of_gates(b_seen, b_rounded, c.FP32, c.PRECISION)
         b_d += b_t * b_e
     return b_d, b_dg
 
@@ -204,7 +192,7 @@ def dplr_intra_safe_bwd_kernel(
     m_k = m_c[:, None]
     if K % BK != 0:
         m_k = m_k & (o_k < K)[None, :]
-    gates = load_channel_gates(
+    gates = gate_sums.load_channel_gates(
         ones_ptr, g_ptr, (row * HV + i_h) * GK, HV * GK, o_c, m_k, o_k,
         CHANNEL, STEPS, LIMIT, FP32, PRECISION,
     )  # fmt: skip

@@ -31,18 +31,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import inverse, locate_chunk
-from slipstream.kernels.linear.triton.dplr.intra_anchored import (
-    anchored_writes,
-    exp2_by_parts,
-    exp2_of_start,
-    is_read_anchored,
-    load_from_start,
-    lowest_read,
-    strongest_half,
-    together,
-    until_end,
-)
-from slipstream.kernels.linear.triton.dplr.intra_safe import add_decayed
+from slipstream.kernels.linear.triton.dplr import intra_anchored, intra_safe
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 
 # constants of a launch, for device functions
@@ -116,14 +105,14 @@ def _add_scores_of_a(b_ab, b_ak, ops, i_k, w_ptr, i_w, g_ptr, i_g, o_c, m_c, HV,
         b_k = tl.load(ops.k + o_q, mask=m_k, other=0.0)
         b_first = b_a
         if c.HAS_GATE:
-            b_e, b_before, b_middle, _, _ = load_from_start(
+            b_e, b_before, b_middle, _, _ = intra_anchored.load_from_start(
                 g_ptr, i_g, HV * c.K**c.CHANNEL, o_c, m_k, o_k, c.CHANNEL, True, c.LIMIT, c.APART,
                 c.FP32, c.PRECISION,
             )  # fmt: skip
-            b_wide = b_a * exp2_by_parts(b_before, c.APART)
+            b_wide = b_a * intra_anchored.exp2_by_parts(b_before, c.APART)
             b_a = b_wide.to(act)
-            b_first = (b_wide * exp2_of_start(b_middle, o_c, c.APART)).to(act)
-            b_write = anchored_writes(b_e, c.LIMIT, c.APART)
+            b_first = (b_wide * intra_anchored.exp2_of_start(b_middle, o_c, c.APART)).to(act)
+            b_write = intra_anchored.anchored_writes(b_e, c.LIMIT, c.APART)
             b_b = (b_b * b_write).to(act)
             b_k = (b_k * b_write).to(act)
         tl.store(w_ptr + i_w + i * c.WIDE + o_k[None, :], b_first)
@@ -199,21 +188,21 @@ def dplr_wy_kernel(
         b_q = tl.load(q_ptr + o_q, mask=m_k, other=0.0)
         b_b = tl.load(write_ptr + o_q, mask=m_k, other=0.0)
         if HAS_GATE:
-            b_e, _, b_middle, b_early, b_late = load_from_start(
+            b_e, _, b_middle, b_early, b_late = intra_anchored.load_from_start(
                 g_ptr, i_g, HV * GK, o_c, m_k, o_k, CHANNEL, False, LIMIT, APART, FP32, PRECISION
             )
             if STRONG:
-                b_low = lowest_read(b_e, b_middle, b_early, o_c, LIMIT, APART)
+                b_low = intra_anchored.lowest_read(b_e, b_middle, b_early, o_c, LIMIT, APART)
                 b_lowest = tl.minimum(b_lowest, b_low)
             else:
-                b_half = strongest_half(b_early, b_late, LIMIT, APART)
+                b_half = intra_anchored.strongest_half(b_early, b_late, LIMIT, APART)
                 strongest = tl.maximum(strongest, tl.max(b_half, 0))
                 weak = strongest <= FARTHEST
         if weak:
             if HAS_GATE:
                 tl.store(total_ptr + i_chunk_head * WIDE + o_k, tl.exp2(b_early + b_late))
-                b_read = exp2_by_parts(b_e, APART)
-                b_start = exp2_of_start(b_middle, o_c, APART)
+                b_read = intra_anchored.exp2_by_parts(b_e, APART)
+                b_start = intra_anchored.exp2_of_start(b_middle, o_c, APART)
                 # float32 until it is stored, so that q~ and the operand are rounded once each
                 b_wide = b_q * b_read
                 b_q = b_wide.to(act)
@@ -222,8 +211,8 @@ def dplr_wy_kernel(
                     b_wide = b_b * b_read
                     b_a = b_wide.to(act)
                     tl.store(w_out_ptr + o_w, (b_wide * b_start).to(act))
-                b_write = anchored_writes(b_e, LIMIT, APART)
-                b_end = until_end(b_early + b_late - b_middle, o_c, APART)
+                b_write = intra_anchored.anchored_writes(b_e, LIMIT, APART)
+                b_end = intra_anchored.until_end(b_early + b_late - b_middle, o_c, APART)
                 b_wide = b_b * b_write
                 b_b = b_wide.to(act)
                 if not STRONG:
@@ -250,17 +239,17 @@ def dplr_wy_kernel(
         if strong == 1:
             return
     if HAS_GATE:
-        b_qb = together(b_qb, o_c, APART)
-        b_qk = together(b_qk, o_c, APART)
-        b_ab = together(b_ab, o_c, APART)
+        b_qb = intra_anchored.together(b_qb, o_c, APART)
+        b_qk = intra_anchored.together(b_qk, o_c, APART)
+        b_ab = intra_anchored.together(b_ab, o_c, APART)
     if STRONG:
         # rows whose decay from the chunk's start is too far
-        rows = is_read_anchored(b_lowest, LIMIT)[:, None] == 0
+        rows = intra_anchored.is_read_anchored(b_lowest, LIMIT)[:, None] == 0
         p_g = g_ptr + i_g + i * (HV * GK)
         p_k, p_b = k_ptr + i_k + i * (H * K), write_ptr + i_k + i * (H * K)
         p_b_end = b_out_ptr + i_w + i * WIDE
         p_k_end = p_b_end if DELTA else k_out_ptr + i_w + i * WIDE
-        b_qb, b_2 = add_decayed(
+        b_qb, b_2 = intra_safe.add_decayed(
             (b_qb, b_ab if DELTA else b_qk), q_ptr + i_k + i * (H * K), p_b, p_k, p_b_end, p_k_end,
             p_g, ones_ptr, rows, o_c, m_c, False, c,
         )  # fmt: skip
@@ -274,10 +263,10 @@ def dplr_wy_kernel(
             HV, H, c,
         )  # fmt: skip
         if HAS_GATE:
-            b_ab = together(b_ab, o_c, APART)
-            b_ak = together(b_ak, o_c, APART)
+            b_ab = intra_anchored.together(b_ab, o_c, APART)
+            b_ak = intra_anchored.together(b_ak, o_c, APART)
         if STRONG:
-            b_ab, b_ak = add_decayed(
+            b_ab, b_ak = intra_safe.add_decayed(
                 (b_ab, b_ak), a_ptr + i_k + i * (H * K), p_b, p_k, None, None, p_g, ones_ptr, rows,
                 o_c, m_c, True, c,
             )  # fmt: skip

@@ -33,14 +33,7 @@ and how much it decays, of which decay_state_passing.py makes the state that eac
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.scalar_decay.device import (
-    anchor_chunks,
-    load_chunk_gates,
-    load_initial_state,
-    locate_chunk,
-    masked_scores,
-    rows_of_head,
-)
+from slipstream.kernels.linear.triton.scalar_decay import device
 
 GRID = tl.constexpr(64)  # tokens between states that are prefix (kernels/linear/prefix_states.py)
 
@@ -108,7 +101,7 @@ def locate_segment(
     """A segment's first token, tokens, batch entry, tokens of that before it and first anchor."""
     i_n = i_seg.to(tl.int64)
     if SPLIT:
-        begin, length, i_s = locate_chunk(cu_ptr, i_seg, T, N, segment, PACKED)
+        begin, length, i_s = device.locate_chunk(cu_ptr, i_seg, T, N, segment, PACKED)
         i_b = 0 if PACKED else i_seg // tl.cdiv(T, segment)
         skip = i_s * segment
         begin += skip
@@ -229,11 +222,11 @@ def scalar_decay_chunk_kernel(
     o_x = i_x * BX + o_n
     i_r = i_h // (HV // HR)
     i_w = i_h // (HV // HX)
-    r_ptr = rows_of_head(r_ptr, begin, HR, i_r, D, TMA)
-    w_ptr = rows_of_head(w_ptr, begin, HR, i_r, D, TMA)
-    x_ptr = rows_of_head(x_ptr, begin, HX, i_w, X, TMA)
+    r_ptr = device.rows_of_head(r_ptr, begin, HR, i_r, D, TMA)
+    w_ptr = device.rows_of_head(w_ptr, begin, HR, i_r, D, TMA)
+    x_ptr = device.rows_of_head(x_ptr, begin, HX, i_w, X, TMA)
     if HAS_Y:
-        y_ptr = rows_of_head(y_ptr, begin, HV, i_h, X, TMA)
+        y_ptr = device.rows_of_head(y_ptr, begin, HV, i_h, X, TMA)
     if HAS_GATE:
         g_ptr += i_h.to(tl.int64) * stride_gh
         g_ptr += begin * stride_gt if PACKED else i_b * stride_gb + skip.to(tl.int64) * stride_gt
@@ -242,9 +235,9 @@ def scalar_decay_chunk_kernel(
     o_s = o_x[:, None] * D + o_d[None, :]
     i_s = (i_n * HV + i_h) * (D * X)
     o_io = o_s if TRANSPOSED else o_d[None, :] * X + o_x[:, None]
-    b_s = load_initial_state(s_in_ptr, i_s, o_io, m_s, scale_in, BX, BD, HAS_S_IN)
+    b_s = device.load_initial_state(s_in_ptr, i_s, o_io, m_s, scale_in, BX, BD, HAS_S_IN)
     if HAS_DG:
-        qk_ptr = rows_of_head(qk_ptr, begin, HX, i_w, X, TMA)
+        qk_ptr = device.rows_of_head(qk_ptr, begin, HX, i_w, X, TMA)
         rows_ptr += (i_x * HV + i_h).to(tl.int64) * tokens + begin
         anchor_ptr += (first_anchor * HV + i_h) * (D * X)
 
@@ -260,7 +253,7 @@ def scalar_decay_chunk_kernel(
     # one has no branch that would keep its loads from being issued ahead
     for i_anchor in range(segment_anchors):
         if HAS_DG:
-            anchor, first, count = anchor_chunks(
+            anchor, first, count = device.anchor_chunks(
                 i_anchor, segment_anchors, chunks, ANCHOR_INTERVAL, REVERSE
             )
             p_a = anchor_ptr + anchor.to(tl.int64) * HV * (D * X) + o_s
@@ -287,7 +280,7 @@ def scalar_decay_chunk_kernel(
             # decayed to the chunk's end, from where the state goes on; in reverse to its start
             b_x_decayed = b_x
             if HAS_GATE:
-                b_G, b_low, G_C, low_C = load_chunk_gates(
+                b_G, b_low, G_C, low_C = device.load_chunk_gates(
                     g_ptr + t.to(tl.int64) * stride_gt, stride_gt, o_c, m_c, C, FP32
                 )
                 b_start = tl.exp2(b_G)
@@ -295,7 +288,7 @@ def scalar_decay_chunk_kernel(
                 b_x_decayed = (b_x * (b_start if REVERSE else b_end)[None, :]).to(b_x.dtype)
                 total += G_C
             if HAS_Y:
-                b_a, diag = masked_scores(
+                b_a, diag = device.masked_scores(
                     b_a, o_c, b_G if HAS_GATE else None, b_low if HAS_GATE else None,
                     REVERSE, HAS_GATE, DIAGONAL_LAST, FP32,
                 )  # fmt: skip

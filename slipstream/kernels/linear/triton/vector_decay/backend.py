@@ -6,23 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import prefix_states, vector_decay
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear import inputs, prefix_states, vector_decay
 from slipstream.kernels.linear.segments import ANCHOR_INTERVAL, NUM_SMS, num_sequences
 from slipstream.kernels.linear.triton.common.decay_state_passing import decay_state_passing
 from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
 from slipstream.kernels.linear.triton.common.tma import tma_descriptors
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, family_of, power_of_two
-from slipstream.kernels.linear.triton.vector_decay import intra_fwd
+from slipstream.kernels.linear.triton.vector_decay import intra_fwd, tiles
 from slipstream.kernels.linear.triton.vector_decay.chunk import vector_decay_chunk_kernel
 from slipstream.kernels.linear.triton.vector_decay.dqkg import vector_decay_dqkg_kernel
-from slipstream.kernels.linear.triton.vector_decay.tiles import (
-    KernelTile,
-    VectorDecayTile,
-    choose,
-    choose_chunk_tile,
-)
 from slipstream.kernels.linear.vector_decay import ChunkLaunch, IntraChunk, VectorDecayProblem
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cache, cached
@@ -46,18 +39,18 @@ TARGET_PROGRAMS = 4 * NUM_SMS
 
 
 @cache
-def _tile(device: torch.device, K: int, bytes_each: int) -> VectorDecayTile:
-    return choose("interpreter" if INTERPRETED else family_of(device), K, bytes_each)
+def _tile(device: torch.device, K: int, bytes_each: int) -> tiles.VectorDecayTile:
+    return tiles.choose("interpreter" if INTERPRETED else family_of(device), K, bytes_each)
 
 
-def _tile_of(problem: VectorDecayProblem) -> VectorDecayTile:
+def _tile_of(problem: VectorDecayProblem) -> tiles.VectorDecayTile:
     k = problem.k
     return _tile(k.device, k.shape[-1], k.element_size())
 
 
 @cache
 def _chunk_tile(device: torch.device, D: int, X: int, bytes_each: int, C: int) -> tuple[Tile, int]:
-    return choose_chunk_tile(
+    return tiles.choose_chunk_tile(
         "interpreter" if INTERPRETED else family_of(device), D, X, bytes_each, C
     )
 
@@ -65,10 +58,10 @@ def _chunk_tile(device: torch.device, D: int, X: int, bytes_each: int, C: int) -
 class TritonVectorDecay(vector_decay.VectorDecayBackend):
     state_passing = staticmethod(decay_state_passing)
 
-    def chunk(self, terms: LinearInputs) -> int:
+    def chunk(self, terms: inputs.LinearInputs) -> int:
         return _tile(terms.k.device, terms.k.shape[-1], terms.k.element_size()).C
 
-    def tiles_of_columns(self, terms: LinearInputs) -> int:
+    def tiles_of_columns(self, terms: inputs.LinearInputs) -> int:
         D, X = terms.q.shape[-1], terms.v.shape[-1]
         if terms.gv is not None:
             D, X = X, D
@@ -293,7 +286,7 @@ def _programs(total: int) -> int:
     return max(-(-total // MAX_PAIRS_SHARE), min(total, TARGET_PROGRAMS))
 
 
-def _options(problem: VectorDecayProblem, kernel_tile: KernelTile) -> dict[str, Any]:
+def _options(problem: VectorDecayProblem, kernel_tile: tiles.KernelTile) -> dict[str, Any]:
     k = problem.k
     bf16_terms = 1 if problem.g.dtype == torch.bfloat16 else 2
     if k.dtype == torch.float32:

@@ -33,31 +33,7 @@ import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
-from slipstream.kernels.linear.triton.vector_decay.dqkg_levels import (
-    Constants,
-    Refs,
-    grads_by_levels,
-    outputs_by_levels,
-)
-from slipstream.kernels.linear.triton.vector_decay.dqkg_quarters import grads_by_quarters
-from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
-    Sizes,
-    anchored_reads,
-    are_halves_safe,
-    are_quarters_safe,
-    half_sums,
-    is_block_safe,
-    is_chunk_safe,
-    offsets,
-    prefix_span,
-    prefix_span_bwd,
-    quarter_halves,
-    spans_to_gates_bwd,
-    split_gates,
-    suffix_span_bwd,
-    sums,
-    tokens,
-)
+from slipstream.kernels.linear.triton.vector_decay import dqkg_levels, dqkg_quarters, subchunk_decay
 
 
 @triton.jit
@@ -110,20 +86,20 @@ def vector_decay_dqkg_kernel(
 
     grid (ceil(K / BK) * HV * chunks,) for PIECES 1, for others at least total / MAX_CHUNKS.
     """
-    c: tl.constexpr = Constants(
+    c: tl.constexpr = dqkg_levels.Constants(
         K, BK, C, LEVELS, BOUND, SHIFT, BEFORE, PACKED, BF16_TERMS, PRECISION
     )
-    refs = Refs(
+    refs = dqkg_levels.Refs(
         q_ptr, k_ptr, g_ptr, u_ptr, p_ptr, dqs_ptr, dke_ptr, z_ptr, dq_ptr, dk_ptr, dg_ptr, du_ptr,
         decay_ptr, ones_ptr, cu_ptr,
     )  # fmt: skip
     if not GROUPED:
         HK = HV
-    sizes = Sizes(T, N, HV, HK)
+    sizes = subchunk_decay.Sizes(T, N, HV, HK)
     NK: tl.constexpr = (K + BK - 1) // BK
     if PIECES == 1:
         pid = tl.program_id(0)
-        if is_block_safe(decay_ptr + (pid // NK).to(tl.int64) * K, K, ALL, BOUND):
+        if subchunk_decay.is_block_safe(decay_ptr + (pid // NK).to(tl.int64) * K, K, ALL, BOUND):
             _tile(refs, scale, pid, sizes, c, 0.0)
     else:
         # most programs end here
@@ -134,12 +110,12 @@ def vector_decay_dqkg_kernel(
             if tl.max((b_pieces == 4).to(tl.int32), 0) == 0:
                 return
         else:
-            if is_chunk_safe(decay_ptr, total, NK, K, ALL, BOUND, MAX_CHUNKS):
+            if subchunk_decay.is_chunk_safe(decay_ptr, total, NK, K, ALL, BOUND, MAX_CHUNKS):
                 return
         for i_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
             at = tl.cast(i_tile // NK, tl.int64)
             if PIECES == 2:
-                if not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
+                if not subchunk_decay.is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
                     pieces = _safe_pieces(refs, i_tile, sizes, c)
                     tl.store(pieces_ptr + i_tile, pieces)
                     if pieces == 2:
@@ -147,19 +123,21 @@ def vector_decay_dqkg_kernel(
             elif PIECES == 4:
                 # of a chunk that is one safe block nothing is known
                 by_quarters = tl.load(pieces_ptr + i_tile) == 4
-                if by_quarters and not is_block_safe(decay_ptr + at * K, K, ALL, BOUND):
+                if by_quarters and not subchunk_decay.is_block_safe(
+                    decay_ptr + at * K, K, ALL, BOUND
+                ):
                     # 32 channels at a time have no stack, but products that ptxas 12.8 gets wrong
-                    grads_by_quarters(refs, scale, i_tile, sizes, c)
+                    dqkg_quarters.grads_by_quarters(refs, scale, i_tile, sizes, c)
             else:
-                strong = not is_block_safe(decay_ptr + at * K, K, ALL, BOUND)
+                strong = not subchunk_decay.is_block_safe(decay_ptr + at * K, K, ALL, BOUND)
                 if pieces_ptr is not None:
                     strong = strong and tl.load(pieces_ptr + i_tile) == 0
                 if strong:
                     if dk_ptr is None:
                         tl.static_assert(u_ptr is None)
-                        outputs_by_levels(refs, scale, i_tile, sizes, c)
+                        dqkg_levels.outputs_by_levels(refs, scale, i_tile, sizes, c)
                     else:
-                        grads_by_levels(refs, scale, i_tile, sizes, c)
+                        dqkg_levels.grads_by_levels(refs, scale, i_tile, sizes, c)
 
 
 @triton.jit
@@ -177,11 +155,13 @@ def _safe_pieces(refs, i_tile, sizes, c):
         p_g, HV * c.K, o_c, o_c < length - i_c * c.C, o_k, c.K, c.K % c.BK != 0
     )  # [C, BK]
     b_g = b_g.to(tl.float32)
-    b_early, b_late = half_sums(b_g, c.C)
+    b_early, b_late = subchunk_decay.half_sums(b_g, c.C)
     pieces = 2
     # a branch: most chunks that are not one safe block end here
-    if not are_halves_safe(b_early, b_late):
-        pieces = tl.where(are_quarters_safe(quarter_halves(b_g)), 4, 0)
+    if not subchunk_decay.are_halves_safe(b_early, b_late):
+        pieces = tl.where(
+            subchunk_decay.are_quarters_safe(subchunk_decay.quarter_halves(b_g)), 4, 0
+        )
     return pieces
 
 
@@ -201,7 +181,7 @@ def _tile(refs, scale, pid, sizes, c, APART: tl.constexpr):
     o_k = (pid % NK) * c.BK + tl.arange(0, c.BK)
     m_c = o_c < length - i_c * c.C
     row = begin + i_c * c.C
-    rows = tokens(c.C, tl.bfloat16 if c.BF16_TERMS > 0 else tl.float32)
+    rows = subchunk_decay.tokens(c.C, tl.bfloat16 if c.BF16_TERMS > 0 else tl.float32)
     i_k = (row * HK + i_h // (HV // HK)) * c.K
     i_o = (row * HV + i_h) * c.K
     at_o = o_c[:, None] * (HV * c.K) + o_k[None, :]
@@ -217,20 +197,24 @@ def _tile(refs, scale, pid, sizes, c, APART: tl.constexpr):
         b_u = tl.load(refs.u + i_h * c.K + o_k, mask=o_k < c.K, other=0.0).to(tl.float32) * scale
         b_diagonal = tl.load(refs.p + at * (c.C * c.C) + o_c * (c.C + 1)).to(tl.float32)
         b_diag = b_diagonal[:, None] * b_u[None, :]
-    b_g, b_terms = split_gates(b_g, c.BF16_TERMS)
-    b_G = sums(prefix_span(rows, False), b_terms, c.BF16_TERMS, c.PRECISION)
+    b_g, b_terms = subchunk_decay.split_gates(b_g, c.BF16_TERMS)
+    b_G = subchunk_decay.sums(
+        subchunk_decay.prefix_span(rows, False), b_terms, c.BF16_TERMS, c.PRECISION
+    )
     b_early = None
     if APART > 0:
-        b_early, b_late = half_sums(b_g, c.C)
-        b_G -= offsets(b_early, rows, APART)
+        b_early, b_late = subchunk_decay.half_sums(b_g, c.C)
+        b_G -= subchunk_decay.offsets(b_early, rows, APART)
     b_w = b_k * tl.exp2(-b_G)  # [C, BK]
     b_e = b_G
     if c.BEFORE:
-        b_e = sums(prefix_span(rows, True), b_terms, c.BF16_TERMS, c.PRECISION)
+        b_e = subchunk_decay.sums(
+            subchunk_decay.prefix_span(rows, True), b_terms, c.BF16_TERMS, c.PRECISION
+        )
         if APART > 0:
-            b_e -= offsets(b_early, rows, APART)
+            b_e -= subchunk_decay.offsets(b_early, rows, APART)
     b_e = tl.exp2(b_e)
-    b_dr = anchored_reads(
+    b_dr = subchunk_decay.anchored_reads(
         b_p, b_w, b_dq, b_early, rows, b_k.dtype, c.BEFORE, APART, c.PRECISION
     )  # [C, BK]
     b_w = b_w.to(b_k.dtype)
@@ -245,22 +229,26 @@ def _tile(refs, scale, pid, sizes, c, APART: tl.constexpr):
         b_dw = anchored_writes(b_p, b_r, rows, c.BEFORE, APART, c.PRECISION)  # [C, BK]
         b_dg = tl.zeros((c.C, c.BK), tl.float32) + b_z[None, :]
         if c.BEFORE:
-            b_dg = spans_to_gates_bwd(
-                prefix_span_bwd(rows, c.C, True), b_leave, b_dg, TWO, c.PRECISION
+            b_dg = subchunk_decay.spans_to_gates_bwd(
+                subchunk_decay.prefix_span_bwd(rows, c.C, True), b_leave, b_dg, TWO, c.PRECISION
             )
             b_leave = tl.zeros((c.C, c.BK), tl.float32)
         b_leave -= b_w * b_dw
-        b_dg = spans_to_gates_bwd(
-            prefix_span_bwd(rows, c.C, False), b_leave, b_dg, TWO, c.PRECISION
+        b_dg = subchunk_decay.spans_to_gates_bwd(
+            subchunk_decay.prefix_span_bwd(rows, c.C, False), b_leave, b_dg, TWO, c.PRECISION
         )
         b_dk = load_block(refs.dke + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
         if APART > 0:
-            b_enter = b_dk * tl.exp2(b_late[None, :] - offsets(0.0 * b_early, rows, APART))
+            b_enter = b_dk * tl.exp2(
+                b_late[None, :] - subchunk_decay.offsets(0.0 * b_early, rows, APART)
+            )
         else:
             b_end = tl.load(refs.decay + at * c.K + o_k, mask=o_k < c.K, other=0.0)
             b_enter = b_dk * b_end[None, :]
         b_dw += b_enter
-        b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_w * b_enter, b_dg, ONE, c.PRECISION)
+        b_dg = subchunk_decay.spans_to_gates_bwd(
+            subchunk_decay.suffix_span_bwd(rows), b_w * b_enter, b_dg, ONE, c.PRECISION
+        )
         tl.store(refs.dg + i_o + at_o, (b_dg * scale).to(refs.dg.dtype.element_ty), mask=m_o)
         b_dk = b_dw * tl.exp2(-b_G) * scale
         if refs.u is not None:

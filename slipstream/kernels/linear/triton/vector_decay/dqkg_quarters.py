@@ -11,17 +11,7 @@ import triton.language as tl
 
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
-from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
-    block_span,
-    dot_with,
-    prefix_span_bwd,
-    quarter_halves,
-    spans_to_gates_bwd,
-    split_gates,
-    suffix_span_bwd,
-    sums,
-    tokens,
-)
+from slipstream.kernels.linear.triton.vector_decay import subchunk_decay
 
 
 @triton.jit
@@ -64,7 +54,7 @@ def _reads(b_p, b_w, b_dqs, b_h, rows, dtype: tl.constexpr, PRECISION: tl.conste
     for quarter in range(4):
         end = (quarter + 1) * (C // 4)
         of = (j >= end - C // 4) & (j < end)
-        b_dr += dot_with(tl.where(of, b_p, 0.0).to(b_p.dtype), b_w, dtype, PRECISION)
+        b_dr += subchunk_decay.dot_with(tl.where(of, b_p, 0.0).to(b_p.dtype), b_w, dtype, PRECISION)
         b_dr = _to_quarter(b_dr, b_h, quarter, quarter + 1, i >= end)
     return b_dr
 
@@ -103,7 +93,7 @@ def grads_by_quarters(refs, scale, i_tile, sizes, c):
     o_k = (i_tile % NK) * c.BK + tl.arange(0, c.BK)
     m_c = o_c < length - i_c * c.C
     row = begin + i_c * c.C
-    rows = tokens(c.C, tl.bfloat16 if c.BF16_TERMS > 0 else tl.float32)
+    rows = subchunk_decay.tokens(c.C, tl.bfloat16 if c.BF16_TERMS > 0 else tl.float32)
     i_k = (row * HK + i_h // (HV // HK)) * c.K
     i_o = (row * HV + i_h) * c.K
     at_o = o_c[:, None] * (HV * c.K) + o_k[None, :]
@@ -117,14 +107,18 @@ def grads_by_quarters(refs, scale, i_tile, sizes, c):
     b_u = tl.full((c.BK,), 1.0, tl.float32) * scale
     if refs.u is not None:
         b_u *= tl.load(refs.u + i_h * c.K + o_k, mask=o_k < c.K, other=0.0).to(tl.float32)
-    b_g, b_terms = split_gates(b_g, c.BF16_TERMS)
-    b_h = quarter_halves(b_g)
-    b_G = sums(block_span(rows, SPAN, False), b_terms, c.BF16_TERMS, c.PRECISION)
+    b_g, b_terms = subchunk_decay.split_gates(b_g, c.BF16_TERMS)
+    b_h = subchunk_decay.quarter_halves(b_g)
+    b_G = subchunk_decay.sums(
+        subchunk_decay.block_span(rows, SPAN, False), b_terms, c.BF16_TERMS, c.PRECISION
+    )
     b_G -= _of_tokens(b_h, c.C)
     b_w = b_k * tl.exp2(-b_G)  # [C, BK]
     b_e = b_G
     if c.BEFORE:
-        b_e = sums(block_span(rows, SPAN, True), b_terms, c.BF16_TERMS, c.PRECISION)
+        b_e = subchunk_decay.sums(
+            subchunk_decay.block_span(rows, SPAN, True), b_terms, c.BF16_TERMS, c.PRECISION
+        )
         b_e -= _of_tokens(b_h, c.C)
     b_e = tl.exp2(b_e)
     b_dr = _reads(b_p, b_w, b_dq, b_h, rows, b_k.dtype, c.PRECISION)  # [C, BK]
@@ -139,15 +133,19 @@ def grads_by_quarters(refs, scale, i_tile, sizes, c):
     b_z = tl.load(refs.z + at * c.K + o_k, mask=o_k < c.K, other=0.0)
     b_dg = tl.zeros((c.C, c.BK), tl.float32) + b_z[None, :]
     if c.BEFORE:
-        span = prefix_span_bwd(rows, c.C, True)
-        b_dg = spans_to_gates_bwd(span, b_leave, b_dg, ALL_TERMS, c.PRECISION)
+        span = subchunk_decay.prefix_span_bwd(rows, c.C, True)
+        b_dg = subchunk_decay.spans_to_gates_bwd(span, b_leave, b_dg, ALL_TERMS, c.PRECISION)
         b_leave = tl.zeros((c.C, c.BK), tl.float32)
     b_leave -= b_w * b_dw
-    b_dg = spans_to_gates_bwd(prefix_span_bwd(rows, c.C, False), b_leave, b_dg, TERMS, c.PRECISION)
+    b_dg = subchunk_decay.spans_to_gates_bwd(
+        subchunk_decay.prefix_span_bwd(rows, c.C, False), b_leave, b_dg, TERMS, c.PRECISION
+    )
     b_dk = load_block(refs.dke + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
     b_enter = b_dk * _of_tokens(tl.exp2(_until_end(b_h)), c.C)
     b_dw += b_enter
-    b_dg = spans_to_gates_bwd(suffix_span_bwd(rows), b_w * b_enter, b_dg, ONE, c.PRECISION)
+    b_dg = subchunk_decay.spans_to_gates_bwd(
+        subchunk_decay.suffix_span_bwd(rows), b_w * b_enter, b_dg, ONE, c.PRECISION
+    )
     tl.store(refs.dg + i_o + at_o, (b_dg * scale).to(refs.dg.dtype.element_ty), mask=m_o)
     if c.BEFORE:
         b_dk = b_dw * tl.exp2(-b_G) * scale

@@ -26,40 +26,12 @@ from slipstream.kernels.linear.triton.common.gate_ones import (
     load_ones,
 )
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
-from slipstream.kernels.linear.triton.dplr.intra_anchored import (
-    FAR,
-    WHOLE,
-    anchored_writes,
-    exp2_of_start,
-    is_read_anchored,
-    lowest_read,
-    middle_of,
-    strongest_half,
-    together,
-)
+from slipstream.kernels.linear.triton.dplr import intra_anchored
+from slipstream.kernels.linear.triton.dplr.intra_anchored import FAR, WHOLE
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E
-from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import (
-    HALF,
-    Sizes,
-    block_factors,
-    chunk_writes,
-    decay,
-    half_sums,
-    is_block_safe,
-    is_chunk_safe,
-    is_in_later_half,
-    is_read_safe,
-    prefix_span,
-    same_block,
-    siblings,
-    split_bf16,
-    split_gates,
-    suffix_span,
-    sums,
-    sums_of,
-    tokens,
-)
+from slipstream.kernels.linear.triton.vector_decay import subchunk_decay
+from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import HALF
 
 # what a kernel passes on: pointers and constants
 Refs = namedtuple("Refs", "q k g u a ones cu")
@@ -72,7 +44,7 @@ Constants = namedtuple(
 def _from_middle(b_cut, b_early, rows, APART: tl.constexpr):
     """G - n [C, BK], and the middle [BK]: dplr/intra_anchored.py's, of G in base 2 and FAR."""
     later = (rows >= rows.shape[0] // 2)[:, None]
-    b_middle = middle_of(b_early, HALF / 2, APART)
+    b_middle = intra_anchored.middle_of(b_early, HALF / 2, APART)
     b_far = b_middle[None, :] + tl.where(later, FAR - APART, FAR + APART)
     return b_cut - b_far, b_middle
 
@@ -93,10 +65,10 @@ def _read_decay(b):
 def _factors(b_q, b_k, b_cut, b_early, rows, o_c, APART: tl.constexpr):
     """r and w of A, and qs, [C, BK]; b_cut: G + FAR."""
     b_e, b_middle = _from_middle(b_cut, b_early, rows, APART)
-    b_w = (b_k * anchored_writes(b_e, HALF / 2, APART)).to(b_k.dtype)
+    b_w = (b_k * intra_anchored.anchored_writes(b_e, HALF / 2, APART)).to(b_k.dtype)
     b_wide = b_q * _read_decay(b_e)
     b_r = b_wide.to(b_k.dtype)
-    b_start = (b_wide * exp2_of_start(b_middle, o_c, APART)).to(b_k.dtype)
+    b_start = (b_wide * intra_anchored.exp2_of_start(b_middle, o_c, APART)).to(b_k.dtype)
     return b_r, b_w, b_start
 
 
@@ -143,7 +115,7 @@ def vector_decay_intra_fwd_kernel(
         i_k = (row * HK + i_h // (HV // HK)) * K
         i_g = (row * HV + i_h) * K
         at = i_chunk.to(tl.int64) * HV + i_h
-        rows = tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
+        rows = subchunk_decay.tokens(C, tl.bfloat16 if BF16_TERMS > 0 else tl.float32)
         b_a = tl.zeros((C, C), tl.float32)
         b_diag = tl.zeros((C,), tl.float32)
         strongest = tl.full((), 0.0, tl.float32)  # decay of a half of the chunk
@@ -156,10 +128,12 @@ def vector_decay_intra_fwd_kernel(
             b_k = load_block(k_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
             if q_ptr is not None:
                 b_q = load_block(q_ptr + i_k, HK * K, o_c, m_c, o_k, K, K % BK != 0)  # [C, BK]
-            b_g, b_terms = split_gates(b_g, BF16_TERMS)
-            b_end = b_k * decay(suffix_span(rows, C), b_terms, BF16_TERMS, PRECISION)
+            b_g, b_terms = subchunk_decay.split_gates(b_g, BF16_TERMS)
+            b_end = b_k * subchunk_decay.decay(
+                subchunk_decay.suffix_span(rows, C), b_terms, BF16_TERMS, PRECISION
+            )
             b_total = tl.sum(b_g, 0) * LOG2E  # [BK]
-            b_first, b_rest = split_bf16(b_end, b_k.dtype)
+            b_first, b_rest = subchunk_decay.split_bf16(b_end, b_k.dtype)
             tl.store(ke_ptr + o_o, b_first, mask=m_o)
             if rest_ptr is not None:
                 tl.store(rest_ptr + o_o, b_rest, mask=m_o)
@@ -167,7 +141,9 @@ def vector_decay_intra_fwd_kernel(
             if q_ptr is not None:
                 if BEFORE:
                     b_diag += _diagonal(b_q, b_k, u_ptr, i_h, o_k, K)
-                b_until = sums(prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION)
+                b_until = subchunk_decay.sums(
+                    subchunk_decay.prefix_span(rows, False), b_terms, BF16_TERMS, PRECISION
+                )
                 if APART > 0:
                     tl.static_assert(not BEFORE)
                     weak = False
@@ -182,18 +158,22 @@ def vector_decay_intra_fwd_kernel(
                         tl.store(qs_ptr + o_o, b_r, mask=m_o)
                         b_a = tl.dot(b_r, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
                     else:
-                        b_early, b_late = half_sums(b_g, C)
-                        b_half = strongest_half(b_early, b_late, HALF / 2, APART)
+                        b_early, b_late = subchunk_decay.half_sums(b_g, C)
+                        b_half = intra_anchored.strongest_half(b_early, b_late, HALF / 2, APART)
                         strongest = tl.maximum(strongest, tl.max(b_half, 0))
                         b_r, b_w, b_start = _factors(b_q, b_k, b_cut, b_early, rows, o_c, APART)
                         tl.store(qs_ptr + o_o, b_start, mask=m_o)
                         b_a = tl.dot(b_r, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
                         if K <= BK:
-                            b_a = together(b_a, o_c, APART)
+                            b_a = intra_anchored.together(b_a, o_c, APART)
                 else:
-                    b_w = (b_k * chunk_writes(b_until, BOUND)).to(b_k.dtype)  # [C, BK]
+                    b_w = (b_k * subchunk_decay.chunk_writes(b_until, BOUND)).to(
+                        b_k.dtype
+                    )  # [C, BK]
                     if BEFORE:
-                        b_until = sums(prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION)
+                        b_until = subchunk_decay.sums(
+                            subchunk_decay.prefix_span(rows, True), b_terms, BF16_TERMS, PRECISION
+                        )
                     b_r = (b_q * tl.exp2(b_until)).to(b_k.dtype)
                     tl.store(qs_ptr + o_o, b_r, mask=m_o)
                     b_a = tl.dot(b_r, tl.trans(b_w), b_a, input_precision=PRECISION)  # [C, C]
@@ -201,7 +181,7 @@ def vector_decay_intra_fwd_kernel(
             if APART > 0:
                 tl.store(strong_ptr + at, (strongest > HALF).to(tl.int32))
                 if K > BK:
-                    b_a = together(b_a, o_c, APART)
+                    b_a = intra_anchored.together(b_a, o_c, APART)
             _store_scores(a_ptr + at * (C * C), b_a, b_diag, rows, None, C, BEFORE)
     if p_ptr is not None:
         i_x = (row * HX + i_h // (HV // HX)) * V
@@ -237,21 +217,23 @@ def vector_decay_scores_kernel(
     refs = Refs(q_ptr, k_ptr, g_ptr, u_ptr, a_ptr, ones_ptr, cu_ptr)
     if not GROUPED:
         HK = HV
-    sizes = Sizes(T, N, HV, HK)
+    sizes = subchunk_decay.Sizes(T, N, HV, HK)
     if APART > 0:
         # one load for all chunks of this program, up to MAX_CHUNKS
         o_at = tl.program_id(0) + tl.arange(0, MAX_CHUNKS) * tl.num_programs(0)
         strong = tl.load(strong_ptr + o_at, mask=o_at < total, other=0)
         weak = tl.max(strong, 0) == 0
     else:
-        weak = is_chunk_safe(decay_ptr, total, 1, K, ALL, BOUND, MAX_CHUNKS)
+        weak = subchunk_decay.is_chunk_safe(decay_ptr, total, 1, K, ALL, BOUND, MAX_CHUNKS)
     if weak:
         return
     for at in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         if APART > 0:
             weak = tl.load(strong_ptr + at) == 0
         else:
-            weak = is_block_safe(decay_ptr + tl.cast(at, tl.int64) * K, K, ALL, BOUND)
+            weak = subchunk_decay.is_block_safe(
+                decay_ptr + tl.cast(at, tl.int64) * K, K, ALL, BOUND
+            )
         if not weak:
             _scores(refs, at, sizes, c)
 
@@ -268,7 +250,7 @@ def _scores(refs, at, sizes, c):
     row = begin + i_c * c.C
     i_k = (row * HK + i_h // (HV // HK)) * c.K
     i_g = (row * HV + i_h) * c.K
-    rows = tokens(c.C, tl.bfloat16 if c.BF16_TERMS > 0 else tl.float32)
+    rows = subchunk_decay.tokens(c.C, tl.bfloat16 if c.BF16_TERMS > 0 else tl.float32)
     b_a = tl.zeros((c.C, c.C), tl.float32)
     b_diag = tl.zeros((c.C,), tl.float32)
     b_lowest = tl.zeros((c.C,), tl.float32)
@@ -278,24 +260,24 @@ def _scores(refs, at, sizes, c):
         b_k = load_block(refs.k + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
         b_g = load_block(refs.g + i_g, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
         b_diag += _diagonal(b_q, b_k, refs.u, i_h, o_k, c.K)
-        b_g, b_terms = split_gates(b_g, c.BF16_TERMS)
+        b_g, b_terms = subchunk_decay.split_gates(b_g, c.BF16_TERMS)
         if c.APART > 0:
             b_ones = load_ones(refs.ones, START, c.C, WRITES)
-            b_until = sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION)
-            b_early, _ = half_sums(b_g, c.C)
+            b_until = subchunk_decay.sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION)
+            b_early, _ = subchunk_decay.half_sums(b_g, c.C)
             b_e, b_middle = _from_middle(b_until + FAR, b_early, rows, c.APART)
-            b_low = lowest_read(b_e, b_middle, b_early, o_c, HALF / 2, c.APART)
+            b_low = intra_anchored.lowest_read(b_e, b_middle, b_early, o_c, HALF / 2, c.APART)
         else:
             b_ones = load_ones(refs.ones, START, c.C, READS if c.BEFORE else WRITES)
-            b_low = tl.min(sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION), 1)
+            b_low = tl.min(subchunk_decay.sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION), 1)
         b_lowest = tl.minimum(b_lowest, b_low)
-        b_read, b_write, first, safe = block_factors(
+        b_read, b_write, first, safe = subchunk_decay.block_factors(
             refs.ones, b_terms, c.BOUND, c.SHIFT, c.BEFORE, c.BF16_TERMS, c.PRECISION
         )
         b_r = (b_q * b_read).to(b_q.dtype)  # [C, BK]
         b_w = (b_k * b_write).to(b_k.dtype)  # [C, BK]
         b_rw = tl.dot(b_r, tl.trans(b_w), input_precision=c.PRECISION)  # [C, C]
-        b_a += tl.where(same_block(rows, BASE), b_rw, 0.0)
+        b_a += tl.where(subchunk_decay.same_block(rows, BASE), b_rw, 0.0)
         for level in range(first, BASE):
             b_x = tl.where(safe, 0.0, b_q)
             b_ones = load_ones(refs.ones, MIDDLE + level, c.C, BOTH if c.BEFORE else WRITES)
@@ -304,9 +286,9 @@ def _scores(refs, at, sizes, c):
             b_ones = load_ones(refs.ones, MIDDLE + level, c.C, BOTH if c.BEFORE else WRITES)
             b_a = _add_level(b_a, b_q, b_k, b_ones, level, b_terms, rows, c.BF16_TERMS, c.PRECISION)
     if c.APART > 0:
-        other = is_read_anchored(b_lowest, HALF / 2) == 0
+        other = intra_anchored.is_read_anchored(b_lowest, HALF / 2) == 0
     else:
-        other = is_read_safe(b_lowest, c.BOUND) == 0
+        other = subchunk_decay.is_read_safe(b_lowest, c.BOUND) == 0
     p_a = refs.a + tl.cast(at, tl.int64) * (c.C * c.C)
     _store_scores(p_a, b_a, b_diag, rows, other[:, None], c.C, True)
 
@@ -317,10 +299,12 @@ def _add_level(
     BF16_TERMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores and those of one level, [C, C]."""
-    b_e = tl.exp2(sums_of(b_ones, b_terms, BF16_TERMS, PRECISION))
-    b_x = (tl.where(is_in_later_half(rows, level), b_q, b_k) * b_e).to(b_q.dtype)  # [C, BK]
+    b_e = tl.exp2(subchunk_decay.sums_of(b_ones, b_terms, BF16_TERMS, PRECISION))
+    b_x = (tl.where(subchunk_decay.is_in_later_half(rows, level), b_q, b_k) * b_e).to(
+        b_q.dtype
+    )  # [C, BK]
     b_xx = tl.dot(b_x, tl.trans(b_x), input_precision=PRECISION)  # [C, C]
-    return b_a + tl.where(siblings(rows, level), b_xx, 0.0)
+    return b_a + tl.where(subchunk_decay.siblings(rows, level), b_xx, 0.0)
 
 
 @triton.jit

@@ -4,5 +4,4 @@ fence_async_shared: Any
 mbarrier: Any
 tma: Any
 warpgroup_mma: Any
-warpgroup_mma_init: Any
 warpgroup_mma_wait: Any

@@ -3,13 +3,8 @@
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common.device import locate_segment
-from slipstream.kernels.primitives.gluon_compat import (
-    gl,
-    gluon,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # log2 of what a gate leaves: below it nothing crosses the gate (triton/scalar_decay/device.py)
 MIN_CROSSED = gl.constexpr(-32 * 1.4426950408889634)
@@ -206,7 +201,7 @@ def masked_scores(
         else:
             b_start = gl.exp2(sums.load(gl.SliceLayout(1, ol)))
     # the exponentials above need no product: they ran beside it
-    b_a = warpgroup_mma_wait(0, deps=(b_a,))
+    b_a = sm90.warpgroup_mma_wait(0, deps=(b_a,))
     mbarrier.arrive(queries.empty.index(b), count=1)
     mbarrier.arrive(empty.index(s), count=1)
     if HAS_GATE:

@@ -7,16 +7,11 @@ Import this only where a kernel is wanted: it imports Triton.
 import triton
 from triton.experimental import gluon as gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_init,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia import hopper as _hopper
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 
+mbarrier, tma, fence_async_shared = _hopper.mbarrier, _hopper.tma, _hopper.fence_async_shared
+warpgroup_mma, warpgroup_mma_wait = _hopper.warpgroup_mma, _hopper.warpgroup_mma_wait
 # a tile between global and shared memory by TMA; 3.9 has the new names alone, 3.6 the old ones
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -56,22 +51,3 @@ def uniform(n):
             pack=1,
         )
     return n
-
-
-__all__ = [
-    "LARGER_VIEWS",
-    "TensorDescriptor",
-    "copy_in",
-    "copy_out",
-    "fence_async_shared",
-    "gl",
-    "gluon",
-    "mbarrier",
-    "store_wait",
-    "threads_together",
-    "tma",
-    "uniform",
-    "warpgroup_mma",
-    "warpgroup_mma_init",
-    "warpgroup_mma_wait",
-]
