@@ -109,3 +109,21 @@ def test_import_share_has_a_limit(
     monkeypatch.setattr(sizes, "IMPORT_SHARE", share)
     assert sizes.main() == (share == 0.0)
     assert ("of its lines, at most 0.0%" in capsys.readouterr().out) == (share == 0.0)
+
+
+@pytest.mark.parametrize("ceiling", ["PACKAGE_LINES", "CONSTANTS"])
+def test_package_has_ceilings(
+    sizes: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, ceiling: str
+) -> None:
+    monkeypatch.chdir(TOOLS.parent)
+    some = [x for x in sizes.tracked() if x.is_relative_to("slipstream/compiler")]
+    count = {
+        "PACKAGE_LINES": sum(x.read_text().count("\n") for x in some),
+        "CONSTANTS": sum(map(sizes.numbers, some)),
+    }[ceiling]
+    monkeypatch.setattr(sizes, "tracked", lambda: some)
+    monkeypatch.setattr(sizes, "IMPORT_SHARE", 1.0)
+    for most in (count, count - 1):
+        monkeypatch.setattr(sizes, ceiling, most)
+        assert sizes.main() == (most < count)
+        assert (f"at most {most}\n" in capsys.readouterr().out) == (most < count)

@@ -26,7 +26,7 @@ FUNCTIONS_WITH_MANY = 23
 COMMENT_SHARE = 0.05
 # of the package's lines, those of import statements: what has been reached, rounded up to 0.1%. A
 # module in place of names that stand one a line saves lines.
-IMPORT_SHARE = 0.058
+IMPORT_SHARE = 0.049
 # lines of host code for each of device code: what has been reached, rounded up to 0.01. Small are
 # the families beside the linear one and attention, without what families share.
 HOST_PER_DEVICE = {"kernels": 1.01, "small families": 1.78}
@@ -36,6 +36,10 @@ NO_CODE = (
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     tokenize.ENDMARKER,
 )
+# the package's lines, and its module-level constants with numbers: what has been reached, with 1%
+# of room, to be lowered wherever code goes
+PACKAGE_LINES = 91_500
+CONSTANTS = 490
 # comments for tools
 DIRECTIVES = ("# fmt:", "# noqa", "# pyright:")
 
@@ -185,6 +189,12 @@ def main() -> int:
         found.append(
             f"slipstream: imports take {share:.2%} of its lines, at most {IMPORT_SHARE:.1%}"
         )
+    lines = sum(x.read_text().count("\n") for x in package)
+    if lines > PACKAGE_LINES:
+        found.append(f"slipstream: {lines} lines, at most {PACKAGE_LINES}")
+    constants = sum(map(numbers, package))
+    if constants > CONSTANTS:
+        found.append(f"slipstream: {constants} constants with numbers, at most {CONSTANTS}")
     ratios = host_per_device(kernels)
     for name, most in HOST_PER_DEVICE.items():
         if ratios.get(name, 0) > most:
@@ -195,7 +205,7 @@ def main() -> int:
     print(
         f"sizes: host lines a device line: {', '.join(f'{x} {n:.2f}' for x, n in ratios.items())}"
     )
-    print(f"sizes: {sum(map(numbers, package))} constants with numbers in the package")
+    print(f"sizes: {lines} lines and {constants} constants with numbers in the package")
     return 1 if found else 0
 
 
