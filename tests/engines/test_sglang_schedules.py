@@ -64,7 +64,7 @@ class Schedule:
         self.pool = object.__new__(base.pool)
         self.cache = base.pool.SpeculativeState(
             conv=[torch.zeros(1, SLOTS, 3, 2 * H * K + HV * V)],
-            temporal=torch.zeros(1, SLOTS, HV, V, K),
+            temporal=torch.randn(1, SLOTS, HV, V, K),
             intermediate_ssm=torch.zeros(1, ROWS, DRAFTS, HV, V, K),
             intermediate_conv_window=[torch.zeros(1, ROWS, DRAFTS, 3, 2 * H * K + HV * V)],
         )
