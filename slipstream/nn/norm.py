@@ -1,5 +1,6 @@
 """Norms of the last dimension: RMSNorm, LayerNorm and GroupNorm as torch.nn's, and two more."""
 
+import functools
 from typing import Any
 
 import torch
@@ -69,8 +70,7 @@ class RMSNorm(_Norm):
     @property
     def row_norm(self) -> NormOptions | None:
         """For kernels that make the norm of rows beside other things; None where none can."""
-        norm = None if self.eps is None else NormOptions(self.eps, **self.options)
-        return norm if norm is not None and norm.is_row_norm else None
+        return None if self.eps is None else _row_norm(self.eps, *self.options.items())
 
     def forward(
         self,
@@ -216,6 +216,12 @@ class L2Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return l2_norm(x, eps=self.eps)
+
+
+@functools.cache
+def _row_norm(eps: float, *options: tuple[str, Any]) -> NormOptions | None:
+    norm = NormOptions(eps, **dict(options))
+    return norm if norm.is_row_norm else None
 
 
 def named_norm(name: str, size: int, eps: float) -> RMSNorm | LayerNorm:
