@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.integrations import sglang, vllm
+from slipstream.integrations import sglang, vllm, vllm_calls
 from slipstream.integrations.serving import (
     prefill,
     step_drafts,
@@ -201,3 +201,24 @@ def test_slots_past_the_pool_are_refused() -> None:
         with pytest.raises(ValueError, match=f"^{name}: want less than the 3 states of the pool"):
             step_drafts(tokens, slots=slots, into=states, into_slots=into[:, None], **options)
     assert torch.equal(states, before)
+
+
+def test_vllm_prompt_without_tokens_writes_nothing() -> None:
+    """Padding behind a batch's prompts may name a block that a sequence has."""
+    x, weight, pool = torch.randn(6, 5), torch.randn(6, 4), torch.randn(5, 6, 3)
+    before = pool.clone()
+    y = vllm_calls.causal_conv1d_fn(
+        x,
+        weight,
+        None,
+        pool,
+        query_start_loc=torch.tensor([0, 5, 5, 5], dtype=torch.int32),
+        cache_indices=torch.tensor([3, 2, 0], dtype=torch.int32),
+        has_initial_state=torch.tensor([True, False, False]),
+        activation=None,
+    )
+    tokens = torch.cat([before[3], x], 1)
+    want = torch.nn.functional.conv1d(tokens[None], weight[:, None], groups=6)[0]
+    torch.testing.assert_close(y, want, atol=1e-5, rtol=1e-5)
+    assert torch.equal(pool[3], x[:, -3:]) and torch.equal(pool[:3], before[:3])
+    assert torch.equal(pool[4], before[4])
