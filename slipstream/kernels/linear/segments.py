@@ -52,7 +52,7 @@ FUSED_BWD_MIN_CHUNKS = 2  # of a segment there
 # go before; a cut has to save a fifth.
 PACKED_BWD_CHUNKS, PACKED_BWD_COST = 16, 8
 # Programs, one a head and sequence, from which on KDA's forward is one kernel. On an H200 96 take
-# 80 ns a token, however few there are, and the kernels of chunks 73 for 56 of them.
+# 71 ns a token, however few there are, and the kernels of chunks 73 for 56 of them.
 FUSED_FWD_MIN_PROGRAMS = NUM_SMS * 16 // 33
 # In chunks of a program's loop: combining one more segment with M from memory, and the launches.
 COMBINE_COST, LAUNCH_COST = 4, 18

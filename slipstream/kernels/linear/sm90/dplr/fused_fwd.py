@@ -304,9 +304,13 @@ def prepare_partition(
     stride = HV * c.K
     k_layout: gl.constexpr = descs[1].layout
     g_desc = descs[2]
-    if half < seq.n:
-        load_rows(descs, tiles, barriers, seq, half, c)
-    for i in range(half, seq.n, 2):
+    i = seq.n * 0 + half
+    more = i < seq.n
+    if more:
+        load_rows(descs, tiles, barriers, seq, i, c)
+    # with a `for`, or with the condition here, ptxas does not know that i is the same in all
+    # threads, which takes 14% more instructions
+    while more:
         s = i % c.ST
         phase = (i // c.ST) & 1
         rows = seq.length - i * c.C
@@ -325,14 +329,15 @@ def prepare_partition(
         b_least = gl.sum(b_zero, 2)
         strong = 0
         if c.STRONG:
+            p_gates = p_g + (i * c.C).to(gl.int64) * stride
             for h in gl.static_range(2):
-                b_all = gl.sum(load_gates(p_g + 64 * h, stride, rows, flat, c), 1)
+                b_all = gl.sum(load_gates(p_gates + 64 * h, stride, rows, flat, c), 1)
                 strong += (gl.min(gl.min(b_all, 1), 0) < LIMIT).to(gl.int32)
         for h in range(2):
             at = 2 * s + h
             y = half_of(tiles.b, s, h, k_layout)
             if c.STRONG:
-                b_g = load_gates(p_g + 64 * h, stride, rows, flat, c)
+                b_g = load_gates(p_gates + 64 * h, stride, rows, flat, c)
             else:
                 b_g = take_gates(g_desc, tiles, barriers, seq, i, h, half, flat, c)
             b_all = gl.sum(b_g, 1)
@@ -352,7 +357,6 @@ def prepare_partition(
             else:
                 b_low = gl.minimum(b_low, b_all)
             scale_half(tiles, at, y, b_g, b_all, flat, c)
-        p_g += 2 * c.C * stride.to(gl.int64)
         if c.STRONG:
             weak = gl.convert_layout(b_least, gl.SliceLayout(2, wl))[:, :, None] >= LIMIT
         sm90.fence_async_shared()
@@ -377,11 +381,13 @@ def prepare_partition(
             put_far(tiles, s, half, strong, b_low, flat, k_layout, c)
         sm90.fence_async_shared()
         mbarrier.arrive(barriers.made.index(s), count=1)
-        if i + 2 < seq.n:
-            n = i + 2 - c.ST  # the last block to have this place
+        i += 2
+        more = i < seq.n
+        if more:
+            n = i - c.ST  # the last block to have this place
             if n >= 0:
                 mbarrier.wait(barriers.empty.index(n % c.ST), (n // c.ST) & 1)
-            load_rows(descs, tiles, barriers, seq, i + 2, c)
+            load_rows(descs, tiles, barriers, seq, i, c)
     # both write, whether they had blocks or not: the memory was not cleared
     if not c.STRONG:
         gl.store(p_strong + half, (gl.min(gl.min(b_low, 1), 0) < LIMIT).to(gl.int32))
@@ -551,8 +557,7 @@ def kda_fused_fwd_sm90_kernel(
     o_state = delta_device.state_offset(i_n, i_h, HV, K, V)
     state_refs = delta_device.StateRefs(s_in_ptr, s_out_ptr, o_state, o_state)
     p_beta = beta_ptr + row.to(gl.int64) * HV + i_h
-    p_even = g_ptr + row.to(gl.int64) * HV * K + i_h * K
-    p_odd = p_even + C * HV * K
+    p_g = g_ptr + row.to(gl.int64) * HV * K + i_h * K
     descs = q_desc, k_desc, g_desc
     o_row = HV * V
     gl.warp_specialize(
@@ -561,8 +566,8 @@ def kda_fused_fwd_sm90_kernel(
                 v_desc, o_desc, o_ptr, tiles, barriers, state_refs, o_row, seq, scale, 0, c)),
             (scan_partition, (
                 v_desc, o_desc, o_ptr, tiles, barriers, state_refs, o_row, seq, scale, 1, c)),
-            (prepare_partition, (descs, p_even, p_beta, p_strong, tiles, barriers, HV, seq, 0, c)),
-            (prepare_partition, (descs, p_odd, p_beta, p_strong, tiles, barriers, HV, seq, 1, c)),
+            (prepare_partition, (descs, p_g, p_beta, p_strong, tiles, barriers, HV, seq, 0, c)),
+            (prepare_partition, (descs, p_g, p_beta, p_strong, tiles, barriers, HV, seq, 1, c)),
         ],
         [4, 4, 4],
         [144, 112, 112],
