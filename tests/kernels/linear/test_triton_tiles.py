@@ -39,6 +39,15 @@ def test_two_programs_of_a_scan_fit_a_multiprocessor() -> None:
     assert scans and all(x.shared <= 115_700 for x in scans)
 
 
+@pytest.mark.parametrize(("H", "stages"), [(8, {3, 4}), (32, {2, 3})])
+def test_packed_scans_of_few_heads_load_further_ahead(H: int, stages: set[int]) -> None:
+    """They then have a multiprocessor each; of many heads two share one."""
+    found = jobs("chunk_gla", Shape(B=3, T=100, H=H, K=64, V=128, packed=True), "sm_90")
+    scans = [job for job in found if job.name == "vector_decay_chunk_kernel"]
+    assert {job.stages for job in scans} == stages
+    assert all((job.compile().shared > 115_700) == (H == 8) for job in scans)
+
+
 @pytest.mark.parametrize("operator", ["chunk_simple_gla", "chunk_gla", "chunk_kda"])
 def test_wide_float32_needs_shared_memory(operator: str) -> None:
     shape = Shape(B=1, T=170, H=2, K=130, V=64, dtype=torch.float32)

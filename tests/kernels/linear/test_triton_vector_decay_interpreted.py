@@ -1,9 +1,12 @@
 """Kernels with a decay per channel under Triton's interpreter, against the float64 reference."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.runtime.backends import INTERPRETED
 from tests.support.interpreted import PARTS, interpreted
 from tests.support.linear_interpreted import (
     CHANNEL_GATES,
@@ -14,6 +17,18 @@ from tests.support.linear_interpreted import (
     reference,
 )
 from tests.support.operators import relative_error
+
+if INTERPRETED:
+    import triton
+    import triton.language as tl
+
+    from slipstream.kernels.linear.triton.vector_decay.chunk import longest_first
+
+    @triton.jit
+    def _order_kernel(cu_ptr, out_ptr, N, MAX_N: tl.constexpr):
+        i = tl.program_id(0)
+        tl.store(out_ptr + i, longest_first(cu_ptr, i, N, MAX_N, True))
+
 
 # B, T, H, HV, K, V, lengths of packed sequences
 SIZES = {
@@ -183,3 +198,15 @@ def test_channel_kernels_match_reference_when_interpreted(part: str) -> None:
         check_shifted()
         check_apart()
         check_operators()
+
+
+@interpreted
+def test_longest_first_gives_each_sequence_once_by_length() -> None:
+    # with equal and empty ones, one that ends before it begins, and more than are sorted
+    for offsets in ([0, 9], [0, 5, 5, 20, 25, 25, 26], [0, 40, 3, 60, 61], [*range(0, 20, 2), 99]):
+        N = len(offsets) - 1
+        out = torch.full((N,), -1, dtype=torch.int32)
+        _order_kernel[(N,)](torch.tensor(offsets, dtype=torch.int32), out, N, 8)
+        lengths = [max(0, b - a) for a, b in pairwise(offsets)]
+        want = sorted(range(N), key=lambda n: -lengths[n]) if N <= 8 else [*range(N)]
+        assert out.tolist() == want, offsets

@@ -16,6 +16,7 @@ from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, family_of,
 from slipstream.kernels.linear.triton.vector_decay import intra_fwd, tiles
 from slipstream.kernels.linear.triton.vector_decay.chunk import vector_decay_chunk_kernel
 from slipstream.kernels.linear.triton.vector_decay.dqkg import vector_decay_dqkg_kernel
+from slipstream.kernels.linear.triton.vector_decay.tiles import scan_stages
 from slipstream.kernels.linear.vector_decay import ChunkLaunch, IntraChunk, VectorDecayProblem
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cache, cached
@@ -151,13 +152,16 @@ class TritonVectorDecay(vector_decay.VectorDecayBackend):
         HR, HX, D, X, C = r.shape[2], x.shape[2], r.shape[-1], x.shape[-1], problem.C
         tile, BD = _chunk_tile(x.device, D, X, x.element_size(), C)
         rows: list[Any] = [r, w, x, chunks.rest, chunks.y, chunks.other]
-        a, tiles = chunks.a, None
-        if tile.tma and terms.cu_seqlens is None:
+        a, tiles, packed = chunks.a, None, terms.cu_seqlens is not None
+        programs = -(-X // tile.BX) * HV
+        whole = packed and segments is None
+        stages = scan_stages(tile, BD, x.element_size(), programs, whole)
+        if tile.tma and not packed:
             ke = tile.BX if chunks.rows else BD
             tiles = tma_descriptors(rows, [BD, BD, tile.BX, ke, tile.BX, tile.BX], C)
             if tiles is not None and a is not None:
                 a = _squares(a)
-        cached(vector_decay_chunk_kernel)[-(-X // tile.BX) * HV * num_sequences(terms, segments),](
+        cached(vector_decay_chunk_kernel)[programs * num_sequences(terms, segments),](
             **dict(zip(_ROWS, tiles or rows)),
             a_ptr=a,
             decay_ptr=intra.decay,
@@ -185,13 +189,13 @@ class TritonVectorDecay(vector_decay.VectorDecayBackend):
             ROWS=chunks.rows,
             TRANSPOSED=chunks.rows != (terms.gv is not None),
             SPLIT=segments is not None,
-            PACKED=terms.cu_seqlens is not None,
+            PACKED=packed,
             GROUPED=HR != HV or HX != HV,
             TMA=tiles is not None,
+            STAGES=stages if tile.tma else None,
             PRECISION=fp32_dot_precision(),
             num_warps=tile.warps,
-            # pointers take more shared memory: two programs then still fit a multiprocessor
-            num_stages=min(tile.stages, 2) if tile.tma and tiles is None else tile.stages,
+            num_stages=stages,
         )
 
     def chunk_pairs(self, problem: VectorDecayProblem) -> Tensor:

@@ -20,6 +20,9 @@ and every ANCHOR_INTERVAL chunks the
 state, from which the dk scan takes Z anew, since differences lose digits. Where D is below what is
 lost by rounding (FORGOTTEN) z is 0: what the differences leave is only what was lost.
 
+The loop over chunks is told its stages: Triton then also loads ahead what no product takes, such as
+decays, whose latency each chunk would have to wait for.
+
 A result in float32 of operands of 16 bits takes ke, and S where it is multiplied, in two parts: the
 second is what the first was rounded by (rest).
 """
@@ -40,6 +43,7 @@ from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import split_b
 # of 16 bits and of float32
 NEGLIGIBLE_LOG2 = tl.constexpr(2.0**-10)
 NEGLIGIBLE_LOG2_FP32 = tl.constexpr(2.0**-22)
+MAX_SORTED = tl.constexpr(64)  # sequences that programs take by their lengths
 
 
 @triton.jit
@@ -49,6 +53,23 @@ def _scores(p, chunk, o_c, C: tl.constexpr, TMA: tl.constexpr):
     else:
         b_a = tl.load(p + chunk.to(tl.int64) * (C * C) + o_c[:, None] * C + o_c[None, :])
     return b_a
+
+
+@triton.jit
+def longest_first(cu_ptr, i_n, N, MAX_N: tl.constexpr, PACKED: tl.constexpr):
+    """The i_n-th longest of at most MAX_N packed sequences, of others sequence i_n itself: the last
+    program to begin should be a short one, since all wait for it."""
+    if PACKED and N <= MAX_N:
+        o = tl.arange(0, MAX_N)
+        m = o < N
+        begin = tl.load(cu_ptr + o, mask=m, other=0)
+        # wrong offsets count as no tokens, and what is no sequence as fewer: it comes last
+        length = tl.maximum(tl.load(cu_ptr + o + 1, mask=m, other=0) - begin, 0)
+        length = tl.where(m, length, -1)
+        before = length[None, :] > length[:, None]
+        before |= (length[None, :] == length[:, None]) & (o[None, :] < o[:, None])
+        i_n = tl.sum(tl.where(tl.sum(before.to(tl.int32), 1) == i_n, o, 0), 0)
+    return i_n
 
 
 _SIZES = ["T", "N", "HV", "HR", "HX", "segment"]
@@ -72,7 +93,7 @@ def vector_decay_chunk_kernel(
     D: tl.constexpr, X: tl.constexpr, BD: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
     ANCHOR_INTERVAL: tl.constexpr, REVERSE: tl.constexpr, ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, pool_ptr=None, to_ptr=None,
+    TMA: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, pool_ptr=None, to_ptr=None,
 ):  # fmt: skip
     """grid (ceil(X / BX) * HV * segments,): a program scans one tile of X of one head and segment.
 
@@ -89,7 +110,7 @@ def vector_decay_chunk_kernel(
     pid = tl.program_id(0)
     i_x = pid % NX
     i_h = (pid // NX) % HV
-    i_seg = pid // NX // HV
+    i_seg = longest_first(cu_ptr, pid // NX // HV, N, MAX_SORTED, PACKED and not SPLIT)
     begin, length, i_b, skip, first_anchor = locate_segment(
         cu_ptr, i_seg, T, N, segment, ANCHOR_INTERVAL * C, PACKED, SPLIT
     )
@@ -143,7 +164,7 @@ def vector_decay_chunk_kernel(
         else:
             first = 0
             count = chunks
-        for i in range(count):
+        for i in tl.range(count, num_stages=STAGES):
             i_c = first + count - 1 - i if REVERSE else first + i
             t = i_c * C
             m_c = o_c < length - t

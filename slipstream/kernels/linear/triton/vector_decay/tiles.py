@@ -7,6 +7,7 @@ The scans' are those of tiles.py except for C.
 
 from dataclasses import dataclass, replace
 
+from slipstream.kernels.linear.segments import NUM_SMS
 from slipstream.kernels.linear.triton.scalar_decay import tiles
 from slipstream.kernels.linear.triton.scalar_decay.tiles import NARROWEST, ROWS, Tile, power_of_two
 
@@ -62,3 +63,14 @@ def choose_chunk_tile(family: str, D: int, X: int, bytes_each: int, C: int) -> t
     tile, BD = tiles.choose(family, D, X, bytes_each)
     table_tile = CHUNK_TILES.get((ROWS.get(family, family), bytes_each, BD), tile)
     return replace(table_tile, C=C, BX=min(table_tile.BX, tile.BX)), BD
+
+
+def scan_stages(tile: Tile, BD: int, bytes_each: int, programs: int, packed: bool) -> int:
+    """Stages of a scan. programs: of one sequence. packed: it is of whole ones, not segments.
+
+    All packed sequences wait for the longest. Where its programs are few, they get tiles one more
+    chunk ahead, which leaves each a multiprocessor of its own: gla of eight heads in 0.83 to 0.87
+    of the time with backward, on an H200.
+    """
+    fits = tile.tma and tile.stages > 1 and bytes_each == 2 and BD <= 128
+    return tile.stages + (packed and fits and 8 * programs <= NUM_SMS)
