@@ -10,6 +10,9 @@ from slipstream.common import checks
 from slipstream.compat.fixed import fixed
 from slipstream.ops.norm import layer_norm, rms_norm
 
+# what mamba_ssm's norms, which came before, do not say of the weight
+WEIGHT_OPTIONS: dict[str, Any] = {"zero_centered_weight": False}
+
 
 @checks.operator
 def layer_norm_fn(
