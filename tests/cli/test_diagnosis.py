@@ -250,6 +250,8 @@ def test_explain_names_kernels_tiles_and_reasons() -> None:
     status, text = invoke("explain", "chunk_simple_gla", "--arch", "sm_80", "--shape", "K=64,V=64")
     assert status == 0
     assert "  scalar_decay_chunk_kernel " in text and text.count("166912 bytes") == 1
+    (compiler,) = (x.partition(": ")[0] for x in text.splitlines() if x.startswith("  Triton "))
+    assert ("ptxas none" in compiler) is not compiler.endswith(")")  # whose it is
     headings = next(x.split() for x in text.splitlines() if "kernel  " in x)
     assert headings == ["kernel", "launches", "tile", "warps", "stages", "file"]
     assert " linear/triton/scalar_decay/chunk.py" in text

@@ -39,6 +39,7 @@ from slipstream.kernels.projection_step import op as projection
 from slipstream.kernels.projection_step.triton import launch as projected
 from slipstream.kernels.time_mix import rwkv7_step
 from slipstream.kernels.time_mix.triton import rwkv7
+from slipstream.layers import Attention
 from slipstream.nn import projections
 from slipstream.runtime import backends, guarded_launch
 
@@ -152,6 +153,11 @@ def makes_norms(D: int) -> bool:
         return projections.makes_norms(m(1, 1, D))
 
 
+def writes_in_kernel(D: int) -> bool:
+    k: Any = SimpleNamespace(is_cuda=True, dtype=BF16)
+    return Attention._writes_in_kernel(mock.Mock(head_dim=D), k, {"k": k})
+
+
 def refuses(call: Callable[..., Any], *args: Any) -> bool:
     try:
         call(*args)
@@ -225,6 +231,7 @@ LIMITS: dict[str, tuple[Callable[[int], Any], int] | tuple[Callable[[int], Any],
     "a step's programs": (shares, 128, 256),
     "exact scans": (scan_is_exact, 128),
     "shared norms": (lambda D: not makes_norms(D), projections.MAX_SHARED_SIZE),
+    "heads of a cache": (lambda D: not writes_in_kernel(D), 128),
     "gradients' K": (lambda K: not supports_dqkg(gated(K), X), 128, 256),
     "gradients' tokens": (lambda T: not supports_dqkg(gated(T=T), X), 2**29 - 1),
     "cached rows": (lambda n: loss._tile(n, 2) != loss.CACHED_TILE, loss.CACHED_ROW // 2),

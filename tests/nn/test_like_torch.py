@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream import nn, ops
 from slipstream.kernels.elementwise.place_tokens import place_tokens
+from slipstream.layers.call import MixerCall
 from slipstream.nn import projections
 from slipstream.nn.linear import plain_linear
 from slipstream.runtime.block_step import BlockStep
@@ -95,6 +96,12 @@ def test_short_convolution_loads_conv1ds_state_dict() -> None:
             assert torch.equal(before, kept)
             y = torch.cat([y, step], 1)
     torch.testing.assert_close(y, again(x)[0])
+
+
+def test_convolution_of_one_token_is_not_made_again() -> None:
+    for T, elements in ((1, 0), (2, 2 * 2 * D)):
+        made = MixerCall().convolution_in_parts(nn.ShortConvolution(D, 4), rows(2, T), (6, 4, 2))
+        assert made[1] == elements
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "sigmoid_glu"])

@@ -1,5 +1,6 @@
 """examples/torchtitan: torchtitan's own trainer, on a CPU, FSDP2 x context parallelism."""
 
+import ast
 import json
 import os
 import re
@@ -89,3 +90,11 @@ def test_two_ranks_train_as_one(tmp_path: Path, assets: list[str]) -> None:
     assert len(found[0]) == 3
     for one, two in zip(*found, strict=True):
         assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_options_of_replaced_modules_are_declared_alike() -> None:
+    """By keyword and in slots, whether torchtitan is installed or not."""
+    source = (ROOT / "slipstream/integrations/torchtitan.py").read_text()
+    classes = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.ClassDef)]
+    made = [ast.unparse(y) for x in classes if x.name == "Config" for y in x.decorator_list]
+    assert len(made) > 3 and {*made} == {"dataclass(kw_only=True, slots=True)"}

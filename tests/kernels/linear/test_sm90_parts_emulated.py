@@ -39,6 +39,17 @@ def test_inverse_is_of_what_is_below_the_diagonal(views: bool) -> None:
     near(torch.tensor(np.asarray(own)).flatten(), a.diagonal())
 
 
+def test_mbarriers_end_once_all_threads_are_past_them() -> None:
+    """Else a warp may still wait at one; numpy's threads are a part each, which never meet."""
+    calls, used = mock.Mock(), launches.module(SM90 + "common.device", False).invalidate_mbarriers
+    bars = mock.Mock(shape=[2])
+    with mock.patch.dict(used.__globals__, {"gl": calls, "mbarrier": calls}):
+        calls.static_range = range
+        used(bars)
+    met, *ends = (name for name, *_ in calls.method_calls)
+    assert (met, ends) == ("thread_barrier", ["invalidate"] * 2)
+
+
 @pytest.mark.parametrize("kind", ["kda", "dplr", "gdn2"])
 def test_views_of_heads_equal_those_heads_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read where they are, and o written there, beside other heads."""

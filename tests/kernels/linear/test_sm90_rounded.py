@@ -235,3 +235,19 @@ def test_scores_of_small_reads_have_digits_in_float16(monkeypatch: pytest.Monkey
     for name in ("qb", "qk"):
         off = (got[name] - want[name]).norm(dim=-1) / want[name].norm(dim=-1).clamp(min=1e-30)
         assert off.max() <= 4e-3, name
+
+
+@pytest.mark.parametrize("gates", ["weak", "to 50", "resets"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_diagonals_of_scores_are_those_of_one_token(
+    dtype: torch.dtype, gates: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its gates, and whichever kernel makes them."""
+    terms = chunk("dplr", gates, dtype, 0)
+    launches.as_numpy(monkeypatch, dtype)
+    made = prepared(terms)
+    for name, x in (("qb", terms.b), ("qk", terms.k)):
+        assert x is not None
+        want = SCALE * (terms.q * x).double().sum(-1)[0].mT
+        got = made[name][0].diagonal(dim1=-2, dim2=-1).double()
+        torch.testing.assert_close(got, want.expand(2, 64), rtol=1e-6, atol=1e-9)
