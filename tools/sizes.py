@@ -136,7 +136,7 @@ def code_lines(path: Path) -> tuple[int, int]:
 
 def host_per_device(paths: list[Path]) -> dict[str, float]:
     """Lines of host code for each of device code of the keys of HOST_PER_DEVICE, then by family."""
-    counts = dict.fromkeys(HOST_PER_DEVICE, (0, 0))
+    counts: dict[str, tuple[int, int]] = dict.fromkeys(HOST_PER_DEVICE, (0, 0))
     for path in paths:
         family = path.relative_to("slipstream/kernels").parts[0]
         groups = ["kernels", family] + ["small families"] * (family not in LARGE_FAMILIES)
