@@ -184,7 +184,7 @@ def test_prefixes_of_mamba2_are_sglangs(engine: SimpleNamespace) -> None:
 
 
 def test_mamba1_stays_with_sglang(engine: SimpleNamespace) -> None:
-    """Its rates are of channels: as mamba1.py calls the function."""
+    """Its rates are of channels: the call is that of its mixer."""
     module, _ = mixer_of(engine)
     state, x = torch.randn(SLOTS, 6, 1, S), torch.randn(2, 6, 1)
     before = state.clone()

@@ -50,7 +50,7 @@ def both(sample: Sample, size: tuple[int, int, int], packed: bool) -> None:
 @pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("sample", CHUNKED, ids=lambda x: x.op)
 def test_other_sizes_compile_nothing(sample: Sample, is_packed: bool) -> None:
-    first, *others = PACKED if is_packed else WAYS["few programs"]
+    first, *others = PACKED["few heads"] if is_packed else WAYS["few programs"]
     both(sample, first, is_packed)
     compile_ahead.finish()
     with compilations() as asked:

@@ -2,7 +2,8 @@
 
 There are few ways that a call can go: with fewer programs than the card takes at once, or with
 more, which some tiles are chosen by; with its sequences split over programs, where they are few and
-long; the delta rule back in one scan, where it has many programs. The sizes say which.
+long; the delta rule back in one scan, where it has many programs; packed, with so few heads that a
+scan's programs have a multiprocessor each. The sizes say which.
 Each is compiled when it is first wanted; within one nothing is compiled again.
 """
 
@@ -44,6 +45,7 @@ def test_other_sizes_compile_nothing_new(sample: Sample, way: str) -> None:
 
 
 @pytest.mark.parametrize("sample", CHUNKED, ids=lambda x: x.op)
-@pytest.mark.sample(which=lambda sample: sample.op in EACH)
-def test_other_packed_lengths_compile_nothing_new(sample: Sample) -> None:
-    assert_same(sample, PACKED, True)
+@pytest.mark.parametrize("way", PACKED)
+@pytest.mark.sample(which=lambda sample, way: sample.op in EACH)
+def test_other_packed_lengths_compile_nothing_new(sample: Sample, way: str) -> None:
+    assert_same(sample, PACKED[way], True)

@@ -44,17 +44,17 @@ WAYS: dict[str, tuple[str, tuple, int, dict[str, int]]] = {
     "fused": ("delta.bwd_fused", DELTA, 2, {
         "mbarrier.wait(barriers.w_empty.index(0), (gone & 1) ^ 1)": 1,
         "mbarrier.wait(barriers.state_empty.index(0), (gone & 1) ^ 1)": 1,
-        "fence_async_shared()": 2,
+        "sm90.fence_async_shared()": 2,
         "mbarrier.wait(barriers.full.index(s), (j // c.ST) & 1)": 1,
         "mbarrier.wait(barriers.w_full.index(0), i & 1)": 1,
-        "store_wait(0)": 2,
+        "sm90.store_wait(0)": 2,
         "mbarrier.wait(barriers.recomputed.index(0), block & 1)": 1,
     }),
     "simple": ("scalar_decay.chunk_fwd", SIMPLE, 0, {
         "mbarrier.wait(a_empty.index(a), ((i // 2) & 1) ^ 1)": 1,
         "mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)": 1,
         "mbarrier.wait(barriers.s_empty.index(0), (i & 1) ^ 1)": 1,
-        "fence_async_shared()": 1,
+        "sm90.fence_async_shared()": 1,
     }),
 }  # fmt: skip
 
