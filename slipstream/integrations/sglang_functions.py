@@ -289,8 +289,8 @@ def seg_la_fwd(
             where a prompt has no state yet, which a token alone is taken to have.
         caches: [rows, T / N, H, D, D] for the state after each draft, in the rows cache_indices
             [N]; the pool then stays as it is.
-        track_lens, track_state_indices: [N], of prompts: the state after so many tokens goes to
-            that slot, if it is not -1.
+        track_lens, track_state_indices: [N]: the state after the first track_lens tokens of a
+            prompt goes to the slot track_state_indices, if it is not -1.
         decouple: no effect.
 
     Raises:

@@ -92,8 +92,8 @@ def chunk_delta_rule(
     checkpoint_every_n_tokens: int = 0,
     use_cp: str | bool = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """chunk_gated_delta_rule of OLMo's layer, and fi_chunk_gated_delta_rule, which leaves a state
-    every so many tokens of each prompt, one after the other, in state_checkpoints. States are
+    """chunk_gated_delta_rule of OLMo's layer, and fi_chunk_gated_delta_rule, which writes the state
+    after each checkpoint_every_n_tokens tokens of a prompt into state_checkpoints. States are
     [N, HV, V, K]."""
     options: dict[str, Any] = {"scale": scale, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     if state_checkpoints is not None:

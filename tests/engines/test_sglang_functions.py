@@ -44,7 +44,7 @@ def refused(name: str) -> str:
 
 
 def caches(shape: tuple[int, ...]) -> SimpleNamespace:
-    """A layer's pool, with gaps between slots, and room for drafts; slot 1 is nobody's."""
+    """A layer's pool, with gaps between slots, and room for drafts; no sequence has slot 1."""
     cache = sglang_engine.Speculative(SimpleNamespace(states=None, buffer=None))
     cache.temporal = torch.randn(SLOTS, 2, *shape)[:, 0]
     cache.intermediate_ssm = torch.zeros(5, DRAFTS, *shape)

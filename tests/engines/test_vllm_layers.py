@@ -135,7 +135,7 @@ class Engine:
         return builder.build(0, common_metadata(self.backend, rows, kind.drafts), **given)
 
     def steps(self, kind: Kind, count: int, seed: int = 0) -> Scheduler:
-        """The scheduler after so many batches, all of whose tokens are right."""
+        """Runs that number of batches, asserts that all tokens are right; returns the scheduler."""
         scheduler = Scheduler(kind.pools, kind.drafts, seed, kind.least)
         wrong = 0
         for _ in range(count):

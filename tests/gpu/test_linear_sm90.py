@@ -386,7 +386,7 @@ Way = Callable[[LinearInputs, Tensor, Tensor], dict[str, Tensor]]
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, tokens: int | None) -> None:
-    """Both implementations, into segments of so many tokens."""
+    """Both implementations, into segments of that length, in tokens."""
     from slipstream.kernels.linear.segments import split_into_segments
     from slipstream.kernels.linear.sm90.dplr import backend
     from slipstream.kernels.linear.triton.delta import plan as triton_delta_plan

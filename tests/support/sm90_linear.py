@@ -23,7 +23,7 @@ def backend(kind: str) -> Any:
 
 
 def cut_by(tokens: int) -> Callable[..., set[str]]:
-    """Cuts sequences of gla, kda and dplr into segments of so many tokens, in the forward."""
+    """Cuts sequences of gla, kda and dplr into segments of that length, in the forward."""
 
     def cut(self: Any, terms: LinearInputs, unit: int = segments.FORWARD_UNIT) -> Any:
         return (
