@@ -202,8 +202,8 @@ def summary() -> list[Row]:
 DELTA_PEERS = "SELECT * FROM delta_peers WHERE flash_qla_kernels_ms <> '' ORDER BY n"
 WAYS = {
     shown: f"{{torch@{x}:4}} / {{fla@{x}:4}} / {{patched@{x}:4}}"
-    for x, shown in (("train ms", "ms a step"), ("B1 tokens/s", "tokens/s, one row"),
-                     ("B16 tokens/s", "tokens/s, 16 rows"))
+    for x, shown in (("train ms", "ms a step"), ("prefill ms", "ms a prompt"),
+                     ("B1 tokens/s", "tokens/s, one row"), ("B16 tokens/s", "tokens/s, 16 rows"))
 }  # fmt: skip
 STRENGTHS = {
     x: f"{{{x}@fwd:4 ~ [-0.1,0]@fwd:4}} / {{{x}@both:4 ~ [-0.1,0]@both:4}}"
@@ -304,7 +304,8 @@ TABLES: dict[str, Table] = {
         "SELECT * FROM transformers_models WHERE NOT instr(note, 'host shared') ORDER BY n",
         "device, model",
         {"torch / fla / patched": "{model}, {gpu}", **WAYS,
-         "step, torch / patched": "{torch@train ms:4 ~ patched@train ms:4}"},
+         "step, torch / patched": "{torch@train ms:4 ~ patched@train ms:4}",
+         "prompt, the same": "{torch@prefill ms:4 ~ patched@prefill ms:4}"},
         "bench/transformers_models.py", by="way",
     ),
     "peer_suites": Table(
