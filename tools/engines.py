@@ -22,6 +22,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
             "vllm/model_executor/models/bailing_moe_v3.py",
             "vllm/model_executor/models/plamo2.py",
             "vllm/model_executor/warmup/",
+            "vllm/models/kimi_k3/nvidia/ops/third_party/kda/",
             "vllm/plugins/",
             "vllm/third_party/flash_linear_attention/",
             "vllm/v1/attention/",

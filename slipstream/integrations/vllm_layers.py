@@ -118,18 +118,23 @@ def _rebound(method: FunctionType, calls: dict[str, Callable], site: str) -> Fun
     it is called."""
 
     @lru_cache(1024)
-    def ours(name: str, theirs: Callable) -> Callable:
-        return _or_theirs(calls[name], theirs, f"{site}.{name}")
+    def late(name: str, theirs: Callable) -> Callable:
+        try:
+            return _or_theirs(calls[name], theirs, f"{site}.{name}")
+        except NotImplementedError as error:
+            usage.refuse(f"vllm {site}", error)
+            return theirs
 
     def importing(name: str, *args: Any) -> Any:
         module, names = builtins.__import__(name, *args), args[2] if len(args) > 2 else ()
         if calls.keys().isdisjoint(names or ()):
             return module
         members = {x: getattr(module, x) for x in names}
-        return SimpleNamespace(**{x: ours(x, f) if x in calls else f for x, f in members.items()})
+        return SimpleNamespace(**{x: late(x, f) if x in calls else f for x, f in members.items()})
 
-    names = method.__globals__
-    names = {**names, **{x: ours(x, names[x]) for x in calls if x in names}}
+    names = dict(method.__globals__)
+    for name in calls.keys() & names:
+        names[name] = _or_theirs(calls[name], names[name], f"{site}.{name}")
     names["__builtins__"] = {**vars(builtins), "__import__": importing}
     made = FunctionType(
         method.__code__, names, method.__name__, method.__defaults__, method.__closure__

@@ -6,6 +6,7 @@ vLLM's, here by what its kernel does (tests/support/vllm_steps).
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 
 from slipstream.integrations import report, vllm, vllm_calls
 from tests.support.engine_plugins import forget_vllm
-from tests.support.engines import loaded
+from tests.support.engines import loaded, signatures
 from tests.support.vllm_layers import HV, KINDS, D, DeltaNet, K, Kind, V
 from tests.support.vllm_steps import Row, Scheduler, Sequence, W, common_metadata, conv_update
 
@@ -29,6 +30,8 @@ LAYERS, BACKENDS = "vllm.model_executor.layers.mamba", "vllm.v1.attention.backen
 MODULES = [f"gdn.{x}_gdn_linear_attn" for x in ("qwen", "olmo", "kimi")]
 MODULES += ["mamba_mixer", "mamba_mixer2", "short_conv"]
 MODULES += [f"linear.{x}_linear_attn" for x in ("minimax", "bailing")]
+# whose functions the layers call, on CUDA
+OF_LAYERS = re.compile("layers/mamba/(?!ops/cpu)|flash_linear_attention|kimi_k3/nvidia")
 DRAFTS = 7
 # 10,000 of them were right with 0.33.0, 4,000 with 0.26.0 (Qwen, drafts of 0 to 7)
 STEPS = int(os.environ.get("ENGINE_STEPS", "50"))
@@ -306,6 +309,28 @@ def test_another_argument_is_refused(engine: Engine) -> None:
         layers._or_theirs(vllm_calls.causal_conv1d_fn, theirs, "site")
     with pytest.raises(NotImplementedError, match="another order"):
         layers._or_theirs(vllm_calls.causal_conv1d_fn, swapped, "site")
+
+
+@pytest.mark.parametrize("engine", RELEASES, indirect=True)
+def test_arguments_of_each_function(engine: Engine) -> None:
+    """Ours have those of vLLM's functions, in their order: these are stand-ins elsewhere."""
+    layers, checked = vllm_layers(), set()
+    called = {x.name for x in report().rows}
+    for layer in layers.LAYERS:
+        of_kimi = layer.name.startswith("Kimi") and engine.release == "vllm-0.33.0"
+        for name in [x for x in layer.calls if f"{layer.name}.{x}" in called]:
+            for file, signature in signatures(engine.release, name).items():
+                if OF_LAYERS.search(file) is None or of_kimi != ("kimi_k3" in file):
+                    continue
+
+                def theirs() -> None: ...
+
+                theirs.__signature__ = signature  # type: ignore[attr-defined]
+                layers._or_theirs(layer.calls[name], theirs, f"{layer.name}.{name}")
+                checked.add(f"{layer.name}.{name}")
+    of_functions = {x for x in called if "." in x and not x.endswith(".decode")}
+    # Kimi's layer has the convolution of all
+    assert of_functions - checked <= {"KimiGatedDeltaNetAttention.causal_conv1d_fn"}
 
 
 def vllm_layers() -> Any:

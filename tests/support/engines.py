@@ -8,6 +8,7 @@ hangs on is given.
 
 import ast
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -140,6 +141,20 @@ def calls(release: str, folder_name: str, names: set[str]) -> list[tuple[str, as
                 name = getattr(node.func, "attr", getattr(node.func, "id", None))
                 if name in names:
                     found.append((f"{file.name}:{node.lineno}", node))
+    return found
+
+
+def signatures(release: str, name: str) -> dict[str, inspect.Signature]:
+    """Of the functions of this name in a release's files, without defaults' values."""
+    found = {}
+    for file in sorted(folder(release).rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                a, kind = node.args, inspect.Parameter
+                kinds = [(x, kind.POSITIONAL_OR_KEYWORD) for x in (*a.posonlyargs, *a.args)]
+                kinds += [(x, kind.KEYWORD_ONLY) for x in a.kwonlyargs]
+                parameters = [kind(x.arg, k) for x, k in kinds]
+                found[str(file.relative_to(folder(release)))] = inspect.Signature(parameters)
     return found
 
 
