@@ -119,27 +119,27 @@ def split(data: Data) -> tuple[Corpus, Corpus]:
     """The training and the held-out corpus; no document is in both.
 
     Raises:
-        ValueError: no files, or none on one of the sides.
+        ValueError: no files, or no documents on one of the sides.
     """
     files = find(data.files, data)
     for source in data.datasets:
         files += tables(source, source, data.lanes)
     if data.eval_files:
         held = find(data.eval_files, data, "data.eval_files")
-        paths = {f.path for f in held}
-        files = [f for f in files if f.path not in paths]
-        train, held_out = Corpus(tuple(files), data.text_field), Corpus(tuple(held))
-        return train, held_out
-    sides = []
-    for wanted in (False, True):
-        taken = [f for f in files if f.has_lines or is_held_out(f.name, data.held_out) == wanted]
-        sides.append(Corpus(tuple(taken), data.text_field, data.held_out, wanted))
+        paths = {f.path.resolve() for f in held}
+        files = [f for f in files if f.path.resolve() not in paths]
+        sides = [Corpus(tuple(x), data.text_field) for x in (files, held)]
+        why = "the files of data.eval_files leave"
+    else:
+        sides = []
+        for wanted in (False, True):
+            share = data.held_out
+            taken = [f for f in files if f.has_lines or is_held_out(f.name, share) == wanted]
+            sides.append(Corpus(tuple(taken), data.text_field, share, wanted))
+        why = f"data.held_out: {data.held_out} of {len(files)} files leaves"
     for side, what in zip(sides, ("training", "held-out"), strict=True):
-        if not side.files:
-            raise ValueError(
-                f"data.held_out: {data.held_out} of {len(files)} documents leaves no {what} text; "
-                "name held-out files in data.eval_files"
-            )
+        if not any(True for file in side.files for _ in side.pieces(file)):
+            raise ValueError(f"{why} no {what} text; name held-out files in data.eval_files")
     return sides[0], sides[1]
 
 
@@ -167,7 +167,7 @@ def find(patterns: Sequence[str], data: Data, key: str = "data.files") -> list[F
                 continue
             if path.suffix in COMPRESSED:
                 raise ValueError(f"{key}: want text, got {path}, which is compressed")
-            found.setdefault(path, File(path, name))
+            found.setdefault(path.resolve(), File(path, name))
             number += 1
         if not number:
             raise ValueError(f"{key}: want text files, found none under {pattern}")

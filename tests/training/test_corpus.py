@@ -82,10 +82,27 @@ def test_split_of_lines(tmp_path) -> None:
     assert len(sides[1]) > 4
 
 
-def test_split_rejects_a_single_document(tmp_path) -> None:
-    (tmp_path / "one.txt").write_text("text")
-    with pytest.raises(ValueError, match=r"data\.eval_files"):
-        split(data(tmp_path))
+def test_split_knows_a_file_by_any_path(tree) -> None:
+    (tree / "link").symlink_to(tree / "d1")
+    for other in (f"{tree}/d0/../d1", f"{tree}/link"):
+        train, held_out = split(data(tree, eval_files=(other,)))
+        assert {f.path.parent.name for f in train.files} == {"d0", "d2"}
+        assert len(find([f"{tree}/d1", other], data(tree))) == len(held_out.files) == 13
+
+
+def test_split_reads_one_field_on_both_sides(tmp_path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"body": name}))
+    given = data(f"{tmp_path}/a.jsonl", eval_files=(f"{tmp_path}/b.jsonl",), text_field="body")
+    assert [p.text for s in split(given) for f in s.files for p in s.pieces(f)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["one.txt", "one.jsonl"])
+@pytest.mark.parametrize("held", ["", "one.*"])
+def test_split_rejects_a_side_without_documents(tmp_path, name: str, held: str) -> None:
+    (tmp_path / name).write_text(json.dumps({"text": "text"}))
+    with pytest.raises(ValueError, match=r"no (training|held-out) text.*data\.eval_files"):
+        split(data(tmp_path, eval_files=(f"{tmp_path}/{held}",) if held else ()))
 
 
 def test_pieces_join_to_the_file_and_continue_anywhere(tmp_path, monkeypatch) -> None:

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from slipstream.training import corpus as corpus_module
 from slipstream.training.config import Data, Tokenizer
-from slipstream.training.corpus import split
+from slipstream.training.corpus import Corpus, find, split
 from slipstream.training.rows import Batches, Collator, Cursor, Position, Rows
 from slipstream.training.tokenizer import END, obtain, token_bytes
 
@@ -79,11 +79,12 @@ def test_rows_of_lanes_are_those_of_their_files(corpus, tokenizer) -> None:
 def test_rows_of_empty_files_are_an_error(tmp_path, tokenizer) -> None:
     for i in range(30):
         (tmp_path / f"{i}.md").write_text("")
-    empty, _ = split(Data(files=(f"{tmp_path}/*.md",), held_out=0.2))
+    given = Data(files=(f"{tmp_path}/*.md",))
+    empty = Corpus(tuple(find(given.files, given)))
     with pytest.raises(ValueError, match="want text for a row of 8 tokens"):
         next(iter(Rows(empty, tokenizer, 8, lanes=4)))
     (tmp_path / "full.md").write_text(DOCUMENTS[4] * 3)
-    some, _ = split(Data(files=(f"{tmp_path}/*.md",), eval_files=(f"{tmp_path}/0.md",)))
+    some = Corpus(tuple(find(given.files, given)))
     assert len(list(islice(Rows(some, tokenizer, 8, lanes=4), 90))) == 90
 
 

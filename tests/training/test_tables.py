@@ -80,8 +80,8 @@ def test_run_on_a_data_set(tmp_path: Path) -> None:
 )
 def test_rows_without_text(rows: Rows, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "load", lambda source: rows)
-    side, held = corpus.split(Data(datasets=("some/set",), held_out=0.3))
     with pytest.raises(ValueError, match=words):
+        side, held = corpus.split(Data(datasets=("some/set",), held_out=0.3))
         documents(side) + documents(held)
 
 
