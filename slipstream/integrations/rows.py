@@ -74,13 +74,17 @@ def rows_of(kwargs: dict[str, Any], x: Tensor, mask: Any = None) -> Rows:
     if seq_idx is None and real is None:
         return Rows((B, T))
     key: Any = seq_idx if real is None else real
-    if linear_mixers.is_unreadable(key):
+    # what a caller writes into a tensor of inference mode is not counted
+    unseen = key.is_inference() and running.real_of_layer is None
+    if linear_mixers.is_unreadable(key) or unseen:
         return _find_rows(seq_idx, real, B, T)
+    version = 0 if key.is_inference() else key._version
+    beside = None if real is None else seq_idx
     found = getattr(key, "slipstream_rows", None)
-    if found is None or found[0] is not seq_idx:
-        found = seq_idx, _find_rows(seq_idx, real, B, T)
+    if found is None or found[0] != version or found[1] is not beside:
+        found = version, beside, _find_rows(seq_idx, real, B, T)
         key.slipstream_rows = found  # every layer asks
-    return found[1]
+    return found[2]
 
 
 def _find_rows(seq_idx: Tensor | None, real: Tensor | None, B: int, T: int) -> Rows:

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from slipstream.integrations import class_mixers
+from slipstream.integrations import class_mixers, linear_mixers
 from slipstream.integrations.linear_mixers import running
 from slipstream.integrations.rows import rows_of
 from slipstream.integrations.transformers import NAME, patch, unpatch
@@ -204,3 +204,18 @@ def test_rows_pack_tokens_and_states() -> None:
     assert plain.cuts is None and plain.pack(x) is x and plain.enter(state) is state
     with pytest.raises(ValueError, match="seq_idx"):
         rows_of({"seq_idx": seq_idx}, x[:, :5])
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_follow_what_is_written_into_a_tensor(inference: bool, packed: bool) -> None:
+    """As a loop does that keeps one tensor for all of its batches."""
+    with torch.inference_mode(inference):
+        given = torch.arange(8).view(1, 8) // 3
+        given, x = given if packed else given > 0, torch.arange(8.0).view(1, 8)
+        for begin in (3, 5):
+            given.copy_(torch.arange(8) // begin)
+            rows = rows_of({"seq_idx": given} if packed else {}, x, None if packed else given)
+            assert int(rows.cuts[1]) == (begin if packed else 8 - begin)
+            if packed:
+                assert int(linear_mixers.offsets_of(given)[1]) == begin
