@@ -110,7 +110,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             position_ids[t - 1] + 1. A tensor [3, 1 or B, T] must hold one table three times.
         cu_seqlens int32 or int64 [N+1]: offsets of sequences packed in a batch of one.
         cu_seq_lens_q, cu_seq_lens_k: the same, as transformers' collators call them.
-        seq_idx [B, T]: the number of each token's sequence; one begins where it changes.
+        seq_idx [1 or B, T]: the number of each token's sequence; one begins where it changes.
         cache, or past_key_values, its name before transformers 5.24: the StateCache of an earlier
             call, changed in place.
         use_cache: return a StateCache; None means config.use_cache when not training.

@@ -5,7 +5,7 @@ offsets cu_seqlens [N+1]. Padding and several sequences in a row are brought int
 back. What says where sequences begin, the first that is given:
 
     cu_seqlens, cu_seq_lens_q    offsets in a batch of one
-    seq_idx [B, T]               the number of each token's sequence: it begins where that changes
+    seq_idx [1 or B, T]          the number of each token's sequence: it begins where that changes
     position_ids [1 or B, T]     it begins where position_ids[t] != position_ids[t - 1] + 1
 
 Every row begins a sequence. Of the first two, several must agree; tensors on a GPU are not
@@ -151,7 +151,7 @@ def find_sequences(
     index, rows = _real_places(real, batch, tokens, (position_ids, seq_idx))
     breaks = None
     if seq_idx is not None:
-        breaks = seq_idx.flatten()[index].diff() != 0
+        breaks = seq_idx.expand(batch, -1).flatten()[index].diff() != 0
     elif position_ids is not None:
         step = position_ids.expand(batch, -1).flatten()[index].diff()
         # positions may count the padding between two tokens, or not
@@ -193,7 +193,7 @@ def _real_tokens(attention_mask: Tensor, batch: int, tokens: int, past: int) -> 
         raise TypeError(f"attention_mask: want bools or numbers, got {attention_mask.dtype}")
     if attention_mask.is_meta:
         return None  # it has no values, and shapes are those of rows without padding
-    real = attention_mask[:, -tokens:].ne(0)
+    real = attention_mask[:, attention_mask.shape[1] - tokens :].ne(0)
     return None if bool(real.all()) else real
 
 
@@ -262,7 +262,9 @@ def given_offsets(
     if seq_idx is not None and (seq_idx.is_floating_point() or seq_idx.is_complex()):
         raise TypeError(f"seq_idx: want integers, got {seq_idx.dtype}")
     if seq_idx is not None and seq_idx.shape not in ((batch, tokens), (1, tokens)):
-        raise ValueError(f"seq_idx: want shape ({batch}, {tokens}), got {tuple(seq_idx.shape)}")
+        raise ValueError(
+            f"seq_idx: want shape (1, {tokens}) or ({batch}, {tokens}), got {tuple(seq_idx.shape)}"
+        )
     for name, x in given.items():
         if x is not None and (x.dim() != 1 or x.shape[0] < 1):
             raise ValueError(f"{name}: want offsets [N+1], got shape {tuple(x.shape)}")

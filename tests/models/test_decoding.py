@@ -317,12 +317,19 @@ def test_chunked_prefill_gives_the_same_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", ["gla", "hybrid"])
 @pytest.mark.parametrize("records", [False, True])
 @torch.no_grad()
-def test_call_without_tokens_leaves_a_cache_as_it_is(name: str, records: bool) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_call_without_tokens_leaves_a_cache_as_it_is(
+    name: str, records: bool, padded: bool
+) -> None:
     m, ids, more = model(name), tokens(2, 8), tokens(2, 2, seed=4)
+    mask = torch.ones(2, 10, dtype=torch.int64)
+    mask[1, : 3 * padded] = 0
     cache = StateCache(len(m.model.layers))
     if records:
         cache.activate_past_recording()
     for part in (ids[:, :0], ids, ids[:, :0]):
-        assert m(part, cache=cache, use_cache=True).logits.shape[1] == part.shape[1]
-    got = m(more, cache=cache, use_cache=True).logits
-    assert_same(got, m(torch.cat([ids, more], 1)).logits[:, -2:])
+        seen = mask[:, : cache.get_seq_length() + part.shape[1]]
+        got = m(part, cache=cache, use_cache=True, attention_mask=seen).logits
+        assert got.shape[1] == part.shape[1]
+    got = m(more, cache=cache, use_cache=True, attention_mask=mask).logits
+    assert_same(got, m(torch.cat([ids, more], 1), attention_mask=mask).logits[:, -2:])
