@@ -63,6 +63,8 @@ def latent_attention(
     if table is not None:
         checks.expect_rank("table", table, 2, "[B, pages]")
         checks.expect_shape("table", table, (batch, table.shape[1]))
+    # as kernels read them
+    lengths, table = (None if x is None else x.contiguous() for x in (lengths, table))
     return kernels.latent_attention(
         q, latent, lengths, width=width, scale=scale, table=table, impl=impl
     )

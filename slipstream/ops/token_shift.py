@@ -59,6 +59,7 @@ def token_shift(
         sequences = cu_seqlens.shape[0] - 1 if share is None else share.sequences
         if not torch.compiler.is_compiling():
             token_ids.expect_offsets("cu_seqlens", cu_seqlens, x.shape[1])
+        cu_seqlens = cu_seqlens.contiguous()  # as the kernel reads them
     if initial_state is not None:
         checks.expect_shape("initial_state", initial_state, (sequences, x.shape[2]))
         checks.expect_one_dtype({"x": x, "initial_state": initial_state})

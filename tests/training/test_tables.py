@@ -80,9 +80,13 @@ def test_run_on_a_data_set(tmp_path: Path) -> None:
 )
 def test_rows_without_text(rows: Rows, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "load", lambda source: rows)
-    with pytest.raises(ValueError, match=words):
+
+    def read() -> None:
         side, held = corpus.split(Data(datasets=("some/set",), held_out=0.3))
-        documents(side) + documents(held)
+        assert documents(side) + documents(held)
+
+    with pytest.raises(ValueError, match=words):
+        read()
 
 
 def test_data_of_nothing_is_refused() -> None:
