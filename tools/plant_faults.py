@@ -5,10 +5,10 @@ python tools/plant_faults.py apply N       plants the fault of row N
 python tools/plant_faults.py revert        removes it
 
 A draw shuffles the sites of all kinds and takes the first of each kind, at most one a file, of
-functions that no row of another seed names. Kinds of the fewest sites choose first, as few files
-have any. A row names its site by file, function and line of text, which the function has once. A
-row whose result is "equivalent" changes nothing that a caller could see, as its note explains; the
-draw passes over.
+functions that no row of another seed names; where these are used up, what is left of those. Kinds
+of the fewest sites choose first, as few files have any. A row names its site by file, function and
+line of text, which the function has once. A row whose result is "equivalent" changes nothing that a
+caller could see, as its note explains; the draw passes over.
 """
 
 import ast
@@ -169,15 +169,15 @@ def sites(file: str, source: str) -> Iterator[Fault]:
 def draw(seed: int) -> list[Fault]:
     files = {x.relative_to(ROOT).as_posix() for x in ROOT.glob("slipstream/**/*.py")} - LEFT_OUT
     every = [x for file in sorted(files) for x in sites(file, (ROOT / file).read_text())]
-    every = list(dict.fromkeys(every))
+    others = [x for x in listed() if x.seed != str(seed) or x.result == "equivalent"]
+    used, named = {x[:5] for x in others}, {x[:2] for x in others if x.result != "equivalent"}
+    every = [x for x in dict.fromkeys(every) if x[:5] not in used]
     random.Random(seed).shuffle(every)
-    used = {x[:5] for x in listed() if x.result == "equivalent"}
-    others = {x[:2] for x in listed() if x.seed != str(seed) and x.result != "equivalent"}
-    every = [x for x in every if x[:2] not in others]
+    every.sort(key=lambda x: x[:2] in named)
     taken: list[Fault] = []
     count = Counter(x.kind for x in every)
     for kind in sorted(KINDS, key=count.__getitem__):
-        some = (x for x in every if x.kind == kind and x[:5] not in used)
+        some = (x for x in every if x.kind == kind)
         for _ in range(OF_A_KIND):
             taken.append(next(x for x in some if x.file not in {y.file for y in taken}))
     return taken

@@ -206,8 +206,6 @@ def synchronize() -> None:
     Raises:
         ValueError: names the id, its position and the size of the vocabulary.
     """
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
     for watch in _watches:
         watch.wait()
     raise_pending()

@@ -67,16 +67,17 @@ def test_replicas_of_data_parallel_do_not_run(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_each_kind_of_step_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed or not, whole or over ranks, of each dtype that it computes in."""
+    """Packed or not, whole or over ranks, on each device, of each dtype that it computes in."""
     model, calls = small("gla"), []
     monkeypatch.setattr(first_step, "compile_kernels", lambda *args: calls.append(args))
     h, offsets, context = torch.randn(1, 20, 32), torch.tensor([0, 5, 20]), object()
     for _ in range(2):
-        for step in ((h, None), (h, offsets), (h, None, None, context), (h.bfloat16(), None)):
+        wide = (h, None), (h, offsets), (h, None, None, context), (h.to("meta"), None)
+        for step in (*wide, (h.bfloat16(), None)):
             first_step.compile_once(model.model, *(*step, None, None)[:4])
         with torch.autocast("cpu", torch.bfloat16):
             first_step.compile_once(model.model, h, None, None)
-    assert len(calls) == 5
+    assert len(calls) == 6
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -172,3 +172,10 @@ def test_calls_compiled_ahead_have_the_tile_asked_for(
         sizes = [call[0].shape[by_columns] % 16 == 0 for call in calls]
         assert {*asked} == {config} and {*sizes} == {False, True}
         assert len(calls) == 2 if config else len(calls) > 2
+    # a kernel of wide calls is another one, of the same tile
+    monkeypatch.setattr(
+        op,
+        "plan_for",
+        lambda t, *_: SimpleNamespace(impls="sm90" if t.a.shape[by_columns] > 99 else "triton"),
+    )
+    assert len([*op._at_sizes((*given, [*tile.pack()], "triton"))]) == 4

@@ -1,5 +1,6 @@
 """What is remembered of a call is not taken for one that autocast or an option tells from it."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -7,9 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention import run
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.runtime.consistent import consistent
 from slipstream.runtime.dispatch import ValidationCache
 from slipstream.tools.catalog import OPERATORS, Sample
 from tests.support.operators import TESTED, Size
+
+NAMES = {x.name for x in OPERATORS} - {f"fused_recurrent_{x}" for x in ("hgrn", "mamba3", "rwkv4")}
+SIZE = Size(T=6, K=12, V=12, D=24, C=12)
+# scans of gates alone have one plan for both
+RECURRENT = [
+    x
+    for x in OPERATORS
+    if x.name.startswith("chunk") and x.name.replace("chunk", "fused_recurrent") in NAMES
+]
+# no autocast for these, or one before the plan is asked for
+AS_GIVEN = ("mixer_step", "rwkv7_step", "selective_scan", "chunk_linear_attn-normalize")
+AS_GIVEN += ("chunk_hgrn", "fused_recurrent_hgrn", "chunk_rwkv4", "fused_recurrent_rwkv4")
 
 
 def outcome(op: Sample, autocast: bool, mixed: bool) -> list[Tensor] | str:
@@ -57,11 +73,35 @@ def keys_of(op: Sample, args: dict[str, Any], **options: Any) -> set[tuple]:
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda x: x.name)
 def test_remembered_call_is_of_the_same_options(op: Sample) -> None:
     """Those that choose kernels; some parts of a call have no chunks."""
-    args = op.inputs(Size(T=6, K=12, V=12, D=24, C=12))
+    args = op.inputs(SIZE)
+    plain = keys_of(op, args)
     if "impl" in op.takes:
-        assert not keys_of(op, args, impl="eager") & keys_of(op, args)
+        assert not keys_of(op, args, impl="eager") & plain
     if "chunk_size" in op.takes:
         assert keys_of(op, args, chunk_size=32) - keys_of(op, args, chunk_size=64)
     if "state" in op.written and "state_indices" in op.takes:  # kernels read its strides
         turned = args["state"].mT.contiguous().mT
-        assert not keys_of(op, {**args, "state": turned}) & keys_of(op, args)
+        assert not keys_of(op, {**args, "state": turned}) & plain
+    if "consistent" in op.takes and op.options.get("causal", True) and "dropout" not in op.name:
+        with consistent():
+            assert keys_of(op, args) - plain
+    if plain and not op.name.startswith(AS_GIVEN):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert keys_of(op, args) - plain
+
+
+@pytest.mark.parametrize("op", RECURRENT, ids=lambda x: x.name)
+def test_remembered_call_is_not_of_the_recurrent_operator(op: Sample) -> None:
+    (other,) = (x for x in OPERATORS if x.name == op.name.replace("chunk", "fused_recurrent"))
+    assert not keys_of(other, other.inputs(SIZE)) & keys_of(op, op.inputs(SIZE))
+
+
+def test_remembered_attention_is_of_the_same_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    monkeypatch.setattr(run._PLANS, "get", lambda key, *_: keys.append(key))
+    qkv, asked = [torch.empty(1, 6, 2, 8)] * 3, run.Asked()
+    for offsets in (None, torch.zeros(2), torch.zeros(3)):
+        context: Any = SimpleNamespace(whole_offsets_on=lambda _, x=offsets: x)
+        run.plan_of(AttentionInputs(*qkv), AttentionOptions(1.0), asked, context)
+    run.plan_of(AttentionInputs(*qkv), AttentionOptions(1.0), asked)
+    assert len({*keys}) == 4

@@ -103,6 +103,11 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
             "softcap": 2.0,
         },
     ),
+    "attention of a width": (
+        attention_kind,
+        {x: t(1, 4, 2, 16) for x in "qkv"},
+        {"q": t(1, 4, 2, 32)},
+    ),
     "cache": (
         attention.kind_of_cache,
         {"what": "decode", "q": t(1, 1, 2, 16), "v": t(1, 9, 2, 16), "table": None},
@@ -130,13 +135,18 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
         {"dtype": torch.float32},
         {"dtype": torch.bfloat16},
     ),
-    "attention with a rotation": (rotated._kind, {"q": t(1, 4, 2, 16)}, {"q": narrow(1, 4, 2, 16)}),
-    "attention with a rotation, of a width": (
+    "rotated attention": (rotated._kind, {"q": t(1, 4, 2, 16)}, {"q": narrow(1, 4, 2, 16)}),
+    "rotated attention of a width": (
         rotated._kind,
         {"q": t(1, 4, 2, 16)},
         {"q": t(1, 4, 2, 32)},
     ),
-    "latent": (
+    "cache of widths": (
+        attention.kind_of_cache,
+        {"what": "decode", "q": t(1, 1, 2, 16), "v": t(1, 9, 2, 16), "table": None},
+        {"q": t(1, 1, 2, 32), "v": t(1, 9, 2, 32)},
+    ),
+    "cache of latents": (
         latent._kind,
         {"q": t(1, 1, 2, 16), "latent": t(1, 9, 16)},
         {"q": narrow(1, 1, 2, 16), "latent": t(1, 9, 32)},
@@ -208,10 +218,15 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
         {**{x: t(1, 9, 2, 8) for x in "qkv"}, "g": t(1, 9, 2, 8), "beta": t(1, 9, 2)},
         {"g": t(1, 9, 2), "erase": t(1, 9, 2, 8)},
     ),
-    "linear by token": (
+    "linear of gated values": (
+        of(LinearInputs, linear.kind),
+        {x: t(1, 9, 2, 8) for x in "qkv"},
+        {"gv": t(1, 9, 2, 8)},
+    ),
+    "token of linear": (
         of(LinearInputs, linear.kind, by_token=True),
         {x: t(1, 9, 2, 8) for x in "qkv"},
-        {"q": t(1, 9, 2, 16), "v": narrow(1, 9, 2, 8), "g": t(1, 9, 2)},
+        {"q": t(1, 9, 2, 16), "v": t(1, 9, 2, 16), "g": t(1, 9, 2)},
     ),
     "log_probs": (
         log_probs.kind,
@@ -223,7 +238,7 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
         {"x": t(4, 8), "weight": t(9, 8)},
         {"x": narrow(4, 8), "weight": t(10, 8)},
     ),
-    "cross_entropy of a shard": (
+    "shard of cross_entropy": (
         shard._kind,
         {"dtype": torch.float32, "classes": 9},
         {"dtype": torch.bfloat16, "classes": 10},
@@ -323,13 +338,18 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
     ),
     "projection of a width": (
         of(ProjectionInputs, projection._kind),
-        {"x": t(1, 16), "weights": [t(8, 16)], "glu": False, "consistent": False},
-        {"x": t(1, 32)},
+        {"x": narrow(33, 16), "weights": [narrow(8, 16)], "glu": False, "consistent": False},
+        {"x": narrow(33, 32), "weights": [narrow(2048, 16)]},
     ),
     "projection_norm": (
         of(NormedInputs, norm_op._kind),
         {"x": t(1, 16), "weight": t(8, 16), "residual": t(1, 8)},
         {"x": narrow(1, 16), "weight": t(16, 16), "residual": narrow(1, 8), "bias": t(8)},
+    ),
+    "projection_norm of a width": (
+        of(NormedInputs, norm_op._kind),
+        {"x": t(1, 16), "weight": t(8, 16), "residual": t(1, 8)},
+        {"weight": t(8, 32)},
     ),
     "rotation": (
         rotation._kind,
@@ -393,15 +413,18 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
 OTHER_DTYPES = {
     "linear_kl_div": "weight",
     "attention": "k v",
+    "attention of a width": "k v",
     "linear": "k v g beta",
     "linear of gates": "k v g beta",
-    "linear by token": "k",
+    "linear of gated values": "k v",
+    "token of linear": "k",
     "block_inputs": "g",
     "block_inputs of a width": "g",
     "mixer_step": "k v g",
     "mixer_step of widths": "k v g",
     "norm of a gate": "gate",
     "projection_norm": "weight",
+    "projection_norm of a width": "weight",
     "rotation": "theta",
     "rotation of a width": "theta",
     "rwkv7_step": "r_k",
@@ -431,16 +454,22 @@ def test_kinds_differ_by_each_field(case: str) -> None:
 
 
 def test_fields_also_differ_alone() -> None:
-    """Else one of two fields could be left out, and each call still had its key."""
+    """Each, of calls that differ in no other: one of two could be left out, and each call still had
+    its key. A case's first word is that of all cases of a function."""
     keys = defaultdict(set)
-    for kind, first, others in CASES.values():
-        for given in [first, *({**first, name: x} for name, x in others.items())]:
-            key = kind(**given)
-            keys[key[0], len(key)].add(key)
+    for case, (kind, first, others) in CASES.items():
+        narrow = {name: x.half() for name, x in first.items() if isinstance(x, Tensor)}
+        for given in ({}, *({name: x} for name, x in [*others.items(), *narrow.items()])):
+            key = kind(**{**first, **given})
+            keys[case.split()[0], len(key)].add(key)
+    values, alone = defaultdict(set), set()
     for (name, size), some in keys.items():
         for i in range(size):
-            others = {x[:i] + x[i + 1 :] for x in some}
-            assert len(others) < len(some) or len({x[i] for x in some}) == 1, (name, i)
+            values[name, i] |= {x[i] for x in some}
+            if len({x[:i] + x[i + 1 :] for x in some}) < len(some):
+                alone.add((name, i))
+    names = {at for at, found in values.items() if len(found) == 1 and type(*found) is str}
+    assert not values.keys() - alone - names
 
 
 def test_every_kind_is_here() -> None:

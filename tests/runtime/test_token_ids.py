@@ -57,10 +57,29 @@ def test_earlier_wrong_id_is_raised_while_recording() -> None:
     assert watch.word.value == 0 and not watch.slots.any()
 
 
-def test_device_is_waited_for_before_slots_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[int] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    watch = object.__new__(token_ids._Watch)
-    for watch.index in (-1, 0, 1):
-        watch.wait()
-    assert waits == [0, 1]
+@pytest.mark.parametrize("index", [0, 3])
+@pytest.mark.parametrize("look", ["synchronize", "launched", "raise_pending"])
+def test_devices_are_waited_for_before_their_slots_are_read(
+    look: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a device's programs find is there once they have ended; the first position is named."""
+    watch, name = token_ids._Watch(-1), token_ids.NAMES.index("input_ids")
+    watch.index = index
+    monkeypatch.setattr(token_ids, "_watches", [watch])
+    monkeypatch.setattr(token_ids, "SYNC", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def end(which: int) -> None:
+        assert which == index
+        watch.slots[:6] = torch.tensor([1, 4 + 1, 149, 50, 0, name])
+
+    monkeypatch.setattr(torch.cuda, "synchronize", end)
+    if look == "raise_pending":  # a later program is done
+        watch.slots[0], watch.slots[6:11] = 1, torch.tensor([9 + 1, 200, 50, 0, name])
+    with pytest.raises(token_ids.WrongId, match=r"id 149 at position \(4,\)"):
+        getattr(token_ids, look)()
+
+
+def test_host_memory_has_no_device_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", pytest.fail)
+    token_ids._Watch(-1).wait()
