@@ -37,7 +37,7 @@ def digests(families: Mapping[str, Collection[Path]], remembered: Path) -> dict[
     """
     keys = contents_of(families)
     known = _read(PACKAGED)
-    if not known.keys() >= {*keys.values()}:
+    if {*keys.values()} - known.keys():
         on_disk = _read(remembered)
         known |= on_disk
         new = {

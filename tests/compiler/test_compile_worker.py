@@ -137,6 +137,26 @@ def test_threads_get_the_outcome_of_their_own_job() -> None:
     assert got == ["ok", "refused"] * 16
 
 
+def test_threads_start_one_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.compiler.compile_worker import Worker
+
+    steps: list[str] = []
+
+    def start(self: Any) -> None:
+        steps.append("begins")
+        time.sleep(0.02)
+        steps.append("is there")
+
+    monkeypatch.setattr(Worker, "_start", start)
+    worker = Worker()
+    threads = [threading.Thread(target=worker.start) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert steps == ["begins", "is there"] * 3
+
+
 def test_worker_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.compiler import compile_worker as module
     from slipstream.compiler.compile_worker import Worker

@@ -1,5 +1,6 @@
 """slipstream.integrations.report(): what runs on slipstream, and that what it says is what ran."""
 
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -47,6 +48,10 @@ def test_counts_are_of_all_threads() -> None:
         assert row.refused == Counter(
             {"x: want 0 or more, got -1": 2, "x: want 0 or more, got -2": 1}
         )
+    at = usage.site("mine", "f")
+    count, at.count = at.count, lambda: (time.sleep(0.01), count())[1]  # readers meet
+    with ThreadPoolExecutor(4) as pool:
+        assert {*pool.map(lambda _: at.calls(), range(4))} == {4000}
     usage.refuse("theirs", AttributeError("no such class"))
     dispatch.reported.add(("kind", "it dies"))
     assert str(report()).splitlines() == [

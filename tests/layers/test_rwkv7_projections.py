@@ -1,5 +1,7 @@
 """rwkv7 with projections other than its own."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -24,3 +26,14 @@ def test_projections_with_a_bias_keep_it(monkeypatch: pytest.MonkeyPatch) -> Non
     after = layer(x)[0]
     assert not taken
     assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize(
+    ("width", "ranks"), [(768, (64, 64, 128, 32)), (2560, (96, 96, 320, 64))]
+)
+def test_ranks_are_those_of_released_models(width: int, ranks: tuple[int, ...]) -> None:
+    """Of w, a, g and v: RWKV-7 of 0.1B and of 2.9B."""
+    with torch.device("meta"):
+        layer: Any = RWKV7(width, head_dim=64, layer_idx=1)
+    loras = layer.w_lora, layer.a_lora, layer.g_lora, layer.v_lora
+    assert tuple(x.down.shape[1] for x in loras) == ranks

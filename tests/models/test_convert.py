@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
-from slipstream.models.convert import FAMILIES, convert, families
+from slipstream.models.convert import FAMILIES, convert, families, files
 from tests.support.conversion import randomize
 
 # the keys of a small config of each family; test_convert_fla.py has more of fla's
@@ -158,6 +158,13 @@ def test_every_family_there_and_back(name: str, shard_bytes: int, tmp_path: Path
     assert (tmp_path / "again" / "tokenizer.json").is_file()
     assert (tmp_path / "again" / "modeling_slipstream.py").is_file()
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_files_are_as_large_as_allowed(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(1), "d": torch.zeros(9)}
+    assert files.write(tmp_path, iter(tensors.items()), 32) == 72
+    shards = [{*load_file(x)} for x in sorted(tmp_path.glob("*.safetensors"))]
+    assert shards == [{"a", "b"}, {"c"}, {"d"}]
 
 
 def test_dtypes_stay(tmp_path: Path) -> None:

@@ -108,6 +108,19 @@ def test_without_threads_kernels_are_compiled_by_their_launches(
     assert not called and active_mode.get() is None and of_thread.warmup is None
 
 
+def test_call_begins_once_keys_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made beside the call takes several times as long."""
+    steps: list[str] = []
+
+    def finish() -> None:
+        time.sleep(0.05)
+        steps.append("keys")
+
+    monkeypatch.setattr(parallel_compile.triton_cache_key, "finish", finish)
+    parallel_compile.compile_kernels(steps.append, ("call",))
+    assert steps == ["keys", "call"]
+
+
 def test_long_kernels_are_there() -> None:
     text = "".join(x.read_text() for x in Path(slipstream.__file__).parent.rglob("kernels/**/*.py"))
     assert all(f"def {name}(" in text for name in LONGEST)
