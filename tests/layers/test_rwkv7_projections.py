@@ -28,9 +28,7 @@ def test_projections_with_a_bias_keep_it(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not torch.equal(after, before)
 
 
-@pytest.mark.parametrize(
-    ("width", "ranks"), [(768, (64, 64, 128, 32)), (2560, (96, 96, 320, 64))]
-)
+@pytest.mark.parametrize(("width", "ranks"), [(768, (64, 64, 128, 32)), (2560, (96, 96, 320, 64))])
 def test_ranks_are_those_of_released_models(width: int, ranks: tuple[int, ...]) -> None:
     """Of w, a, g and v: RWKV-7 of 0.1B and of 2.9B."""
     with torch.device("meta"):

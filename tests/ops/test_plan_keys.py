@@ -96,12 +96,15 @@ def test_remembered_call_is_not_of_the_recurrent_operator(op: Sample) -> None:
     assert not keys_of(other, other.inputs(SIZE)) & keys_of(op, op.inputs(SIZE))
 
 
-def test_remembered_attention_is_of_the_same_context(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_attention_is_of_the_same_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Across ranks or not, and of keys that are packed as the queries are, or by themselves."""
     keys = []
     monkeypatch.setattr(run._PLANS, "get", lambda key, *_: keys.append(key))
-    qkv, asked = [torch.empty(1, 6, 2, 8)] * 3, run.Asked()
+    qkv, asked, own = [torch.empty(1, 6, 2, 8)] * 3, run.Asked(), torch.tensor([0, 6])
     for offsets in (None, torch.zeros(2), torch.zeros(3)):
         context: Any = SimpleNamespace(whole_offsets_on=lambda _, x=offsets: x)
         run.plan_of(AttentionInputs(*qkv), AttentionOptions(1.0), asked, context)
     run.plan_of(AttentionInputs(*qkv), AttentionOptions(1.0), asked)
-    assert len({*keys}) == 4
+    for of_keys in (own, own.clone()):
+        run.plan_of(AttentionInputs(*qkv, cu_q=own, cu_k=of_keys), AttentionOptions(1.0), asked)
+    assert len({*keys}) == 6

@@ -67,7 +67,7 @@ def run(
     if context is not None:
         args = inputs, delta_softplus, output_final_state, impl, context
         return context.eagerly(_run_across_ranks, *args)
-    plan = _PLANS.get(signature(inputs, impl), lambda: _checked(inputs, impl), inputs)
+    plan = _plan(inputs, impl)
     cu_seqlens = inputs.cu_seqlens
     if cu_seqlens is not None and cu_seqlens.is_cuda:  # plain torch looks on the CPU
         expect_offsets("cu_seqlens", cu_seqlens, inputs.u.shape[1])
@@ -76,6 +76,10 @@ def run(
     else:
         y, final = op.selective_scan(inputs, delta_softplus, plan.impls)
     return y, final if output_final_state else None
+
+
+def _plan(inputs: ScanInputs, impl: str | None) -> Selection:
+    return _PLANS.get(signature(inputs, impl), lambda: _checked(inputs, impl), inputs)
 
 
 def _run_across_ranks(
@@ -89,7 +93,7 @@ def _run_across_ranks(
     context.expect_no_offsets(inputs.cu_seqlens, impl)
     u, A, initial_state = inputs.u, inputs.A, inputs.initial_state
     inputs = inputs._replace(initial_state=None, cu_seqlens=context.offsets_on(u.device))
-    plan = _PLANS.get(signature(inputs, impl), lambda: _checked(inputs, impl), inputs)
+    plan = _plan(inputs, impl)
     share, rows = context.share(u.shape[1]), 1 if inputs.cu_seqlens is not None else u.shape[0]
     if initial_state is not None:
         checks.expect_shape("initial_state", initial_state, (share.sequences * rows, *A.shape))
