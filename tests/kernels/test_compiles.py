@@ -4,6 +4,7 @@ The calls are traced (compiler/trace.py), so tiles and arguments are those of re
 kernel's code has to have besides is in the tests of its family.
 """
 
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -90,6 +91,11 @@ STACK = {
     "vector_decay_chunk_fwd_sm90_kernel": 144,
     "vector_decay_dqk_sm90_kernel": 144,
 }
+# A view of shared memory: shape and bits of what it is of, and its own.
+_TILE = r"!ttg\.memdesc<([\dx]+)x[a-z]+(\d+),"
+VIEW = re.compile(rf"memdesc_reinterpret .*{_TILE}.* -> {_TILE}")
+# Of another size, which Triton 3.8 refuses: tril_inverse.py has another way there.
+OTHER_SIZES = {("256", "16", "4x16x16", "16")}
 # Words of it that a loop over chunks stores and loads.
 SPILLED = {"delta_chunk_bwd_sm90_kernel": 8, "delta_dqkg_sm90_kernel": 1}
 # Kernels of which it is known that no more of it is in loops.
@@ -201,6 +207,12 @@ def check(job: Job) -> None:
     kind, pattern = CODE.get(job.name, ("ttgir", ""))
     wide = job.constants.get("UNIT", 16) == 16  # numbers that all counts are a multiple of
     assert not wide or re.search(pattern, got.asm[kind]), job.name
+    for view in set(VIEW.findall(got.asm.get("ttgir", ""))) - OTHER_SIZES:
+        before, after = (
+            int(bits) * math.prod(map(int, shape.split("x")))
+            for shape, bits in (view[:2], view[2:])
+        )
+        assert after == before, f"{job.name}: a view of another size than its tile: {view}"
     if job.arch == "sm_90" and got.instructions["wgmma"]:
         check_products(job, got)
 

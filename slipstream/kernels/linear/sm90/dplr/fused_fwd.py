@@ -437,9 +437,11 @@ def scan_partition(
         out = tiles.o.index(tile)._reinterpret(dtype, [NB, BASE, 64], wide)
         mp = tiles.mp.index(i % 2)._reinterpret(dtype, [2 * NB, BASE, BASE], small)
         lines = tiles.lines.index(i % 2)._reinterpret(gl.float32, [2 * NB, BASE], line)
-        totals = tiles.total.index(2 * s)._reinterpret(gl.float32, [2 * NB, 64], line)
+        total_0 = tiles.total.index(2 * s)._reinterpret(gl.float32, [NB, 64], line)
+        total_1 = tiles.total.index(2 * s + 1)._reinterpret(gl.float32, [NB, 64], line)
         if c.STRONG:
-            keep = tiles.keep.index(2 * s)._reinterpret(gl.float32, [2 * NB, 64], line)
+            keep_0 = tiles.keep.index(2 * s)._reinterpret(gl.float32, [NB, 64], line)
+            keep_1 = tiles.keep.index(2 * s + 1)._reinterpret(gl.float32, [NB, 64], line)
         sm90.store_wait(0)
         for j in range(NB):
             # all transposed: rows along V, so that W and u go on as left operands
@@ -456,16 +458,16 @@ def scan_partition(
             b_v = v.index(j).permute((1, 0)).load(xl).to(gl.float32)
             b_beta = lines.index(j).load(tokens)[None, :]
             if c.STRONG:
-                b_s0 *= keep.index(j).load(along)[None, :]
-                b_s1 *= keep.index(NB + j).load(along)[None, :]
+                b_s0 *= keep_0.index(j).load(along)[None, :]
+                b_s1 *= keep_1.index(j).load(along)[None, :]
             b_u = sm90.warpgroup_mma_wait(1, deps=(b_u,))
             # beta is 2^27 times as large: one multiplication less
             b_w = gl.fma(b_u, -1 / LIFT, b_v) * b_beta
             b_x = gl.convert_layout(b_w.to(dtype), sa)
             b_u = warpgroup_mma(b_x, mp.index(j).permute((1, 0)), b_w, is_async=True)
             # before the wait, which hides them; sooner they would want too many registers
-            b_t0 = totals.index(j).load(along)[None, :]
-            b_t1 = totals.index(NB + j).load(along)[None, :]
+            b_t0 = total_0.index(j).load(along)[None, :]
+            b_t1 = total_1.index(j).load(along)[None, :]
             b_u, b_o = sm90.warpgroup_mma_wait(0, deps=(b_u, b_o))
             b_o = gl.fma(b_u, lines.index(NB + j).load(tokens)[None, :], b_o)
             b_u = b_u.to(dtype)
