@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from slipstream.common.checks import expect_tensor
+from slipstream.common.checks import autocast_dtype, expect_tensor
 from slipstream.kernels.matmul.inputs import activated
 from slipstream.nn.consistent import step_products
 from slipstream.nn.hooks import is_hooked as is_hooked
 from slipstream.ops.activation import geglu, glu_linear, sigmoid_glu, swiglu
 from slipstream.ops.embedding import embedding
 from slipstream.ops.matmul import matmul
+from slipstream.runtime import autograd, backends
 from slipstream.runtime.consistent import consistent_scope
 
 GATES = {"swiglu": swiglu, "geglu": geglu, "sigmoid_glu": sigmoid_glu}
@@ -128,11 +129,72 @@ class GEGLU(GatedMLP):
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module | None]) -> list[Any]:
-    """layer(x) of each, None for those that are None."""
+    """layer(x) of each, None for those that are None. The backward adds up x's gradient within the
+    products instead of one tensor after the other.
+
+    Modules that are no linear layers, or more than that (plain_linear), are called as they are.
+    """
     given = [layer for layer in layers if layer is not None]
-    found = None if consistent_scope.step is None else step_products(x, given)
-    parts = iter([layer(x) for layer in given] if found is None else found)
+    parts = iter(_linears(x, given))
     return [None if layer is None else next(parts) for layer in layers]
+
+
+def _linears(x: Tensor, layers: Sequence[Any]) -> Sequence[Tensor]:
+    if consistent_scope.step is not None and (found := step_products(x, layers)) is not None:
+        return found
+    if len(layers) > 1 and _adds_up(x, layers):
+        weights = [layer.weight for layer in layers]
+        if autograd.needs_autograd(x, *weights):
+            return _Linears.apply(x, *weights)
+    return [layer(x) for layer in layers]
+
+
+def _adds_up(x: Tensor, layers: Sequence[Any]) -> bool:
+    """Whether a Function may multiply x by the layers' weights in the place of their calls."""
+    return (
+        (type(x) is Tensor or backends.TRACING)
+        and not autograd.by_operation()
+        and autocast_dtype(x) is None
+        and all(
+            type(y).forward is nn.Linear.forward
+            and plain_linear(y)
+            and y.bias is None
+            and y.weight.dtype == x.dtype
+            for y in layers
+        )
+    )
+
+
+class _Linears(autograd.Function):
+    """Products of x [..., D] with each weight [F, D]."""
+
+    operator = "slipstream.nn.linears"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        needs_x, *needed = ctx.needs_input_grad
+        autograd.save(ctx, x if any(needed) else None, *(w if needs_x else None for w in weights))
+        ctx.set_materialize_grads(False)
+        ctx.shape = x.shape
+        return tuple(autograd.as_base(F.linear(x, w)) for w in weights)
+
+    @staticmethod
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, *dys: Any) -> tuple[Tensor | None, ...]:
+        x, *weights = saved
+        needs_x, *needed = ctx.needs_input_grad
+        rows = None if x is None else x.reshape(-1, x.shape[-1])
+        dx: Any = None
+        dweights: list[Any] = [None] * len(dys)
+        # the narrowest first: adding to dx costs a narrow product more than a wide one
+        given = [i for i, dy in enumerate(dys) if dy is not None]
+        for i in sorted(given, key=lambda i: dys[i].shape[-1]):
+            dy = dys[i].reshape(-1, dys[i].shape[-1])
+            if needs_x:
+                dx = dy @ weights[i] if dx is None else dx.addmm_(dy, weights[i])
+            if needed[i]:
+                dweights[i] = dy.t() @ rows
+        return None if dx is None else dx.view(ctx.shape), *dweights
 
 
 def plain_linear(layer: nn.Module) -> bool:
