@@ -121,7 +121,7 @@ def compile_row(worker: compile_worker.Worker, task: Task, timeout: float) -> Ro
     if outcome.status == "absent":
         raise ChildProcessError(outcome.reason)
     status, reason = judge(job, outcome)
-    if outcome.compiled is not None and outcome.compiled.shared > ARCHS[job.arch].shared:
+    if status == "refused" and outcome.compiled is not None:
         reason = _too_large(worker, job, outcome.compiled, timeout)
     row = Row(
         arch=job.arch,

@@ -63,6 +63,13 @@ def test_attempt_names_the_nearest_configuration_that_runs() -> None:
         assert f"with 1 stages it needs {fits} and runs" in row.reason
 
 
+@pytest.mark.parametrize(("beyond", "status"), [(0, "ok"), (1, "slow")])
+def test_kernels_may_spill_so_much(beyond: int, status: str) -> None:
+    of = outcome(stack=support_matrix.MAX_SPILL_BYTES + beyond, instructions={"wgmma": 1})
+    found, reason = support_matrix.judge(JOB, of)
+    assert found == status and ("spills" in reason) == bool(beyond)
+
+
 def test_attempt_names_the_known_fault_behind_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, replace(FAULT, archs=("sm_70",), triton=None))
     worker: Any = _Worker({3: Outcome("crash", "the compiler's process died: LLVM ERROR")})

@@ -20,13 +20,14 @@ from slipstream.kernels.elementwise.triton import rotary
 from slipstream.kernels.linear import decode, inputs, segments
 from slipstream.kernels.linear import op as linear
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.modes import context
+from slipstream.kernels.linear.modes import context, memory
 from slipstream.kernels.linear.sm90 import plan as sm90
 from slipstream.kernels.linear.sm90.delta import bwd_schedule
 from slipstream.kernels.linear.sm90.dplr.backend import supports_dqkg
 from slipstream.kernels.linear.sm90.scalar_decay import backend as scalar_sm90
 from slipstream.kernels.linear.triton import plan as triton_plan
 from slipstream.kernels.linear.triton.dplr import backend as dplr
+from slipstream.kernels.linear.triton.vector_decay import tiles as vector_decay
 from slipstream.kernels.loss import shard
 from slipstream.kernels.loss.triton import cross_entropy as loss
 from slipstream.kernels.matmul import config
@@ -46,6 +47,7 @@ from slipstream.runtime import backends, guarded_launch
 BF16, FP32 = torch.bfloat16, torch.float32
 IEEE = config.Problem(FP32, FP32, "ieee")
 X = torch.zeros(1, 4, 1, 64, dtype=BF16)
+TILE: Any = SimpleNamespace(tma=True, stages=2)
 
 
 def m(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -224,6 +226,13 @@ LIMITS: dict[str, tuple[Callable[[int], Any], int] | tuple[Callable[[int], Any],
     "programs of a scan": (lambda n: scanned(16 * 64, n) is None, segments.NUM_SMS // 4),
     "chunks of a scan": (
         lambda n: scanned(n * 64) is None, segments.MIN_CUT_CHUNKS, segments.MIN_CUT_CHUNKS - 1),
+    "channels of more stages": (
+        lambda BD: vector_decay.scan_stages(TILE, BD, 2, 1, True) != 3, 128),
+    "programs of more stages": (
+        lambda n: vector_decay.scan_stages(TILE, 64, 2, n, True) != 3, vector_decay.NUM_SMS // 8),
+    "programs of all": (
+        lambda n: not memory._fills_gpu(terms(HV=n)), memory.MIN_ACTIVE_PROGRAMS // 2,
+        memory.MIN_ACTIVE_PROGRAMS // 2 - 1),
     "packed sequences": (lambda n: not fused_when_packed(n), 6, 5),
     "bytes of states": (lambda n: not in_two_kernels(n), bwd_schedule.SMALL_BYTES // 512),
     "equal blocks": (lambda n: not of_equal_blocks(n), 8 * 67, 4 * 67),
