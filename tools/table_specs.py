@@ -209,6 +209,11 @@ STRENGTHS = {
     x: f"{{{x}@fwd:4 ~ [-0.1,0]@fwd:4}} / {{{x}@both:4 ~ [-0.1,0]@both:4}}"
     for x in ("[-5,0]", "-5", "[-9,0]", "[-20,0]")
 }
+KDA_BESIDE_CUDNN = {
+    f"{who}{short}": f"{{{gates} {name}@forward_ms:3}} / {{{gates} {name}@both_ms:3}}"
+    for short, gates in (("[-0.1,0]", "[-0.1,0]"), ("-1", "-1 sigmoid"), ("-5", "-5 sigmoid"))
+    for who, name in (("", "slipstream"), ("cuDNN, ", "cudnn"))
+}
 WORKS = (
     "rms_norm 32768x2048", "l2_norm 262144x128",
     "cross_entropy 16384x32000", "cross_entropy 8192x151936", "linear_ce 16384x32000",
@@ -235,6 +240,14 @@ TABLES: dict[str, Table] = {
         {"operator": "{operator}", "gates": "{gates}", "kernels": "{kernels}",
          "[-0.1,0], ms": "{[-0.1,0]@fwd:4} / {[-0.1,0]@both:4}", **STRENGTHS},
         by="strength",
+    ),
+    "kda_peers": Table(
+        """SELECT *, gates || ' ' || who AS way, max(error) OVER (PARTITION BY shape, who) AS worst
+            FROM kda_peers ORDER BY n""", "shape",
+        {"shape": "{shape}"} | KDA_BESIDE_CUDNN
+        | {"largest error": "{-5 sigmoid slipstream@worst!}",
+           "cuDNN's error": "{-5 sigmoid cudnn@worst!}"},
+        "bench/kda.py --peers cudnn", by="way",
     ),
     "flash_qla": Table(
         DELTA_PEERS, "shape",
