@@ -35,6 +35,8 @@ def cache_call(call: Callable) -> Callable:
     def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
         call(self, *args, **kwargs)
         index = next((x for x in (*args, *kwargs.values())), None)
+        if index is None:  # zeros would be a state that goes on
+            vars(self).pop("slipstream_states", None)
         for name in ("linear_cache", "slipstream_states"):
             states: Any = getattr(self, name, {})
             for at in range(len(states)) if isinstance(states, list) else states:

@@ -130,6 +130,20 @@ def test_pieces_of_padded_prompts_equal_rows_alone(name: str, side: str | None) 
     _assert_near(got[1:, live], _exactly(exact, ids[1:, live]))
 
 
+@pytest.mark.parametrize("name", [x for x in CLASSES if x != "RwkvForCausalLM"])  # a list
+@torch.no_grad()
+def test_cache_that_was_reset_is_as_new(name: str) -> None:
+    model, _, ids = _models(name)
+    mask = torch.ones_like(ids)
+    mask[1, PADDED["left"]] = 0
+    out = model(ids, attention_mask=mask, use_cache=True, **own_cache(model))
+    cache = next_cache(out, own_cache(model))
+    for held in cache.values():
+        held.reset()
+    again = model(ids, attention_mask=mask, use_cache=True, **cache)
+    assert torch.equal(again.logits[mask.bool()], out.logits[mask.bool()])
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", CLASSES)
 @torch.no_grad()
