@@ -198,12 +198,12 @@ class SlipstreamConfig(PreTrainedConfig):
                 f"attention_residuals: want at least 1 layer, got {self.attention_residuals}"
             )
         for i in range(len(self.mixers)):
-            (mixer, options), (mlp, _) = self.mixer(i), self.mlp(i)
+            (mixer, _), (mlp, _) = self.mixer(i), self.mlp(i)
             if self.consistent:
-                self._expect_consistent(i, mixer, options, mlp)
+                self._expect_consistent(i, mixer, mlp)
 
     @staticmethod
-    def _expect_consistent(layer: int, mixer: str, options: dict[str, Any], mlp: str) -> None:
+    def _expect_consistent(layer: int, mixer: str, mlp: str) -> None:
         if mixer not in CONSISTENT_MIXERS:
             known = ", ".join(CONSISTENT_MIXERS)
             raise ValueError(f"mixers[{layer}]: want one of {known} with consistent, got {mixer!r}")

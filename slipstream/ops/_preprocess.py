@@ -44,12 +44,6 @@ def expect_inputs(
     return N
 
 
-def for_value_heads(v: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors [B, T, H, K] for the heads of v [B, T, HV, V]: head hv has head hv // (HV // H)."""
-    group = checks.plain_int(v.shape[2] // tensors[0].shape[2])
-    return tensors if group == 1 else tuple(x.repeat_interleave(group, dim=2) for x in tensors)
-
-
 def scan_impl(impl: str | None) -> str | None:
     """The impl of a gated scan before the recurrence: it has no kernels of its own for sm_90."""
     return "triton" if impl == "sm90" else impl

@@ -35,7 +35,7 @@ def rotary_embedding(
         x: [B, T, H, D], any floating dtype; 16-bit inputs are turned in float32.
         cos, sin: [S, R/2], a row for each position, R <= D even, D - R features stay; or
             [B or 1, T, R/2], a row for each token, without positions. No gradient reaches them.
-        positions: int32 or int64 [T] or [B, T], rows of cos and sin; None is 0, 1, ..., T - 1.
+        positions: int32 or int64 [T] or [1 or B, T], rows of cos and sin; None is 0, 1, ..., T - 1.
             One outside of the table is a ValueError on the CPU; on CUDA it takes the nearest row,
             and the next slipstream call or slipstream.synchronize() raises.
         interleaved: the pairs are (2i, 2i + 1), as GPT-J, not (i, i + R/2), as GPT-NeoX.
@@ -194,5 +194,6 @@ def _check_rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor | 
     if positions.dim() == 1:
         checks.expect_shape("positions", positions, (tokens,))
         return positions[None]
-    checks.expect_shape("positions", positions, (batch, tokens))
+    rows = 1 if positions.shape[:1] == (1,) else batch
+    checks.expect_shape("positions", positions, (rows, tokens))
     return positions

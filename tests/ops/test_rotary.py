@@ -18,6 +18,9 @@ def test_rotary_tables_by_position_or_token() -> None:
     x, at = torch.randn(2, 5, 3, 8), torch.randint(0, 20, (2, 5))
     by_position = rotary_embedding(x, *rotary_tables(torch.arange(20), 8), positions=at)
     assert torch.equal(by_position, rotary_embedding(x, *rotary_tables(at, 8)))
+    tables = rotary_tables(torch.arange(20), 8)
+    one_row, row = (rotary_embedding(x, *tables, positions=p) for p in (at[:1], at[0]))
+    assert torch.equal(one_row, row)
 
 
 def test_packed_positions_begin_anew_in_each_sequence() -> None:
