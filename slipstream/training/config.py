@@ -231,7 +231,9 @@ def read_yaml(text: str, source: str) -> Any:
 
 def _set(raw: dict[str, Any], keys: list[str], value: Any) -> None:
     for key in keys[:-1]:
-        raw = raw.setdefault(key, {})
+        if raw.get(key) is None:
+            raw[key] = {}
+        raw = raw[key]
         if not isinstance(raw, dict):
             raise ValueError(f"{'.'.join(keys)}: {key} is no section")
     raw[keys[-1]] = value

@@ -74,3 +74,9 @@ def test_config_names_values_of_a_wrong_type(path, override: str, message: str) 
 def test_config_says_what_may_be_meant(path, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(path, [override])
+
+
+def test_overrides_go_into_a_section_without_a_value(path) -> None:
+    path.write_text(f"{TEXT}parallel:\ntokenizer:\n")
+    config = load(path, ["parallel.shard=2", "tokenizer.vocab_size=300"])
+    assert (config.parallel.shard, config.tokenizer.vocab_size) == (2, 300)
