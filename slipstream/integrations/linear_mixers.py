@@ -23,7 +23,7 @@ from slipstream.ops.selective_scan import selective_scan
 from slipstream.runtime.context_parallel import ContextParallel
 
 
-class Running(threading.local):
+class Now:
     """What runs, as far as functions are not told.
 
     of_model, of_layer: the sequences packed in the rows of a model and one of its layers, [B, T].
@@ -32,7 +32,7 @@ class Running(threading.local):
         how often it has called selective_scan_fn.
     """
 
-    def __init__(self) -> None:  # of every thread; an attribute that torch.compile's guards see set
+    def __init__(self) -> None:
         self.of_model: Tensor | None = None
         self.of_layer: Tensor | None = None
         self.real_of_model: Tensor | None = None
@@ -48,20 +48,28 @@ class Running(threading.local):
         self.of_model, self.of_layer, self.real_of_model, self.real_of_layer = rows
 
 
+class Running(threading.local):
+    """now: of this thread. An object of its own: where a graph of torch.compile breaks, what it has
+    set of a threading.local itself is forgotten."""
+
+    def __init__(self) -> None:
+        self.now = Now()
+
+
 running = Running()
 
 
 def captured(function: Callable) -> Callable:
     """The function with the sequences of this moment, whenever and in whichever thread it runs."""
-    now = running.rows()
+    now = running.now.rows()
 
     def with_them(*args: Any, **kwargs: Any) -> Any:
-        outer = running.rows()
-        running.put(*now)
+        outer = running.now.rows()
+        running.now.put(*now)
         try:
             return function(*args, **kwargs)
         finally:
-            running.put(*outer)
+            running.now.put(*outer)
 
     return with_them
 
@@ -79,7 +87,7 @@ def sequences_of(kwargs: dict[str, Any], B: int, T: int) -> Tensor | None:
     cuts = kwargs.get("cu_seqlens")
     cuts = kwargs.get("cu_seq_lens_q") if cuts is None else cuts
     if cuts is None:
-        return running.of_layer
+        return running.now.of_layer
     token = torch.arange(B * T, device=cuts.device, dtype=cuts.dtype)
     seq_idx = torch.searchsorted(cuts[1:].contiguous(), token, right=True).view(B, T)
     return seq_idx.int()
@@ -353,7 +361,7 @@ def selective_state_update(
     if a_channel or (dt_bias is not None and dt_bias.stride(-1)):
         return _scan_token(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
     dt_bias = None if dt_bias is None else dt_bias[:, 0]
-    limit = getattr(running.mixer, "time_step_limit", (0.0, float("inf")))
+    limit = getattr(running.now.mixer, "time_step_limit", (0.0, float("inf")))
     step = _step_size(dt[..., 0], dt_bias, dt_softplus).clamp(*limit)  # [B, H]
     v = (widen(x) * step[..., None]).to(x.dtype)
     y = recurrent_step(
@@ -433,11 +441,11 @@ def selective_scan_fn(
 
 def _state_before_scan() -> Tensor | None:
     """[B, D, N] of the cache of the mixer that runs; a mixer with heads scans one after another."""
-    if running.cache is None:
+    if running.now.cache is None:
         return None
-    index = running.scans
-    running.scans += 1
-    state = running.cache.layers[running.mixer.layer_idx].recurrent_states[0]
+    index = running.now.scans
+    running.now.scans += 1
+    state = running.now.cache.layers[running.now.mixer.layer_idx].recurrent_states[0]
     return state if state is None or state.dim() == 3 else state[:, index]
 
 

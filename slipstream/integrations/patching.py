@@ -231,7 +231,7 @@ def _say_theirs(name: str, why: str) -> None:
 
 def is_packed(kwargs: dict[str, Any]) -> bool:
     offsets = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "context")
-    return running.of_layer is not None or any(kwargs.get(name) is not None for name in offsets)
+    return running.now.of_layer is not None or any(kwargs.get(name) is not None for name in offsets)
 
 
 def _sequences_of_positions(given: dict[str, Any]) -> Tensor | None:
@@ -257,24 +257,24 @@ def _model_forward(forward: Callable, padded: bool) -> Callable:
 
     @wraps(forward)
     def replacement(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        outer = running.of_model, running.real_of_model
+        outer = running.now.of_model, running.now.real_of_model
         given = dict(zip(names, args)) | kwargs
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         seq_idx = None
         if padded and given.get("attention_mask") is not None:
-            running.real_of_model = rows.padding_of(given["attention_mask"], tokens)
+            running.now.real_of_model = rows.padding_of(given["attention_mask"], tokens)
         if isinstance(tokens, Tensor) and is_packed(given):
-            seq_idx = running.of_model = sequences_of(given, *tokens.shape[:2])
+            seq_idx = running.now.of_model = sequences_of(given, *tokens.shape[:2])
         elif (seq_idx := _sequences_of_positions(given)) is not None:
             number = len(tokens) if isinstance(tokens, Tensor) else len(seq_idx)
-            running.of_model = seq_idx.expand(number, -1)
+            running.now.of_model = seq_idx.expand(number, -1)
         try:
             if seq_idx is not None and (table := _one_table(given.get("position_ids"))) is not None:
                 return forward(self, **given | {"position_ids": table})
             return forward(self, *args, **kwargs)
         finally:
-            running.of_model, running.real_of_model = outer
+            running.now.of_model, running.now.real_of_model = outer
 
     return replacement
 
@@ -294,7 +294,10 @@ def _layer_call(call: Callable) -> Callable:
     @wraps(call)
     def replacement(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if hasattr(type(self).forward, TELLS):
-            for name, given in (("seq_idx", running.of_model), (REAL, running.real_of_model)):
+            for name, given in (
+                ("seq_idx", running.now.of_model),
+                (REAL, running.now.real_of_model),
+            ):
                 if given is not None:
                     kwargs.setdefault(name, given)
         return call(self, *args, **kwargs)
@@ -324,7 +327,7 @@ AROUND: tuple[tuple[type, str, Callable[[Callable], Callable]], ...] = (
 
 
 def _layer_forward(forward: Callable) -> Callable:
-    """forward of a layer, whose functions find in running.of_layer what it does not tell them."""
+    """forward of a layer, whose functions find in running.now what it does not tell them."""
     parameters = inspect.signature(forward).parameters.values()
     open_ended = any(p.kind is p.VAR_KEYWORD or p.name == "seq_idx" for p in parameters)
 
@@ -332,16 +335,16 @@ def _layer_forward(forward: Callable) -> Callable:
     def replacement(
         self: nn.Module, *args: Any, seq_idx: Tensor | None = None, **kwargs: Any
     ) -> Any:
-        outer = running.of_layer, running.real_of_layer
-        running.real_of_layer = kwargs.pop(REAL, outer[1])
+        outer = running.now.of_layer, running.now.real_of_layer
+        running.now.real_of_layer = kwargs.pop(REAL, outer[1])
         if seq_idx is not None:
-            running.of_layer = seq_idx
+            running.now.of_layer = seq_idx
             if open_ended:
                 kwargs["seq_idx"] = seq_idx
         try:
             return forward(self, *args, **kwargs)
         finally:
-            running.of_layer, running.real_of_layer = outer
+            running.now.of_layer, running.now.real_of_layer = outer
 
     setattr(replacement, TELLS, True)
     return replacement
@@ -357,17 +360,17 @@ def _mixer_forward(forward: Callable) -> Callable:
 
     @wraps(forward)
     def replacement(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        outer = running.mixer, running.cache, running.scans
+        outer = running.now.mixer, running.now.cache, running.now.scans
         given = dict(zip(names, args)) | kwargs
         mask, tokens = given.get("attention_mask"), given[names[0]].shape[1]
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > tokens:
             given["attention_mask"] = mask[:, -tokens:]
-        running.mixer, running.scans = self, 0
-        running.cache = next((given[x] for x in CACHES if given.get(x) is not None), None)
+        running.now.mixer, running.now.scans = self, 0
+        running.now.cache = next((given[x] for x in CACHES if given.get(x) is not None), None)
         try:
             return forward(self, **given)
         finally:
-            running.mixer, running.cache, running.scans = outer
+            running.now.mixer, running.now.cache, running.now.scans = outer
 
     return replacement
 

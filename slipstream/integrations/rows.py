@@ -65,7 +65,7 @@ def rows_of(kwargs: dict[str, Any], x: Tensor, mask: Any = None) -> Rows:
         ValueError: another number of tokens is packed.
     """
     B, T = x.shape[:2]
-    seq_idx, real = linear_mixers.sequences_of(kwargs, B, T), running.real_of_layer
+    seq_idx, real = linear_mixers.sequences_of(kwargs, B, T), running.now.real_of_layer
     if real is None and isinstance(mask, Tensor) and mask.shape == (B, T):
         real = mask.bool()
     for name, given in (("seq_idx", seq_idx), ("attention_mask", real)):
@@ -74,9 +74,10 @@ def rows_of(kwargs: dict[str, Any], x: Tensor, mask: Any = None) -> Rows:
     if seq_idx is None and real is None:
         return Rows((B, T))
     key: Any = seq_idx if real is None else real
+    if linear_mixers.is_unreadable(key):
+        return _find_rows(seq_idx, real, B, T)
     # what a caller writes into a tensor of inference mode is not counted
-    unseen = key.is_inference() and running.real_of_layer is None
-    if linear_mixers.is_unreadable(key) or unseen:
+    if key.is_inference() and running.now.real_of_layer is None:
         return _find_rows(seq_idx, real, B, T)
     version = 0 if key.is_inference() else key._version
     beside = None if real is None else seq_idx

@@ -169,8 +169,7 @@ def slipstream_attention(
             keys, for H / G heads each.
         cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences, with the B rows one behind the
             other; they cut what the mask lets see each other.
-        seq_idx: int [B, T], the sequences as numbers in place of offsets; not read beside them or
-            a mask that cuts.
+        seq_idx: int [B, T], the sequences as numbers in place of offsets; not read beside them.
         position_ids: int [B or 1, T]; where they do not rise a sequence begins, unless offsets or
             seq_idx say what is packed. Read under a causal mask over as many keys as queries; not
             while torch.compile traces or a CUDA graph is captured.
@@ -220,7 +219,7 @@ def slipstream_attention(
     cuts = None
     if attention_mask is not None and attention_mask.shape[2] > 1:
         cuts = attention_mask[0, 0, :, 0]
-    if seq_idx is not None and cuts is None and cu_seq_lens_q is None:
+    if seq_idx is not None and cu_seq_lens_q is None:
         cu_seq_lens_q = linear_mixers.offsets_of(seq_idx).int()
     if cu_seq_lens_q is not None:
         _check_cuts(attention_mask, rule, q, k)

@@ -144,6 +144,28 @@ def test_cache_that_was_reset_is_as_new(name: str) -> None:
     assert torch.equal(again.logits[mask.bool()], out.logits[mask.bool()])
 
 
+@pytest.mark.parametrize("given", ["attention_mask", "seq_idx", "both"])
+@torch.no_grad()
+def test_compiled_layers_know_padding_and_sequences(given: str) -> None:
+    """RG-LRU and softmax attention, where a graph breaks within a layer, too."""
+    torch.compiler.reset()
+    model, _, ids = _models("RecurrentGemmaForCausalLM")
+    real, seq_idx = torch.ones_like(ids), (torch.arange(24).view(2, 12) // 5).int()
+    real[1, PADDED["left"]] = 0
+    both = {"attention_mask": real, "seq_idx": seq_idx}
+    options: Any = both if given == "both" else {given: both[given]}
+    live = options.get("attention_mask", torch.ones_like(ids)).bool()
+    numbers = options.get("seq_idx", torch.zeros_like(ids))
+    each = [(i, live[i] & (numbers[i] == n)) for i in range(2) for n in numbers[i].unique()]
+    alone = [model(ids[i : i + 1, at], use_cache=False).logits[0] for i, at in each if at.any()]
+    _assert_near(model(ids, use_cache=False, **options).logits[live], torch.cat(alone))
+    compiled = torch.compile(model, backend="eager")
+    _assert_near(compiled(ids, use_cache=False, **options).logits[live], torch.cat(alone))
+    linear = next(x for x in model.modules() if isinstance(x, torch.nn.Linear))
+    linear.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    _assert_near(compiled(ids, use_cache=False, **options).logits[live], torch.cat(alone))
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", CLASSES)
 @torch.no_grad()
@@ -202,11 +224,11 @@ def test_rows_pack_tokens_and_states() -> None:
     real = torch.tensor([[0, 1, 1, 0, 1, 1], [0] * 6, [1, 1, 1, 1, 0, 0]]).bool()
     x = torch.arange(18.0).view(3, 6)
     state = torch.tensor([10.0, 20.0, 30.0])
-    running.real_of_layer = real
+    running.now.real_of_layer = real
     try:
         rows = rows_of({"seq_idx": seq_idx}, x)
     finally:
-        running.real_of_layer = None
+        running.now.real_of_layer = None
     assert torch.equal(rows.unpack(rows.pack(x)), x)
     cuts = rows.cuts.tolist()
     packed = [rows.pack(x)[0, i:j].tolist() for i, j in pairwise(cuts)]
