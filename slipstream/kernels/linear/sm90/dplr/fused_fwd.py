@@ -368,6 +368,8 @@ def prepare_partition(
             b_d = gl.where(weak, b_d, b_a)
         if c.ST > 2 and i >= 2:  # the block before has left `mp` and `lines`
             mbarrier.wait(barriers.empty.index((i - 2) % c.ST), ((i - 2) // c.ST) & 1)
+        # racecheck names this and where it is loaded: `made` and `empty` order the two, at each of
+        # which one thread arrives for 128 that have met (arrives_early of tests/support/sass.py)
         lines.index(0).store(b_rows * LIFT)
         b_x = substitute(gl.where(o_i > o_j, b_d * b_rows[:, :, None], 0.0), block)
         b_d = scores(tiles.q, y_0, y_1, s, zero, wl)
