@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 
 from slipstream.layers import Attention, GatedDeltaNet, Mamba2
-from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM, shard_heads
+from slipstream.models import (
+    MIXERS,
+    SlipstreamConfig,
+    SlipstreamForCausalLM,
+    shard_heads,
+    tensor_parallel,
+)
 from slipstream.models.head_layouts import heads_of
 from tests.support.processes import in_processes
 from tests.support.tensor_runs import DEFAULT, FOUR, TWO, run_cases
@@ -98,3 +104,9 @@ def test_head_with_a_bias_is_sharded() -> None:
         assert model.lm_head.bias.grad.full_tensor().abs().sum() > 0
     finally:
         dist.destroy_process_group()
+
+
+def test_parameter_with_two_names_is_dealt_under_both() -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    module.tied = module.weight
+    assert [name for name, _ in tensor_parallel._own(module)] == ["weight", "bias", "tied"]

@@ -1,14 +1,20 @@
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from torch import Tensor
 
+from slipstream.training import sample
 from slipstream.training.config import from_dict
 from slipstream.training.interrupt import Interrupt
 from slipstream.training.run import arguments, train
 from slipstream.training.trainer import newest_checkpoint
+from tests.support.byte_tokenizer import tokenizer
 
 
 def raw(out, **training) -> dict:
@@ -99,3 +105,21 @@ def test_train_refuses_before_it_writes(
     with pytest.raises((ValueError, TypeError), match=words):
         train(from_dict(config), Interrupt(), Console(quiet=True))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("count", [1, 2], ids=["as it comes", "by lines"])
+def test_marks_of_texts_are_not_printed(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a tokenizer puts between texts, in a prompt's continuation."""
+    words = tokenizer()
+    new = torch.tensor([[words.eos_token_id, *words("x")["input_ids"]]])
+
+    def generate(input_ids: Tensor, streamer: Any, **_: Any) -> Tensor:
+        for part in (input_ids, *new[0].split(1)) if streamer else ():
+            streamer.put(part)
+        if streamer:
+            streamer.end()
+        return torch.cat([input_ids, new], 1)
+
+    model = SimpleNamespace(device=torch.device("cpu"), generate=generate)
+    sample.generate(model, words, ["ab"] * count, tokens=2)
+    assert capsys.readouterr().out == "abx\n" * count

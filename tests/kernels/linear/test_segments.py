@@ -1,5 +1,7 @@
 """In how many segments kda, rwkv7, dplr and iplr are computed on sm_90, by shapes alone."""
 
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,3 +104,45 @@ def test_one_scan_of_states_is_not_of_wide_keys(
         same, segments = backend.BACKEND.states_of_one_scan(chunks, LinearInputs(q, q, v))
         assert same is chunks and segments is None
     assert found == 2 * asked
+
+
+B, T, H, HV, K, V = 3, 512, 2, 6, 64, 192
+# the module and function that choose segments, what these ask for them, and the first arguments of
+# that: programs of a scan of V by tiles of K // 8 columns, and what else the rule counts
+SCANS = {
+    "triton.scalar_decay.backend": ("scalar_decay.scalar_decay_tokens", (24 * HV, 64, 4)),
+    "triton.vector_decay.backend": ("vector_decay.scalar_decay_tokens", (24 * HV, 64, 4)),
+    "triton.delta.backend": ("triton.delta.plan.delta_tokens", (24 * HV * B, T, 64)),
+    "triton.dplr.backend": ("triton.delta.plan.delta_tokens", (3 * HV * B, T, 64)),
+    "sm90.delta.backend": ("segments._delta_sm90_tokens", (3 * HV * B, T // 64)),
+    "sm90.dplr.backend": ("segments.num_dplr_sm90", (HV * B, 2, T // 64)),
+    "sm90.vector_decay.backend": ("segments._vector_decay_tokens", (HV * B, T // 64)),
+}
+
+
+@pytest.mark.parametrize("module", SCANS)
+def test_segments_are_of_the_programs_of_a_scan(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, want = SCANS[module]
+    folder = "slipstream.kernels.linear"
+    made, asked = import_module(f"{folder}.{module}"), []
+    no_cut = 1 if "num" in rule else None
+
+    def tile(device: torch.device, K: int, *_: int) -> tuple[Any, int]:
+        return SimpleNamespace(C=64, BX=K // 8, fwd=SimpleNamespace(B=K // 8)), K
+
+    for place in (
+        "scalar_decay.backend._tile",
+        "delta.plan._tile",
+        "vector_decay.backend._chunk_tile",
+    ):
+        monkeypatch.setattr(f"{folder}.triton.{place}", tile)
+    monkeypatch.setattr(f"{folder}.triton.vector_decay.backend._tile", lambda *_: tile(*_)[0])
+    monkeypatch.setattr(f"{folder}.triton.dplr.backend.tile_of", lambda _: tile(q.device, K))
+    monkeypatch.setattr(f"{folder}.{rule}", lambda *args: asked.append(args) or no_cut)
+    q, v = torch.empty(B, T, H, K), torch.empty(B, T, HV, V)
+    terms = LinearInputs(q, q, v, beta=v[..., 0])
+    made.BACKEND.choose_segments(terms, *([4] if "decay" in module else []))
+    ((*got,),) = asked
+    assert (*(x for x in got if x is not terms),) == want
