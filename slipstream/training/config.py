@@ -26,6 +26,12 @@ from slipstream.runtime.files import read_text, write_text
 PACKINGS = ("separator", "reset")
 
 
+def _expect_least(section: str, config: Any, **least: int) -> None:
+    for key, low in least.items():
+        if (value := getattr(config, key)) < low:
+            raise ValueError(f"{section}.{key}: want at least {low}, got {value}")
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """path: directory of an existing tokenizer; None trains a byte-level BPE on the spot.
@@ -39,6 +45,7 @@ class Tokenizer:
     train_bytes: int = 20_000_000
 
     def __post_init__(self) -> None:
+        _expect_least("tokenizer", self, train_bytes=1)
         if self.path is None and self.vocab_size <= 256:
             raise ValueError(
                 "tokenizer.vocab_size: want at least 257, the bytes and a special token, got "
@@ -82,10 +89,7 @@ class Data:
             raise ValueError(
                 "data.files: want at least one file, directory or glob, or data.datasets, got none"
             )
-        if self.row_tokens < 2:
-            raise ValueError(f"data.row_tokens: want at least 2, got {self.row_tokens}")
-        if self.lanes < 1:
-            raise ValueError(f"data.lanes: want at least 1, got {self.lanes}")
+        _expect_least("data", self, row_tokens=2, lanes=1, eval_rows=1)
         if self.packing not in PACKINGS:
             raise ValueError(f"data.packing: want one of {PACKINGS}, got {self.packing!r}")
         if not 0 <= self.held_out < 1:
@@ -108,11 +112,7 @@ class Parallel:
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("data", 0), ("shard", 1), ("context", 1), ("tensor", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"parallel.{name}: want at least {least}, got {getattr(self, name)}"
-                )
+        _expect_least("parallel", self, data=0, shard=1, context=1, tensor=1)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ def test_config_reads_sections_and_overrides(path) -> None:
         ("data.held_out=2", "data.held_out"),
         ("data.row_tokens=1", "data.row_tokens"),
         ("data.lanes=0", "data.lanes"),
+        ("data.eval_rows=0", "data.eval_rows"),
+        ("tokenizer.train_bytes=0", "tokenizer.train_bytes"),
         ("tokenizer.vocab_size=3", "tokenizer.vocab_size"),
         ("output_dir.x=1", "output_dir"),
     ],
