@@ -76,7 +76,7 @@ class Corpus:
                 if len(block) <= PIECE:
                     break
                 # the cut depends on the offset alone: so a piece is the same after a resume
-                cut = block.rfind(b"\n", 0, PIECE) + 1 or PIECE
+                cut = block.rfind(b"\n", 0, PIECE) + 1 or _end_of_character(block)
                 yield Piece(offset, block[:cut].decode("utf-8", "replace"), ends=False)
                 offset += cut
             if block:
@@ -107,6 +107,12 @@ class Corpus:
         """Changes with the names and sizes of the files: then no position in them is valid."""
         seen = [(f.name, f.size) for f in self.files]
         return hashlib.blake2b(repr(seen).encode(), digest_size=8).hexdigest()
+
+
+def _end_of_character(block: bytes) -> int:
+    """The last place up to PIECE that is not within a character of UTF-8; PIECE in other bytes."""
+    places = range(PIECE, PIECE - 4, -1)
+    return next((i for i in places if block[i] & 0xC0 != 0x80), PIECE)
 
 
 def is_held_out(name: str, share: float) -> bool:

@@ -107,7 +107,7 @@ def test_split_rejects_a_side_without_documents(tmp_path, name: str, held: str) 
 
 def test_pieces_join_to_the_file_and_continue_anywhere(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(corpus_module, "PIECE", 64)
-    text = "".join(f"some line, number {i}, ü\n" for i in range(40)) + "x" * 200
+    text = "".join(f"some line, number {i}, ü\n" for i in range(40)) + "x" * 101 + "ü🦊" * 40
     path = tmp_path / "long.txt"
     path.write_text(text, encoding="utf-8")
     side, file = Corpus((File(path, "long.txt"),)), File(path, "long.txt")
