@@ -224,7 +224,7 @@ def selective_state_update(
     if (drafts is not None) != disable_state_update or x.dim() != (3 if drafts is None else 4):
         raise NotImplementedError("intermediate_states_buffer: want it for drafts, and only then")
     options: dict[str, Any] = {
-        "A_log": A[:, 0, 0].neg().log(),
+        "A": A[:, 0, 0],
         "dt_bias": None if dt_bias is None else dt_bias[:, 0],
         "D": None if D is None else D[:, 0],
     }

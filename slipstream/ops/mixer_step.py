@@ -28,6 +28,7 @@ def mixer_step(
     channel_order: str = "qkv",
     g: Tensor | None = None,
     A_log: Tensor | None = None,
+    A: Tensor | None = None,
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
     gate_logit_normalizer: float | None = None,
@@ -101,7 +102,8 @@ def mixer_step(
         conv_activation: "silu", its other name "swish", or None.
         channel_order: of C: "qkv", or "vkq" as Mamba-2 has them (x, B, C).
         g: raw gates or log decays [B, T, HV] or, of each row of the state, [B, T, HV, K].
-        A_log: [HV]. dt_bias: [HV], or [HV K] or [HV, K] for gates of rows.
+        A_log: [HV]. A: -exp(A_log), in its place, as engines keep it for Mamba-2. dt_bias: [HV], or
+            [HV K] or [HV, K] for gates of rows.
         lower_bound: of the log decay, below 0.
         gate_logit_normalizer: GLA's, by which the log of the sigmoid is divided.
         dt_limit: least and largest dt.
@@ -147,9 +149,11 @@ def mixer_step(
             raise ValueError(f"{name}: want one of {known}, got {value!r}")
     if norm_eps is not None:
         checks.expect_not_negative("norm_eps", norm_eps)
+    if A is not None and A_log is not None:
+        raise ValueError("A: wants no A_log, of which it is -exp(A_log)")
     inputs = StepInputs(
         q, k, v, state, state_indices, num_accepted, conv_state, conv_weight, conv_bias,
-        g, A_log, dt_bias, beta, write, D, z, norm_weight,
+        g, A_log if A is None else A, dt_bias, beta, write, D, z, norm_weight,
     )  # fmt: skip
     dt_min, dt_max = (0.0, float("inf")) if dt_limit is None else dt_limit
     options = StepOptions(
@@ -158,6 +162,7 @@ def mixer_step(
         state_v_first=state_v_first,
         channel_order=channel_order,
         conv_silu=conv_activation is not None,
+        a_is_rate=A is not None,
         lower_bound=lower_bound,
         gate_logit_normalizer=gate_logit_normalizer,
         dt_min=float(dt_min),

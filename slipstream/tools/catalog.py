@@ -44,7 +44,8 @@ def _names(tensors: str) -> str:
 def _step(tensors: str, variant: str = "", B: str = "B", T: str = "1", **options: Any) -> Sample:
     """A mixer's step of T tokens, which has no gradients."""
     pools = "state=BGKV:state conv_state=BEW conv_weight=EW"
-    tensors = f"q=B1HK k=B1HK v=B1GV {pools} A_log=G z=B1GV {tensors}".replace("=B1", f"=B{T}")
+    rates = "" if "A=G" in tensors else "A_log=G "
+    tensors = f"q=B1HK k=B1HK v=B1GV {pools} {rates}z=B1GV {tensors}".replace("=B1", f"=B{T}")
     tensors = tensors.replace("=B", f"={B}")
     fixed = _names(tensors)
     pooled = [word for word in fixed.split() if word.startswith(("state", "conv_state"))]
@@ -191,6 +192,7 @@ OPERATORS = [
           num_pending=4, **_UNIT_STEP),
     _step("g=B1G dt_bias=G D=G conv_bias=E norm_weight=GV:one", "mamba2", channel_order="vkq",
           dt_scales_v=True, norm_before_gate=False, norm_eps=1e-5, scale=1.0),
+    _step("g=B1G A=G:gate dt_bias=G D=G", "rates", dt_scales_v=True, scale=1.0),
     _traced("recurrent_step", "q=B1HK k=B1HK v=B1GV state=BGKV:state state_indices=B:rows "
             "g=B1GK:gate gv=B1GV:gate beta=B1GV:beta", written="state",
             options={"use_qk_l2norm_in_kernel": True}, fixed="q k v g gv beta state"),

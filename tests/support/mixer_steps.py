@@ -20,7 +20,7 @@ POOLS = ("state", "conv_state")
 
 @dataclass(frozen=True)
 class Kind:
-    """The terms of a mixer. g: "head", "channel" or none."""
+    """The terms of a mixer. g: "head", "channel" or none. rates: A is given, no A_log."""
 
     g: str = ""
     beta: bool = False
@@ -29,6 +29,7 @@ class Kind:
     z: bool = True
     raw: bool = True
     D: bool = False
+    rates: bool = False
     weight: str = "shared"
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -59,6 +60,9 @@ KINDS = {
             "norm_eps": 1e-5,
             "heads_together": 2,
         },
+    ),
+    "mamba2 of engines": Kind(
+        "head", D=True, conv=False, z=False, weight="", rates=True, options={"dt_scales_v": True}
     ),
     "delta_net": Kind(beta=True, z=False, options=_RAW),
     "gla": Kind(
@@ -107,7 +111,9 @@ def make(kind: Kind, n: Sizes, strength: float = 1.0) -> tuple[dict[str, Tensor]
         args["z"] = torch.randn(B, n.T, n.HV, n.V)
     args = {name: x.to(n.dtype) for name, x in args.items()}
     if kind.g and kind.raw:
-        args |= {"A_log": torch.rand(n.HV).log(), "dt_bias": torch.randn(shape)}
+        rates = torch.rand(n.HV)
+        args |= {"A": -rates} if kind.rates else {"A_log": rates.log()}
+        args["dt_bias"] = torch.randn(shape)
     if kind.conv:
         args |= {"conv_weight": torch.randn(channels, n.W), "conv_bias": torch.randn(channels)}
         window = torch.randn(SLOTS, channels, n.W - n.short)
@@ -132,6 +138,8 @@ def expected(
     """y and the pools afterwards, in float64; states [slots, HV, K, V]."""
     # copies, also of the pools
     wide = {name: x.double() if x.is_floating_point() else x for name, x in args.items()}
+    if "A" in wide:
+        wide["A_log"] = (-wide.pop("A")).log()
     out = mixer_step(**wide, **options, state_indices=indices, impl="reference")
     return {"out": out, **{name: wide[name] for name in POOLS if name in wide}}
 

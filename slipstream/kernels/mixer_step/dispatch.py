@@ -150,9 +150,11 @@ def _check_gates(inputs: StepInputs, options: StepOptions) -> None:
     else:
         checks.expect_shape("g", g, (B, T, HV))
     if rate is not None:
-        checks.expect_shape("A_log", rate, (HV,))
+        checks.expect_shape("A" if options.a_is_rate else "A_log", rate, (HV,))
         if options.gate_logit_normalizer is not None:
             raise ValueError("gate_logit_normalizer: wants g alone, and A_log is given too")
+        if options.a_is_rate and options.lower_bound is not None:
+            raise ValueError("A: has no lower_bound, which wants A_log")
     if bias is not None and g is not None:
         if rate is None and options.lower_bound is None:
             raise ValueError("dt_bias: wants A_log or lower_bound too")

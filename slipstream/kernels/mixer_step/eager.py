@@ -124,7 +124,10 @@ def log_decay(inputs: StepInputs, options: StepOptions) -> tuple[Tensor | None, 
     x = x if x.dim() == 4 else x[..., None]  # [B, T, HV, 1 or K]
     if inputs.dt_bias is not None:
         x = x + inputs.dt_bias.to(x.dtype).view(x.shape[2:])
-    rate = None if inputs.A_log is None else inputs.A_log.to(x.dtype).exp()[:, None]
+    rate = None
+    if inputs.A_log is not None:
+        a = inputs.A_log.to(x.dtype)[:, None]
+        rate = -a if options.a_is_rate else a.exp()
     if options.lower_bound is not None:
         return options.lower_bound * torch.sigmoid(x if rate is None else rate * x), None
     if options.gate_logit_normalizer is not None:

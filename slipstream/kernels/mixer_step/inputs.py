@@ -61,7 +61,8 @@ class StepOptions(NamedTuple):
     """As slipstream.ops.mixer_step has them.
 
     pending: how many of the first tokens are the last call's. channel_order: "qkv" or "vkq".
-    norm_eps: None is no norm. norm_group_size: channels that are normalised together.
+    a_is_rate: A_log has -exp(A_log). norm_eps: None is no norm. norm_group_size: channels that are
+    normalised together.
     """
 
     scale: float
@@ -69,6 +70,7 @@ class StepOptions(NamedTuple):
     state_v_first: bool
     channel_order: str
     conv_silu: bool
+    a_is_rate: bool
     lower_bound: float | None
     gate_logit_normalizer: float | None
     dt_min: float

@@ -108,7 +108,8 @@ def gate(
         x = x + inputs.dt_bias.to(x.dtype).view_as(x)
     rate = None
     if inputs.A_log is not None:
-        rate = inputs.A_log.to(x.dtype).exp().view(-1, *([1] * (x.dim() - 1)))
+        a = inputs.A_log.to(x.dtype).view(-1, *([1] * (x.dim() - 1)))
+        rate = -a if options.a_is_rate else a.exp()
     if options.lower_bound is not None:
         return options.lower_bound * torch.sigmoid(x if rate is None else rate * x), None
     if options.gate_logit_normalizer is not None:

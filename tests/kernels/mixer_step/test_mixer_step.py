@@ -244,6 +244,10 @@ def test_eager_step_matches_the_formula(kind: str) -> None:
     check_kind(kind, "eager")
 
 
+def test_reference_takes_rates() -> None:
+    check("mamba2 of engines", "reference", Sizes())
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__[6:])
 def test_eager_step(check: Any) -> None:
     check("eager")
@@ -256,6 +260,9 @@ FAULTS: dict[str, dict[str, Any]] = {
     r"conv_state: want shape \(7, 64, 4\)": {"conv_state": torch.zeros(7, 64, 2)},
     r"conv_weight: want shape \(64, 4\)": {"conv_weight": torch.zeros(60, 4)},
     r"A_log: wants g too": {"g": None},
+    r"A: wants no A_log": {"A": -torch.ones(2)},
+    r"A: want shape \(2,\)": {"A": -torch.ones(3), "A_log": None},
+    r"A: has no lower_bound": {"A": -torch.ones(2), "A_log": None, "lower_bound": -1.0},
     r"dt_bias: wants A_log or lower_bound": {"A_log": None},
     r"gate_logit_normalizer: wants g alone": {"gate_logit_normalizer": 16.0},
     r"lower_bound: want a number below 0": {"lower_bound": 1.0},

@@ -23,7 +23,7 @@ of 0. No token touches what belongs to one before it, so that NaN in a draft lea
 """
 
 from slipstream.kernels.mixer_step.triton import convolution
-from slipstream.kernels.mixer_step.triton.step import is_last_of_group, log_decay, scalar
+from slipstream.kernels.mixer_step.triton.step import is_last_of_group, log_decay, rate_of, scalar
 from slipstream.kernels.primitives.bf16_halves import halves
 from slipstream.kernels.primitives.sm90 import gl, gluon
 
@@ -218,7 +218,7 @@ def _gate(
         is_q, _, alive = _rows(o_r, accepted, P, N)
         m_g = alive & (is_q == 0)
         gate = convolution.load(g_ptr + (first + o_r) * row_g + i_h, m_g) + scalar(dt_bias_ptr, i_h)
-        rate = gl.exp(scalar(A_ptr, i_h))
+        rate = rate_of(scalar(A_ptr, i_h), GATE)
         gate, _ = log_decay(gate, rate, lower_bound, normalizer, dt_min, dt_max, GATE)
         gate = gl.where(m_g, gate, 0.0)
     return gate

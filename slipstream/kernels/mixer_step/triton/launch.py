@@ -136,7 +136,9 @@ def _gate(inputs: StepInputs, options: StepOptions) -> str:
         return "sigmoid"
     if options.gate_logit_normalizer is not None:
         return "logsigmoid"
-    return "log" if inputs.A_log is None else "softplus"
+    if inputs.A_log is None:
+        return "log"
+    return "rate" if options.a_is_rate else "softplus"
 
 
 def _options(options: StepOptions) -> dict[str, Any]:

@@ -187,10 +187,16 @@ def _recurrence(
 
 
 @triton.jit
+def rate_of(a, GATE: tl.constexpr):
+    """How fast a head decays: of A, or of its negation's logarithm."""
+    return -a if GATE == "rate" else tl.exp(a)
+
+
+@triton.jit
 def log_decay(x, rate, lower_bound, normalizer, dt_min, dt_max, GATE: tl.constexpr):
     """g of the gate before its activation, and dt."""
     dt = x
-    if GATE == "softplus":
+    if GATE == "softplus" or GATE == "rate":
         dt = tl.clamp(softplus(x), dt_min, dt_max, propagate_nan=tl.PropagateNan.ALL)
         x = -rate * dt
     if GATE == "sigmoid":
@@ -346,7 +352,7 @@ def mixer_step_kernel(
         tl.debug_barrier()
         token = _token(pointers, rows, places, first, 0, i_h, K, V, PER_CHANNEL)
     b_s = b_s.to(tl.float32)
-    rate, counted = tl.exp(rate), tl.zeros([THREADS], tl.int32)
+    rate, counted = rate_of(rate, GATE), tl.zeros([THREADS], tl.int32)
     SHARED: tl.constexpr = window_ptr is not None and HEADS_PER_K * NV > 1
     last = T - 1 if accepted_ptr is None else accepted - 1
     for t in range(steps):
