@@ -11,7 +11,7 @@ slipstream.integrations.report() says which and why.
 import builtins
 import inspect
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from importlib import import_module
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -176,6 +176,7 @@ def _is_by_place(parameter: inspect.Parameter) -> bool:
 def _or_step(method: FunctionType, step: Callable[..., None]) -> Callable:
     @wraps(method)
     def core(self: Any, *args: Any, **kwargs: Any) -> None:
+        vllm_steps.warm_up(self, partial(core, self), *args, **kwargs)
         if not vllm_steps.stepped(self, step, *args, **kwargs):
             method(self, *args, **kwargs)
 

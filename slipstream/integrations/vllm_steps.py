@@ -2,6 +2,7 @@
 vLLM's pools, the convolution in it, and the norm where vLLM's operator has its gates.
 """
 
+import dataclasses
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -11,7 +12,11 @@ from torch import Tensor
 
 from slipstream.integrations import usage, vllm_calls
 from slipstream.ops import mixer_step, rms_norm_gated
+from slipstream.runtime.guarded_launch import is_capturing
 
+PROMPT = 64  # tokens of a prompt that warms up
+GATHERED = 256  # rows, at most, whose channels one launch puts in order
+_WARM: set[Any] = set()  # kinds of layers that have had theirs
 forward_context: Any = import_module("vllm.forward_context")
 mamba_utils: Any = import_module("vllm.model_executor.layers.mamba.mamba_utils")
 
@@ -31,6 +36,63 @@ def stepped(layer: Any, step: Callable[..., None], *args: Any, **kwargs: Any) ->
     except NotImplementedError:
         return False
     return True
+
+
+def warm_up(layer: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Takes two prompts through a method that decodes now, once for each kind of layer.
+
+    vLLM runs a batch that decodes before it captures graphs, and so before requests come: what
+    prompts need is compiled then, and for other sizes in the background. Their block is 0, which is
+    nobody's.
+    """
+    metadata, tensors = _metadata(layer), [x for x in (*args, *kwargs.values()) if x is not None]
+    rows = max(x.shape[0] for x in tensors)
+    # a layer has no pools when vLLM asks how much memory is left for them, and of one row it is not
+    # said which dimension is that of tokens
+    if not _decodes(metadata) or rows == 1 or is_capturing(tensors[0].device):
+        return
+    key = type(layer), *((x.shape[1:], x.dtype) for x in layer.kv_cache)
+    if key in _WARM:
+        return
+    _WARM.add(key)
+
+    def of_prompts(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        begin, end = ((), x.shape[1:]) if x.shape[0] == rows else (x.shape[:1], x.shape[2:])
+        return x.new_zeros(*begin, 2 * PROMPT, *end)
+
+    context = forward_context.get_forward_context()
+    before = context.attn_metadata
+    try:
+        for has_state in (False, True):
+            prompts = _two_prompts(metadata, tensors[0].device, has_state)
+            context.attn_metadata = {**before, layer.prefix: prompts}
+            method(*map(of_prompts, args), **{name: of_prompts(x) for name, x in kwargs.items()})
+    # prompts are served without, but the first of them waits for its kernels
+    except Exception as error:
+        usage.refuse(f"vllm {type(layer).__name__}, prompts ahead of requests", error)
+    finally:
+        context.attn_metadata = before
+
+
+def _two_prompts(metadata: Any, device: torch.device, has_state: bool) -> Any:
+    """The metadata of a batch that decodes, for two prompts of PROMPT tokens."""
+    offsets = torch.arange(0, 3 * PROMPT, PROMPT, dtype=torch.int32, device=device)
+    blocks, has = torch.zeros_like(offsets[:2]), offsets[:2] < 0
+    # names of Gated DeltaNet's and of Mamba's, of 0.26 and 0.33
+    fields = {
+        "num_prefills": 2, "num_prefill_tokens": 2 * PROMPT, "num_actual_tokens": 2 * PROMPT,
+        "num_decodes": 0, "num_decode_tokens": 0, "prep_initial_states": has_state,
+        **dict.fromkeys(("has_initial_state", "prefill_has_initial_state"), has ^ has_state),
+        "has_initial_states_p": has ^ has_state,
+        **dict.fromkeys(("non_spec_query_start_loc", "prefill_query_start_loc"), offsets),
+        "query_start_loc_p": offsets,
+        **dict.fromkeys(("non_spec_state_indices_tensor", "prefill_state_indices"), blocks),
+        "state_indices_tensor_p": blocks,
+    }  # fmt: skip
+    known = {x.name for x in dataclasses.fields(metadata)}
+    return dataclasses.replace(metadata, **{n: x for n, x in fields.items() if n in known})
 
 
 def _metadata(layer: Any) -> Any:
@@ -184,7 +246,7 @@ def _mamba2_step(layer: Any, metadata: Any, projected_states: Tensor, output: Te
         layer.activation,
         channel_order="vkq",
         g=dt[:, None],
-        A_log=(-layer.A).log(),
+        A=layer.A,
         dt_bias=layer.dt_bias,
         dt_scales_v=True,
         D=layer.D,
@@ -204,6 +266,7 @@ def delta_net(base: Any, module: Any) -> type:
             norm = self.norm
             is_whole = norm.group_size in (None, norm.weight.numel())
             self.norms_in_core = norm.norm_before_gate and is_whole
+            self._orders: tuple[Tensor, Tensor] | None = None
             exporter = getattr(module, "MambaPrefillCheckpointExporter", None)
             # as vLLM's with FlashInfer's backend, for which its metadata has a plan
             if exporter is None or self.cache_config.mamba_cache_mode != "align":
@@ -214,20 +277,30 @@ def delta_net(base: Any, module: Any) -> type:
                 self._max_num_batched_tokens = config.scheduler_config.max_num_batched_tokens
                 self._checkpoint_exporter = exporter(state_len=self.conv_kernel_size - 1)
 
+        def _ordered(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """What is projected as q, k, v and z, one behind the other, and b and a."""
+            if not self.gqa_interleaved_layout:
+                return qkvz, *self.split_ba(ba)
+            if qkvz.shape[0] > GATHERED:
+                *parts, b, a = self.fix_query_key_value_ordering(qkvz, ba)
+                return torch.cat([x.flatten(1) for x in parts], -1), b, a
+            if self._orders is None:
+                numbers = (torch.arange(x.shape[1], device=x.device)[None] for x in (qkvz, ba))
+                *parts, b, a = self.fix_query_key_value_ordering(*numbers)
+                self._orders = torch.cat([x.flatten() for x in parts]), torch.cat([b[0], a[0]])
+            of_qkvz, of_ba = self._orders
+            b, a = ba.index_select(1, of_ba).chunk(2, -1)
+            return qkvz.index_select(1, of_qkvz), b, a
+
         def forward_cuda(self, hidden_states: Tensor) -> Tensor:
             if getattr(self, "enable_fused_gdn_spec_decode", False) or not self.norms_in_core:
                 return super().forward_cuda(hidden_states)
             qkvz, _ = self.in_proj_qkvz(hidden_states)
             ba, _ = self.in_proj_ba(hidden_states)
-            if self.gqa_interleaved_layout:
-                *parts, b, a = self.fix_query_key_value_ordering(qkvz, ba)
-                qkvz = torch.cat([x.flatten(1) for x in parts], -1)
-            else:
-                b, a = self.split_ba(ba)
             heads = self.num_v_heads // self.tp_size
             out = hidden_states.new_zeros(hidden_states.shape[0], heads, self.head_v_dim)
             torch.ops.vllm.qwen_gdn_attention_core(
-                qkvz, b.contiguous(), a.contiguous(), out,
+                qkvz, ba, ba, out,
                 layer_name=module._encode_layer_name(self.prefix), use_aiter=True,
             )  # fmt: skip
             return self.out_proj(out.flatten(-2))[0]
@@ -235,21 +308,25 @@ def delta_net(base: Any, module: Any) -> type:
         def _forward_core(
             self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor
         ) -> None:
-            if not stepped(self, step, mixed_qkv, b, a, core_attn_out):
-                super()._forward_core(mixed_qkv, b, a, core_attn_out)
+            given = mixed_qkv, b, a, core_attn_out
+            warm_up(self, self._forward_core, *given)
+            if not stepped(self, step, *given):
+                super()._forward_core(*given)
 
         def _forward_core_rocm(
             self, qkvz: Tensor, ba: Tensor, z_out: Tensor, core_attn_out: Tensor
         ) -> None:
-            """What the operator calls with use_aiter. Here ba is b, and z_out is a."""
+            """What the operator calls with use_aiter. z_out, which is ba here, is not written."""
+            warm_up(self, self._forward_core_rocm, qkvz, ba, z_out, core_attn_out)
+            qkvz, b, a = self._ordered(qkvz, ba)
             norm, gates = self.norm, core_attn_out[0].numel()
             qkv, z = qkvz.split([qkvz.shape[-1] - gates, gates], -1)
-            given = qkv, ba, z_out, core_attn_out
+            given = qkv, b, a, core_attn_out
             z = z.view_as(core_attn_out)
             options = {"norm_weight": norm.weight, "norm_eps": norm.eps, "z": z}
             if stepped(self, step, *given, **options, z_activation=norm.activation):
                 return
-            super()._forward_core(*given)
+            super()._forward_core(qkv, b.contiguous(), a.contiguous(), core_attn_out)
             if _metadata(self) is not None:
                 y = rms_norm_gated(
                     core_attn_out, z, norm.weight, eps=norm.eps, activation=norm.activation
@@ -283,6 +360,7 @@ def mamba2(base: Any, module: Any) -> type:
             return self.out_proj(output)[0]
 
         def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> Any:
+            warm_up(self, self.conv_ssm_forward, projected_states, output)
             if stepped(self, step, projected_states, output):
                 return None
             result = super().conv_ssm_forward(projected_states, output)

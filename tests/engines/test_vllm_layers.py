@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from slipstream.integrations import report, vllm, vllm_calls
 from tests.support.engine_plugins import forget_vllm
 from tests.support.engines import loaded, signatures
-from tests.support.vllm_layers import HV, KINDS, D, DeltaNet, K, Kind, V
+from tests.support.vllm_layers import HV, KINDS, D, DeltaNet, H, K, Kind, V
 from tests.support.vllm_steps import Row, Scheduler, Sequence, W, common_metadata, conv_update
 
 pytestmark = pytest.mark.slow
@@ -244,6 +244,62 @@ def test_random_drafts(engine: Engine, kind: type[Kind]) -> None:
     """Up to seven drafts, of which as many are accepted as come."""
     scheduler = engine.steps(kind(engine, DRAFTS), STEPS)
     assert scheduler.counts["drafts"] > 50 and not refusals()
+
+
+@pytest.mark.parametrize("engine", RELEASES, indirect=True)
+def test_few_rows_are_ordered_as_many(engine: Engine) -> None:
+    """Qwen3-Next's projections, whose heads lie in turns: by one launch, or by vLLM's method."""
+    layer: Any = DeltaNet(engine).layer
+    layer.gqa_interleaved_layout, layer._orders = True, None
+    qkvz, ba = torch.randn(300, 2 * (H * K + HV * V)), torch.randn(300, 2 * HV)
+    for got, want in zip(layer._ordered(qkvz[:5], ba[:5]), layer._ordered(qkvz, ba), strict=True):
+        assert torch.equal(got, want[:5])
+
+
+@pytest.mark.parametrize("engine", RELEASES, indirect=True)
+def test_nothing_warms_up_before_pools_are_there(engine: Engine) -> None:
+    """vLLM runs its layers without batches, to see how much memory is left."""
+    from slipstream.integrations import vllm_steps
+
+    layer = DeltaNet(engine).layer
+    engine.context.attn_metadata = None
+    del layer.kv_cache
+    vllm_steps.warm_up(layer, refused, torch.zeros(8, 4))
+
+
+@pytest.mark.parametrize("engine", RELEASES, indirect=True)
+def test_failed_warm_up_is_reported(engine: Engine) -> None:
+    from slipstream.integrations import vllm_steps
+
+    kind = DeltaNet(engine)
+    rows = [Row(Sequence([block], 9, 20, done=9), 1) for block in (3, 5)]
+    before = engine.context.attn_metadata = {"layer": engine.metadata(kind, rows)}
+    vllm_steps.warm_up(kind.layer, refused, torch.zeros(2, 4))
+    assert engine.context.attn_metadata is before
+    assert any("ahead of requests" in str(x) for x in report().not_replaced)
+
+
+@pytest.mark.parametrize(("engine", "kind"), CASES, indirect=["engine"], ids=named)
+def test_decoding_warms_prompts_up(engine: Engine, kind: type[Kind]) -> None:
+    """A first batch that decodes, as before graphs are captured, calls what prompts will call, and
+    touches no block but its own and the one that is nobody's."""
+    layer = kind(engine)
+    if f"{layer.name}.decode" not in {x.name for x in report().rows}:
+        pytest.skip("it decodes as vLLM does")
+    rows = [Row(Sequence([block], 9, 20, done=9), 1) for block in (3, 5)]
+    engine.context.attn_metadata = {"layer": engine.metadata(layer, rows)}
+    layer.pools.windows.zero_()
+    layer.pools.states.fill_(2.0)
+    for _ in range(2):
+        layer.run(layer.inputs(2), 2)
+    calls = {x.name: x.calls for x in report().rows if x.calls}
+    assert calls[f"{layer.name}.decode"] == 2
+    # with and without a state before them
+    assert calls[f"{layer.name}.causal_conv1d_fn"] % 2 == 0
+    assert [n for n in calls if "chunk" in n.lower() or "recurrent" in n], calls
+    untouched = [x for x in range(1, layer.pools.states.shape[0]) if x not in (3, 5)]
+    assert bool((layer.pools.states[untouched] == 2.0).all())
+    assert not layer.pools.windows[untouched].any()
 
 
 @pytest.mark.parametrize("engine", RELEASES, indirect=True)

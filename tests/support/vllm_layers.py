@@ -104,12 +104,14 @@ class DeltaNet(Kind):
         layer.num_k_heads, layer.num_v_heads, layer.key_dim, layer.value_dim = H, HV, H * K, HV * V
         layer.gdn_prefill_backend, layer._exports_checkpoints = "slipstream", False
         layer.enable_packed_recurrent_decode, layer.norms_in_core = True, True
+        layer.gqa_interleaved_layout, layer.disable_tp_for_ba_proj = False, False
         layer.norm = SimpleNamespace(weight=self.normal(V), eps=1e-5, activation="silu")
         layer.chunk_gated_delta_rule = self.engine.gdn.ChunkGatedDeltaRule()
 
     def run(self, x: Token, n: int) -> Tensor:
         out = torch.zeros(n, HV, V)
-        self.layer._forward_core_rocm(qkvz=x["qkvz"], ba=x["b"], z_out=x["a"], core_attn_out=out)
+        ba = torch.cat([x["b"], x["a"]], -1)
+        self.layer._forward_core_rocm(qkvz=x["qkvz"], ba=ba, z_out=ba, core_attn_out=out)
         return out
 
     def oracle(self, memory: Any, x: Token) -> tuple[Tensor, Any]:
