@@ -107,6 +107,8 @@ def check(inputs: StepInputs, options: StepOptions, out: Tensor | None) -> None:
             checks.expect_shape(name, x, shape)
     _check_norm(inputs, options)
     tensors = {**inputs._asdict(), "out": out}
+    if options.a_is_rate:
+        tensors["A"] = tensors.pop("A_log")
     checks.expect_one_device(tensors)
     for name in ("state_indices", "num_accepted"):
         checks.expect_index(name, tensors.pop(name))
@@ -142,15 +144,16 @@ def _check_gates(inputs: StepInputs, options: StepOptions) -> None:
     g, rate, bias = inputs.g, inputs.A_log, inputs.dt_bias
     B, T, _, HV, K, _ = inputs.sizes
     checks.expect_lower_bound(options.lower_bound)
+    of_rate = "A" if options.a_is_rate else "A_log"
     if g is None:
         if rate is not None or bias is not None:
-            raise ValueError(f"{'A_log' if rate is not None else 'dt_bias'}: wants g too")
+            raise ValueError(f"{of_rate if rate is not None else 'dt_bias'}: wants g too")
     elif g.dim() == 4:
         checks.expect_shape("g", g, (B, T, HV, K))
     else:
         checks.expect_shape("g", g, (B, T, HV))
     if rate is not None:
-        checks.expect_shape("A" if options.a_is_rate else "A_log", rate, (HV,))
+        checks.expect_shape(of_rate, rate, (HV,))
         if options.gate_logit_normalizer is not None:
             raise ValueError("gate_logit_normalizer: wants g alone, and A_log is given too")
         if options.a_is_rate and options.lower_bound is not None:
