@@ -140,6 +140,11 @@ def _blame(
         if written and any(s == 0 < n - 1 for s, n in zip(tensor.stride(), tensor.shape)):
             text += " memory that a step can write into, got an expanded view"
             raise ValueError(f"{text}; clone it") from error
+    for name in layer.token_states if written and isinstance(error, IndexError) else ():
+        used, places = int(state[LENGTH].max()), state[name].shape[1]
+        if used + x.shape[1] > places:
+            text = f"state[{name!r}]: want room for {x.shape[1]} more tokens"
+            raise ValueError(f"{text}, got {places} places, {used} of them used") from error
     for name, like in own.items():
         found, shape = state.get(name), [*like.shape]
         if found is None or _in_8_bits(state, name):

@@ -255,6 +255,17 @@ def test_step_refuses_expanded_states_by_name(name: str) -> None:
             layer.step(x, given, **first_value_for(name, x))
 
 
+@pytest.mark.parametrize("name", [n for n in LAYERS if make(n).token_states])
+@pytest.mark.parametrize("tokens", [1, 2])
+@torch.no_grad()
+def test_step_without_room_is_refused_by_name(name: str, tokens: int) -> None:
+    layer, x = make(name), torch.randn(2, 3 + tokens, D)
+    _, state = run(layer, name, x[:, :3], use_cache=True)
+    words = rf"^state\['\w+'\]: want room for {tokens} more tokens, got 3 places, 3 of them used$"
+    with pytest.raises(ValueError, match=words):
+        layer.step(x[:, 3:], state)
+
+
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "autocast"])
 @every_layer
 def test_layers_own_state_is_blamed_for_no_error(
