@@ -259,8 +259,7 @@ def _model_forward(forward: Callable, padded: bool) -> Callable:
     def replacement(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         outer = running.now.of_model, running.now.real_of_model
         given = dict(zip(names, args)) | kwargs
-        tokens = given.get("input_ids")
-        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        tokens = given.get("inputs_embeds" if given.get("input_ids") is None else "input_ids")
         seq_idx = None
         if padded and given.get("attention_mask") is not None:
             running.now.real_of_model = rows.padding_of(given["attention_mask"], tokens)
@@ -294,10 +293,8 @@ def _layer_call(call: Callable) -> Callable:
     @wraps(call)
     def replacement(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if hasattr(type(self).forward, TELLS):
-            for name, given in (
-                ("seq_idx", running.now.of_model),
-                (REAL, running.now.real_of_model),
-            ):
+            now = running.now
+            for name, given in (("seq_idx", now.of_model), (REAL, now.real_of_model)):
                 if given is not None:
                     kwargs.setdefault(name, given)
         return call(self, *args, **kwargs)
