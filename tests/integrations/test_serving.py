@@ -5,13 +5,14 @@ tests/engines has them called by the engines' own classes, and beside the engine
 
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.integrations import sglang, vllm, vllm_calls
+from slipstream.integrations import sglang, sglang_functions, vllm, vllm_calls
 from slipstream.integrations.serving import (
     prefill,
     step_drafts,
@@ -222,3 +223,17 @@ def test_vllm_prompt_without_tokens_writes_nothing() -> None:
     torch.testing.assert_close(y, want, atol=1e-5, rtol=1e-5)
     assert torch.equal(pool[3], x[:, -3:]) and torch.equal(pool[:3], before[:3])
     assert torch.equal(pool[4], before[4])
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+@pytest.mark.parametrize(("tokens", "way"), [(2, "_lightning_step"), (4, "_lightning_prompts")])
+def test_lightning_tells_prompts_from_tokens_alone(
+    tokens: int, way: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, ran = torch.empty(tokens, heads, 8), []
+    for name in ("_lightning_step", "_lightning_prompts"):
+        call = lambda *x, name=name, **_: ran.append(name) or x[0]  # noqa: E731
+        monkeypatch.setattr(sglang_functions, name, call)
+    meta = SimpleNamespace(mask=None, batch_size=2, s_offsets=torch.tensor([1, 0]))
+    sglang_functions.seg_la_fwd(q, q, q, torch.empty(3, heads, 8, 8), torch.ones(heads), meta)
+    assert ran == [way]

@@ -106,6 +106,11 @@ def test_keys_left_out_have_their_defaults(name: str, monkeypatch: pytest.Monkey
     assert {x: found[x] for x in shared} == {x: theirs[x] for x in shared}
 
 
+def test_kimi_attends_in_every_fourth_layer_but_the_first() -> None:
+    mixers = FAMILIES["kimi_linear"].read({"num_hidden_layers": 10})["mixers"]
+    assert [i for i, x in enumerate(mixers) if x["type"] == "mla"] == [4, 8]
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "ranks", "inner"),
     [

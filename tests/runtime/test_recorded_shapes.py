@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.runtime.backends import HAVE_TRITON
+from slipstream.runtime.recorded_shapes import Value
+from slipstream.runtime.recording import Unrecordable
 from slipstream.runtime.symbolic_sizes import Size
 from tests.support.recorded import Toy, launch, record_on_cpu
 
@@ -109,3 +111,12 @@ def test_parameter_that_is_no_argument_is_refused() -> None:
             x = torch.randn(3)
             torch.testing.assert_close(toy.run(x), ask(x))
         assert toy.calls == 4
+
+
+def test_strides_of_nothing_are_torchs_own() -> None:
+    rule = {"shape": (0, 4), "stride": (9, 1)}
+    Value("v", x := torch.empty(0, 4), **rule).expect_sizes(x)
+    for wrong in ({**rule, "shape": (0, 5)}, {**rule, "shape": (2, 4)}):
+        x = torch.empty(2 if wrong["shape"][0] else 0, 4)
+        with pytest.raises(Unrecordable):
+            Value("v", x, **wrong).expect_sizes(x)

@@ -214,3 +214,23 @@ def test_operators_pass_opcheck() -> None:
     o, final = gated_delta_product._forward(*one, *options)
     for end in (None, final):
         torch.library.opcheck(gated_delta_product._call_backward.overload, (*one, o, end, *options))
+
+
+@pytest.mark.parametrize("kind", ["gla", "gated_delta_product", "gsa"])
+def test_states_are_memory_that_is_given(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may take as much again as it is given, so that one with states is cut less."""
+    monkeypatch.setattr(memory, "MIN_ALLOWED_BYTES", 1)
+    monkeypatch.setattr(memory, "scratch_bytes", lambda *_: 80_000)
+    x, state = torch.empty(64, 128, 2, 64), torch.empty(64, 2, 64, 64)
+
+    def cut(state: Tensor | None) -> memory.Groups | None:
+        if kind == "gla":
+            return memory.groups_of(LinearInputs(x, x, x, g=x, initial_state=state), "triton", True)
+        if kind == "gated_delta_product":
+            steps = gated_delta_product.Steps(x, x, x, x[..., 0], state=state)
+            return gated_delta_product._groups(steps, "triton", True)
+        given = gsa.GSAInputs(x, x, x, x, x, state, state)
+        return gsa._groups(given, "triton", "triton", True)
+
+    fewer, more = cut(state), cut(None)
+    assert fewer is not None and more is not None and fewer < more

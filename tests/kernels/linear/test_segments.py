@@ -143,6 +143,6 @@ def test_segments_are_of_the_programs_of_a_scan(
     monkeypatch.setattr(f"{folder}.{rule}", lambda *args: asked.append(args) or no_cut)
     q, v = torch.empty(B, T, H, K), torch.empty(B, T, HV, V)
     terms = LinearInputs(q, q, v, beta=v[..., 0])
-    made.BACKEND.choose_segments(terms, *([4] if "decay" in module else []))
+    assert made.BACKEND.choose_segments(terms, *([4] if "decay" in module else [])) is None
     ((*got,),) = asked
     assert (*(x for x in got if x is not terms),) == want

@@ -50,6 +50,16 @@ def test_mbarriers_end_once_all_threads_are_past_them() -> None:
     assert (met, ends) == ("thread_barrier", ["invalidate"] * 2)
 
 
+@pytest.mark.parametrize("level", [2, 3, 4, 5])
+def test_blocks_are_as_large_as_their_decay_allows(level: int) -> None:
+    """Of gates whose sums over half a block come to the limit itself, and a little further."""
+    used = launches.module(SM90 + "dplr.blocks", False).block_level
+    threads._LOCAL.part = race_detector.Part(race_detector.Program(), "the program")
+    for further, want in ((0.0, level), (2.0**-20, max(2, level - 1))):
+        gates = np.full((4, 16, 64), -(1.0 + further) * 64 / 2 ** (level - 1))
+        assert int(np.asarray(used(threads.tensor(gates), 0.0, 32.0))) == want
+
+
 @pytest.mark.parametrize("kind", ["kda", "dplr", "gdn2"])
 def test_views_of_heads_equal_those_heads_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read where they are, and o written there, beside other heads."""
