@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from slipstream.common import checks
 from slipstream.kernels.linear import inputs, reference
-from slipstream.kernels.linear.inputs import TERMS, ForwardCall, LinearInputs
+from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes import consistent as consistent_mode
 from slipstream.kernels.linear.modes import context, wide_heads
 from slipstream.kernels.linear.modes import context as context_mode
@@ -270,11 +270,10 @@ def choose_plan(
         given = terms = _of_tokens(terms, 1)
     if asked.context is not None and asked.context[0]:
         given = terms = _of_tokens(terms, MANY_TOKENS)
-    wide = wide_heads.groups_of(terms)
-    groups = wide if wide.is_split else None
+    groups = wide_heads.groups_of(terms) if terms.max_head_dim > MAX_HEAD_DIM else None
     if not recurrent and asked.context is None:
         groups = _groups_for_sm90(terms, options.impl) or groups
-    given = shapes_of_split(given, groups or wide)
+    given = given if groups is None else shapes_of_split(given, groups)
     # segments are another matter there
     with consistent() if asked.consistent else nullcontext():
         chosen = plan_for(terms, options.impl, groups)
@@ -314,7 +313,9 @@ def _groups_for_sm90(terms: LinearInputs, impl: str | None) -> HeadGroups | None
 def plan_for(terms: LinearInputs, impl: str | None, groups: HeadGroups | None = None) -> Selection:
     """The plan for heads of any width; kernels are asked about the groups that wide_heads.py
     makes."""
-    given = shapes_of_split(terms, groups or wide_heads.groups_of(terms))
+    if groups is None and terms.max_head_dim > MAX_HEAD_DIM:
+        groups = wide_heads.groups_of(terms)
+    given = terms if groups is None else shapes_of_split(terms, groups)
     return dispatch.choose(CANDIDATES, given, impl, "linear attention", terms.q)
 
 
