@@ -16,7 +16,7 @@ import torch
 from harness import BF16, DEVICE, Call, Measurement, Report, error, first, in_turns, parser
 from torch import Tensor
 
-from slipstream.kernels.matmul.inputs import FP8
+from slipstream.kernels.matmul.config import FP8
 from slipstream.ops.matmul import matmul
 
 FP32, E4M3 = torch.float32, torch.float8_e4m3fn

@@ -24,7 +24,7 @@ from rich.table import Table
 from slipstream.models.cache import CACHE
 from slipstream.training.config import load
 from slipstream.training.corpus import split
-from slipstream.training.interrupt import Interrupt
+from slipstream.training.ranks import Interrupt
 from slipstream.training.run import train
 from slipstream.training.sample import generate
 from slipstream.training.sample import load as load_model

@@ -15,13 +15,13 @@ from slipstream.kernels.conv.inputs import ConvInputs
 from slipstream.kernels.conv.op import convolution
 from slipstream.kernels.elementwise.copy_states import copy_states
 from slipstream.kernels.elementwise.place_tokens import place_tokens
-from slipstream.kernels.linear.context_in_order import LocalSegments
+from slipstream.kernels.linear.context_states import LocalSegments
 from slipstream.kernels.linear.dispatch import plan_for
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.op import DEFAULT_CHUNK, Extras, forward_impl
 from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.primitives.norm_options import NormOptions
-from slipstream.kernels.projection_step import norm_op
+from slipstream.kernels.projection_step import op as norm_op
 from slipstream.kernels.projection_step.inputs import WGMMA_COLUMNS, NormedInputs
 from slipstream.kernels.time_mix import low_rank, rwkv7
 from slipstream.kernels.time_mix.low_rank import LowRankInputs
@@ -120,7 +120,7 @@ def _projection_norm(
     x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
     t = NormedInputs(x, weight, None, residual, norm_weight)
-    return norm_op.run(t, NormOptions(1e-5), impl)
+    return norm_op.run_norm(t, NormOptions(1e-5), impl)
 
 
 @torch.no_grad()

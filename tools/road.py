@@ -94,7 +94,8 @@ class Way:
             return
         self.arrived |= code is Linear.forward.__code__
         path = Path(code.co_filename)
-        if {path, path.parent} & {PACKAGE / x for x in PLACES}:
+        is_launch = path.name.startswith(("triton_", "sm90_"))
+        if not is_launch and {path, path.parent} & {PACKAGE / x for x in PLACES}:
             self.codes.add(code)
         if self.watched is None or self.arrived:
             return

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.compat.fixed import fixed, refuse
-from slipstream.compat.missing import missing_names
+from slipstream.compat.fixed import fixed, missing_names, refuse
 from slipstream.ops import flash_attn as ops
 from slipstream.ops.attention import attention
 

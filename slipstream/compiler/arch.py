@@ -3,9 +3,15 @@
 ARCHS["sm_90"].shared       bytes of shared memory one program may use
 of((8, 9))                  the row of a device by its compute capability
 expect_fits(...)            ValueError that says what is wrong and what would run
+instruction(...)            the matrix instruction of a product
+closest_legal(...)          the nearest tile that an architecture can run
 """
 
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
@@ -144,3 +150,44 @@ def expect_fits(what: str, shared: int, arch: Arch, nearest: str = "") -> None:
     raise ValueError(
         f"{what}: needs {shared} bytes of shared memory, {arch.name} has {arch.shared}; {way}"
     )
+
+
+T = TypeVar("T")
+
+
+def instruction(arch: Arch, rows: int, warps: int) -> str | None:
+    """The matrix instruction of a product with so many rows, None: plain arithmetic."""
+    if arch.matrix is None or (rows >= arch.matrix.rows and warps % arch.matrix.warps == 0):
+        return arch.instruction
+    return "mma.sync"
+
+
+def closest_legal(
+    tile: Any,
+    changed: Callable[..., T],
+    reason_of: Callable[[T], str | None],
+    sizes: Mapping[str, Sequence[Any]],
+) -> T | None:
+    """The tile that works with the fewest halvings and doublings of its sizes.
+
+    Args:
+        changed: takes the tile and new values of fields.
+        sizes: by field, the values it may have; of what is no number another one is four steps.
+    """
+    best, min_steps = None, math.inf
+    for values in itertools.product(*sizes.values()):
+        named = dict(zip(sizes, values))
+        away = sum(_steps(getattr(tile, name), x) for name, x in named.items())
+        if away < min_steps and reason_of(near := changed(tile, **named)) is None:
+            best, min_steps = near, away
+    return best
+
+
+def way_out(near: object) -> str:
+    return "there is none that works" if near is None else f"the nearest that works is {near}"
+
+
+def _steps(a: object, b: object) -> float:
+    if isinstance(b, bool) or not isinstance(b, int):
+        return 4 * (a != b)
+    return abs(math.log2(max(a if isinstance(a, int) else 1, 1) / b))

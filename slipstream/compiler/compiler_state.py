@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from slipstream.compiler import aot, known_bugs, source_digest, toolchain, triton_hooks
+from slipstream.compiler import aot, known_bugs, source_digest, toolchain, triton_driver
 from slipstream.compiler import arch as arches
 from slipstream.compiler.compile_worker import TIMEOUT, Worker
 from slipstream.compiler.kernel_key import CORE, FEATURE_RULES, describe, family, features_of
@@ -127,7 +127,7 @@ def verified() -> dict[tuple[str, str, str], frozenset[str]]:
 
 
 def uses_gluon(arch: str, triton: str) -> bool:
-    """Whether kernels in Gluon, those of the folders sm90, are taken there."""
+    """Whether kernels in Gluon, those of folders and files of sm90, are taken there."""
     return arch == "sm_90" and _GLUON[0] <= known_bugs.version(triton)[:2] <= _GLUON[1]
 
 
@@ -148,7 +148,7 @@ def files_of(gluon: bool) -> dict[str, list[Path]]:
     for folder in (root / "kernels").iterdir():
         if (folder / "__init__.py").exists() and folder.name != PRIMITIVES:
             paths = [x for x in folder.rglob("*.py") if not _is_plain_torch(x, folder)]
-            others = [x for x in paths if x.relative_to(folder).parts[0] != "sm90"]
+            others = [x for x in paths if not x.relative_to(folder).parts[0].startswith("sm90")]
             if folder.name == ELEMENTWISE:
                 paths_of |= _by_operator(folder, paths, paths if gluon else others, shared)
             else:
@@ -442,4 +442,4 @@ def watch(
         if served and fn.module.startswith(package):
             state.compiles(fn.module, fn.name, compile)
 
-    return triton_hooks.before_compiling(hook)
+    return triton_driver.before_compiling(hook)

@@ -20,7 +20,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.compiler import aot, triton_hooks
+from slipstream.compiler import aot, triton_driver
 from slipstream.compiler.arch import Arch, named
 from slipstream.compiler.compiler_state import CompilerState, state_for
 from slipstream.runtime import backends, compile_ahead, guarded_launch
@@ -211,7 +211,7 @@ def _pretending(
             ),
             (backends, "TRACING", True),
             (driver, "_active" if hasattr(driver, "_active") else "active", _Driver(arch.name)),
-            (*triton_hooks.compile_hook(), record_job),
+            (*triton_driver.compile_hook(), record_job),
         ):
             enter(mock.patch.object(target, name, value, create=True))
         fake = enter(FakeTensorMode())

@@ -1,4 +1,4 @@
-"""Triton's driver for CUDA, before its C part is there.
+"""Triton's driver for CUDA before its C part is there, and its hooks (triton.knobs).
 
 The first launch, also one that only compiles, makes Triton build a C module with the host's
 compiler: 0.2 to 1.8 s in which nothing else happens. Kernels are compiled without it; it is wanted
@@ -10,6 +10,27 @@ import threading
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
+
+
+def compile_hook() -> tuple[Any, str]:
+    """The object, and the attribute of it that is called before the JIT compiles a kernel."""
+    from triton import knobs
+
+    return knobs.runtime, "jit_cache_hook"
+
+
+def before_compiling(hook: Callable[..., Any]) -> Callable[[], None]:
+    """hook(fn=, compile=, ...) is called too, after the one that is there unless that one stops
+    the compilation by returning True. Returns the way back."""
+    where, name = compile_hook()
+    before = getattr(where, name)
+
+    def both(**event: Any) -> Any:
+        return (before is not None and before(**event)) or hook(**event)
+
+    setattr(where, name, both)
+    return lambda: setattr(where, name, before)
+
 
 # In this release a driver is made as below.
 RELEASE = "3.6."

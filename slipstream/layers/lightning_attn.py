@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.layers.base import Mixer, NormalLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall
-from slipstream.ops._decay_tables import per_head
+from slipstream.ops._preprocess import per_head
 from slipstream.ops.lightning_attn import (
     chunk_lightning_attn,
     decay_of_heads,

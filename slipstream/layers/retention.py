@@ -10,7 +10,7 @@ from slipstream.layers import base
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear
 from slipstream.ops import rotary, simple_gla
-from slipstream.ops._decay_tables import per_head
+from slipstream.ops._preprocess import per_head
 from slipstream.ops.retention import chunk_retention, fused_recurrent_retention, log_decay
 
 

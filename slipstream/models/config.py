@@ -119,7 +119,7 @@ class SlipstreamConfig(PreTrainedConfig):
         norm: the norms of the residual stream, one of nn.norm.NORMS.
         embedding_norm: one of these norms comes right after the embedding, as in RWKV-7.
         attention_residuals: a layer's input is mixed by attention over what each group of this many
-            earlier layers has added (models/depth.py); None: it is their sum.
+            earlier layers has added (models/mlps.py); None: it is their sum.
         residual_in_fp32: the residual stream is float32 whatever the weights are, as in Mamba-2.
         norm_eps: inside every norm of the residual stream.
         initializer_range: standard deviation of the embedding, MLP and head weights at the start.

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from slipstream.compiler import triton_cache_key
-from slipstream.models import arguments, depth, generation, graphs, mlps, rollback, tensor_parallel
+from slipstream.models import arguments, generation, graphs, mlps, rollback, tensor_parallel
 from slipstream.models import consistent as blocks
 from slipstream.models.block import Block, apply_norm, make_norm, with_norms_behind
 from slipstream.models.cache import CACHE, StateCache, named
@@ -133,7 +133,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         self.depth = None
         if config.attention_residuals is not None:
             sizes = config.hidden_size, config.num_hidden_layers, config.attention_residuals
-            self.depth = depth.AttentionResiduals(*sizes, config.norm_eps)
+            self.depth = mlps.AttentionResiduals(*sizes, config.norm_eps)
         self.embed_norm = make_norm(config) if config.embedding_norm else None
         self.norm = make_norm(config)
         self.gradient_checkpointing = False

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.kernels.matmul import config, inputs, op
+from slipstream.kernels.matmul import config as tiles
+from slipstream.kernels.matmul import op
 from slipstream.kernels.projection_step.inputs import MAX_WEIGHTS
 from slipstream.kernels.projection_step.op import MAX_ROWS
 from slipstream.nn.hooks import has_hooks
@@ -25,8 +26,8 @@ from slipstream.runtime.consistent import BLOCK, consistent, consistent_scope
 _ROWS = 4096
 # and tiles with the same order of sums for so many rows at most: of steps and short prompts
 _FEWER_ROWS = (
-    (512, config.MatmulConfig(64, 64, 64, 4, 4, 8, "pointer")),
-    (2048, config.MatmulConfig(128, 128, 64, 8, 6, 8, "tma")),
+    (512, tiles.MatmulConfig(64, 64, 64, 4, 4, 8, "pointer")),
+    (2048, tiles.MatmulConfig(128, 128, 64, 8, 6, 8, "tma")),
 )
 
 
@@ -104,13 +105,13 @@ def _of_step(
 
 
 @cache
-def _config(dtype: torch.dtype, N: int, K: int, device: torch.device) -> config.MatmulConfig:
+def _config(dtype: torch.dtype, N: int, K: int, device: torch.device) -> tiles.MatmulConfig:
     """By shapes alone."""
     a, b = (torch.empty(n, K, dtype=dtype, device="meta") for n in (_ROWS, N))
-    t = inputs.MatmulInputs(a, b.t(), None, None, None, None, "", "tf32x3", dtype)
+    t = tiles.MatmulInputs(a, b.t(), None, None, None, None, "", "tf32x3", dtype)
     arch, problem = op.arch_of(device), op.problem(t)
     tma = bool(arch.tma and arch.wgmma) and op.tma_unsupported_reason(t) is None
-    return config.choose(problem, arch, _ROWS, N, K, tma)
+    return tiles.choose(problem, arch, _ROWS, N, K, tma)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from slipstream.common.checks import autocast_dtype, expect_tensor
-from slipstream.kernels.matmul.inputs import activated
+from slipstream.kernels.matmul.config import activated
 from slipstream.nn.consistent import step_products
 from slipstream.nn.hooks import is_hooked as is_hooked
 from slipstream.ops.activation import geglu, glu_linear, sigmoid_glu, swiglu

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.kernels.primitives.norm_options import NormOptions
-from slipstream.kernels.projection_step import inputs, norm_op, op
+from slipstream.kernels.projection_step import inputs, op
 from slipstream.nn.consistent import step_products
 from slipstream.nn.linear import GatedMLP, is_hooked, plain_linear, plain_module
 from slipstream.nn.norm import RMSNorm
@@ -29,7 +29,7 @@ def fuses(x: Tensor) -> bool:
 
 def makes_norms(x: Tensor) -> bool:
     """Whether one launch may add a layer's result to x, and make the norm of the sum too."""
-    return fuses(x) and x.shape[-1] <= MAX_SHARED_SIZE and norm_op.takes(x.shape[0], x.device)
+    return fuses(x) and x.shape[-1] <= MAX_SHARED_SIZE and op.takes(x.shape[0], x.device)
 
 
 def takes_step(x: Tensor) -> bool:
@@ -98,7 +98,7 @@ def projected(x: Tensor, layer: nn.Linear, residual: Residual) -> Any:
             return h, _normed(h, norm)
         rows, added = x.flatten(0, 1), h.flatten(0, 1)
         t = inputs.NormedInputs(rows, layer.weight, layer.bias, added, weight)
-        h, y = norm_op.run(t, n)
+        h, y = op.run_norm(t, n)
         return h[:, None], y[:, None]
     if not _plain(x, [layer]):
         return residual + layer(x)

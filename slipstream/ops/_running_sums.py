@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gated_scan.dispatch import run as gated_scan
+from slipstream.kernels.gated_scan.op import run as gated_scan
 from slipstream.kernels.running_mean import eager, inputs, op
 from slipstream.ops._fp32 import result_dtype, widen
 from slipstream.ops.token_shift import token_shift

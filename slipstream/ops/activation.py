@@ -9,7 +9,7 @@ kernel of them and of what is around them, unless "triton" is asked for.
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.elementwise import glu_linear as linear
+from slipstream.kernels.elementwise import glu as linear
 from slipstream.kernels.elementwise.glu import glu
 
 # name: the function, and whether an up belongs to it

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.linear import householder, inputs
+from slipstream.kernels.linear import gated_delta_product, inputs
 from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, check, plan_for, run
 from slipstream.kernels.linear.gated_delta_product import Steps, product
 from slipstream.kernels.linear.modes.wide_heads import groups_of
@@ -166,9 +166,9 @@ def _steps(given: Steps, n: int, reverse: bool, cu_seqlens: Tensor | None) -> in
     """
     q, k, v, beta, g, state = given
     tokens = q.shape[1]
-    q = householder.at_step(q, n, last=not reverse)
+    q = gated_delta_product.at_step(q, n, last=not reverse)
     if g is not None:
-        g = householder.at_step(g, n, last=reverse)
+        g = gated_delta_product.at_step(g, n, last=reverse)
     if reverse:
         k, v, beta = (x.unflatten(1, (tokens, n)).flip(2).flatten(1, 2) for x in (k, v, beta))
     if cu_seqlens is not None:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.gated_scan.dispatch import run
+from slipstream.kernels.gated_scan.op import run
 from slipstream.runtime.context_parallel import ContextParallel
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.ops import _decay_tables, simple_gla
+from slipstream.ops import _preprocess, simple_gla
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -110,7 +110,7 @@ def _decay(v: Tensor, layer_idx: int, num_layers: int) -> Tensor:
         raise ValueError(f"num_layers: want at least 1, got {num_layers}")
     if not 0 <= layer_idx <= num_layers:
         raise ValueError(f"layer_idx: want from 0 to num_layers = {num_layers}, got {layer_idx}")
-    return _decay_tables.per_head(v, decay_of_heads, 1 - layer_idx / num_layers)
+    return _preprocess.per_head(v, decay_of_heads, 1 - layer_idx / num_layers)
 
 
 def decay_of_heads(h: Tensor, share: float, first: int = 0, heads: int | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.common import checks, linear_rows
-from slipstream.kernels.loss import launch, op, reference
+from slipstream.kernels.loss import eager, fused, op
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.dispatch import choose, triton_or_eager
 
@@ -165,7 +165,7 @@ def linear_cross_entropy(
 def _unsupported_reason(x: Tensor, size: int) -> str | None:
     if x.shape[-1] == 0:
         return "there are no features"
-    return guarded_launch.known_failure(lambda: launch.kind(x.dtype, size), x.device)
+    return guarded_launch.known_failure(lambda: fused.kind(x.dtype, size), x.device)
 
 
 _CANDIDATES = triton_or_eager(_unsupported_reason)
@@ -189,7 +189,7 @@ def _terms(
     softcap: float | None,
     z_loss: float,
     logit_scale: float,
-) -> reference.LossInputs:
+) -> eager.LossInputs:
     checks.expect_shape("target", target, shape)
     if target.dtype != torch.int64:
         raise TypeError(f"target: want torch.int64, got {target.dtype}")
@@ -197,7 +197,7 @@ def _terms(
         raise ValueError(f"label_smoothing: want a number in [0, 1], got {label_smoothing}")
     if softcap is not None and not softcap > 0.0:
         raise ValueError(f"softcap: want None or a number above 0, got {softcap}")
-    return reference.LossInputs(
+    return eager.LossInputs(
         ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss),
         float(logit_scale),
     )  # fmt: skip

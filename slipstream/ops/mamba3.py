@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.elementwise.rotation import product, rotate_qk
-from slipstream.kernels.gated_scan.dispatch import run as gated_scan
+from slipstream.kernels.gated_scan.op import run as gated_scan
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops import _fp32, _preprocess

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.matmul import op
+from slipstream.kernels.matmul.config import ACTIVATIONS, FP8, PRECISIONS, MatmulInputs
 from slipstream.kernels.matmul.config import MatmulConfig as MatmulConfig
-from slipstream.kernels.matmul.inputs import ACTIVATIONS, FP8, PRECISIONS, MatmulInputs
 
 
 @checks.operator

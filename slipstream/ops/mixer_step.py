@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.mixer_step.dispatch import run
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
+from slipstream.kernels.mixer_step.op import run
 
 ORDERS = ("qkv", "vkq")
 ACTIVATIONS = (None, "silu", "swish")

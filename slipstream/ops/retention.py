@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.ops import _decay_tables, simple_gla
+from slipstream.ops import _preprocess, simple_gla
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -50,7 +50,7 @@ def chunk_retention(
         q,
         k,
         v,
-        g_gamma=_decay_tables.per_head(v, log_decay),
+        g_gamma=_preprocess.per_head(v, log_decay),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -86,7 +86,7 @@ def fused_recurrent_retention(
         q,
         k,
         v,
-        g_gamma=_decay_tables.per_head(v, log_decay),
+        g_gamma=_preprocess.per_head(v, log_decay),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.selective_scan import dispatch, inputs
+from slipstream.kernels.selective_scan import inputs, op
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -64,4 +64,4 @@ def selective_scan(
     """
     B, C = (x[:, :, None] if x.dim() == 3 else x for x in (B, C))
     tensors = inputs.ScanInputs(u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens)
-    return dispatch.run(tensors, delta_softplus, output_final_state, impl, context)
+    return op.run(tensors, delta_softplus, output_final_state, impl, context)

@@ -4,7 +4,7 @@ A KernelOp has one implementation for CPU and CUDA and a fake one that only make
 right shape; gradients are an autograd.Function outside of it. So torch.compile
 (fullgraph=True), torch.export, fake tensors and dispatch modes all see one opaque node and never
 look inside. A graph made by torch.export has the operator without the autograd.Function, so the
-operator has its gradient as well (runtime/gradient.py). Plain calls on plain tensors go to the
+operator has its gradient as well (runtime/autograd.py). Plain calls on plain tensors go to the
 implementation at once: the dispatcher would take as long as a launch.
 
 Where a KernelOp's gradient is one call of another, with_gradient makes the autograd.Function.
@@ -22,12 +22,12 @@ from torch.autograd.graph import increment_version
 
 from slipstream.common.checks import device_type, expect_own_memory, name_of_caller
 from slipstream.compiler.compiler_state import KernelKey
+from slipstream.runtime import autograd as gradient
 from slipstream.runtime import (
     backends,
     call_replay,
     compile_ahead,
     dispatch,
-    gradient,
     guarded_launch,
     kernel_pair,
     launch_cache,

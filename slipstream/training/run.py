@@ -22,8 +22,8 @@ from slipstream.training import corpus, ranks, sample, tokenizer
 from slipstream.training.config import Parallel, RunConfig, checked, expect_keys, read_yaml
 from slipstream.training.config import Tokenizer as TokenizerConfig
 from slipstream.training.console import ConsoleProgress
-from slipstream.training.interrupt import Interrupt
 from slipstream.training.parallel import ShardedTrainer, expect_processes, is_sharded, make_mesh
+from slipstream.training.ranks import Interrupt
 from slipstream.training.rows import Collator, Cursor, Position, Rows
 from slipstream.training.trainer import (
     STATE,

@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 
 from slipstream.models import SlipstreamForCausalLM
 from slipstream.training import ranks
-from slipstream.training.interrupt import Interrupt
+from slipstream.training.ranks import Interrupt
 from slipstream.training.rows import Batches, Cursor, Rows, Tally
 
 # The last file of a checkpoint to be written: it is there only if all is.

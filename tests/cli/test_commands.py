@@ -16,8 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import slipstream
-from slipstream.cli.commands import app
-from slipstream.cli.errors import reported
+from slipstream.cli.commands import app, reported
 from slipstream.compiler import compiler_state
 from slipstream.compiler.support_matrix import Row
 from slipstream.models.convert import convert
@@ -57,7 +56,7 @@ def row(status: str) -> Row:
     }
     return Row(
         **of,
-        module="slipstream.kernels.norm.triton.norm",
+        module="slipstream.kernels.norm.triton_kernels",
         operators=("rms_norm",),
         status=status,
         reason="",

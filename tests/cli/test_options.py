@@ -142,7 +142,7 @@ OPTIONS = {
 
 # what does the work, and what it gives
 WORKERS: dict[str, Any] = {
-    "slipstream.cli.errors.need_triton": None,
+    "slipstream.cli.commands.need_triton": None,
     "slipstream.training.config.load": SimpleNamespace(),
     "slipstream.training.run.train": SimpleNamespace(held_out=None, step=1),
     "slipstream.training.sample.load": ("model", "tokenizer"),

@@ -81,7 +81,7 @@ def test_attempt_names_the_known_fault_behind_a_crash(monkeypatch: pytest.Monkey
     table = support_page.by_operator([row, replace(row, status="ok", reason="")])
     assert table["chunk_retention"]["sm_70"][0] == "crash"
     compilers = ("sm_70", "3.3.1", "12.4.99")
-    sound = replace(row, module="slipstream.kernels.norm.triton.norm", status="slow")
+    sound = replace(row, module="slipstream.kernels.norm.triton_kernels", status="slow")
     assert support_page.verified([row, sound]) == {compilers: {"norm"}}
     assert support_page.verified([row, replace(row, status="ok")]) == {compilers: set()}
 
@@ -231,7 +231,7 @@ def test_rows_are_valid_until_sources_change(
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     about = {"triton": "3.6.0", "ptxas": "12.8.93", "ptxas_blackwell": "12.9.86"}
-    job = replace(JOB, kernel="slipstream.kernels.norm.triton.norm:norm_fwd_kernel")
+    job = replace(JOB, kernel="slipstream.kernels.norm.triton_kernels:norm_fwd_kernel")
     kept = rows.RowCache(about)
     assert kept.split([(job, ("rms_norm",))]) == ([], [(job, ("rms_norm",))])
     row = support_matrix.compile_row(_Worker({3: outcome()}), (job, ("rms_norm",)), 1.0)  # type: ignore
@@ -281,7 +281,7 @@ def test_changed_family_is_unverified(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert trusted.trust.startswith(
         "verified by the support matrix, except for the kernels of attention"
     )
-    trusted.compiles("slipstream.kernels.norm.triton.norm", "a", {})  # looks at nothing
+    trusted.compiles("slipstream.kernels.norm.triton_kernels", "a", {})  # looks at nothing
     with pytest.raises(KeyError):
         trusted.compiles("slipstream.kernels.linear.triton.scalar_decay.chunk", "b", {})
 

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from slipstream.compiler import tile_limits as checked
+from slipstream.compiler import arch as checked
 from slipstream.compiler.aot import Job
-from slipstream.compiler.arch import ARCHS, MATRICES, Arch
-from slipstream.compiler.tile_limits import instruction
+from slipstream.compiler.arch import ARCHS, MATRICES, Arch, instruction
 from slipstream.kernels.attention.triton import tiles as softmax_tiles
-from slipstream.kernels.linear.triton.delta import tiles as triton_delta_tiles
+from slipstream.kernels.linear.triton.delta import plan as triton_delta_tiles
 from slipstream.kernels.linear.triton.dplr import tiles as triton_dplr_tiles
 from slipstream.kernels.linear.triton.scalar_decay import tiles
 from slipstream.kernels.linear.triton.vector_decay import tiles as vector_decay_tiles
-from slipstream.kernels.norm.triton import tiles as norm_tiles
+from slipstream.kernels.norm import triton_launch as norm_tiles
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support import tile_limits as needs
 from tests.support.tile_limits import TileRequirements, violation

@@ -407,6 +407,9 @@ def _replace(modules: dict[str, ModuleType | None]) -> None:
 def emulated() -> Iterator[None]:
     """Within, kernels are imported as functions for `launch`, whatever was imported before."""
     gl = _language()
+    # of the launches that stand beside kernels
+    for name in ("float16", "bfloat16", "float8e4nv", "float8e5"):
+        vars(gl).setdefault(name, name)
     names = {
         "gl": gl,
         "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit),
@@ -416,6 +419,7 @@ def emulated() -> Iterator[None]:
         "store_wait": _store_wait,
         "fence_async_shared": _fence,
         "LARGER_VIEWS": True,
+        "TensorDescriptor": None,
         "threads_together": _nothing,
         "uniform": lambda n: n,
         "warpgroup_mma": _mma,

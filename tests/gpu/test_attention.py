@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.op import softmax
+from slipstream.kernels.attention.plan import sm90_unsupported_reason as unsupported_reason
 from slipstream.kernels.attention.reference import softmax_reference
-from slipstream.kernels.attention.sm90.plan import unsupported_reason
 from slipstream.ops.attention import attention
 from tests.gpu.waiting import waiting_is_an_error
 from tests.support.attention_calls import CALLS, Call, check, got, incoming, want

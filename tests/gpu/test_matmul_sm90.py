@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.matmul import op
-from slipstream.kernels.matmul.inputs import ACTIVATIONS, MatmulInputs
+from slipstream.kernels.matmul.config import ACTIVATIONS, MatmulInputs
 from slipstream.ops.matmul import matmul
 from tests.gpu.waiting import waiting_is_an_error
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.primitives.norm_options import NormOptions
-from slipstream.kernels.projection_step import norm_op
+from slipstream.kernels.projection_step import op
 from slipstream.kernels.projection_step.inputs import NormedInputs
 from slipstream.layers import RWKV7
 from slipstream.layers import rwkv7 as layers
@@ -224,13 +224,13 @@ def test_sums_of_shares_and_their_norm_match_the_formula(
         residual, weight = torch.randn(rows, 1024).to(dtype), torch.rand(1024).bfloat16()
     given = args["x"], args["weights"][0], args["biases"][0], residual, weight
     t, n = NormedInputs(*given), NormOptions(1e-5)
-    h, y = norm_op.run(t, n, "triton")
+    h, y = op.run_norm(t, n, "triton")
     assert (
         relative_error(h, formula(**args, residual=residual)) <= PROJECTION_LIMITS[torch.bfloat16]
     )
     normed = torch.rms_norm(h.double(), (1024,), weight.double(), 1e-5)
     assert relative_error(y, normed) <= PROJECTION_LIMITS[torch.bfloat16]
-    assert all(map(torch.equal, norm_op.run(t, n, "triton"), (h, y)))
+    assert all(map(torch.equal, op.run_norm(t, n, "triton"), (h, y)))
 
 
 @pytest.mark.parametrize("rows", [33, 64])

@@ -20,7 +20,7 @@ _TOUCHES = ("LDG", "STG", "ATOM", "RED.", "REDG", "LDGSTS", "LD.", "ST.", "UBLKC
 
 
 def projection(rows: int, glu: bool = False, many: bool = False) -> Compiled:
-    from slipstream.kernels.projection_step.triton import launch
+    from slipstream.kernels.projection_step import triton_kernels as launch
 
     N, K = 4112, 1024
     if many:
@@ -32,7 +32,7 @@ def projection(rows: int, glu: bool = False, many: bool = False) -> Compiled:
     constants |= {"NORM": rows == 1, "ZERO_CENTERED": False, "GLU": glu}
     constants |= {"COLUMNS": K, "X_LEFT": tile.x_left, "PDL": True, "PREFETCH": not many}
     scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
-    kernel = "slipstream.kernels.projection_step.triton.step:projection_step_kernel"
+    kernel = "slipstream.kernels.projection_step.triton_kernels:projection_step_kernel"
     tensors = {f"{name}_ptr": "*bf16" for name in names}
     return compile_kernel(kernel, tensors, constants, scalars, "sm_90", tile.warps, tile.stages)
 
@@ -41,7 +41,7 @@ def sums() -> Compiled:
     tensors = {"partial_ptr": "*fp32", "residual_ptr": "*bf16", "norm_weight_ptr": "*bf16"}
     tensors |= {"h_ptr": "*bf16", "y_ptr": "*bf16"}
     flags = {"N": 1024, "S": 8, "BS": 8, "BN": 1024, "ZERO_CENTERED": False, "PDL": True}
-    kernel = "slipstream.kernels.projection_step.triton.sums:projection_sums_kernel"
+    kernel = "slipstream.kernels.projection_step.triton_kernels:projection_sums_kernel"
     return compile_kernel(
         kernel, tensors, flags, {"M": "i32", "row_residual": "i32:16"}, "sm_90", 8
     )
@@ -51,7 +51,7 @@ def norm() -> Compiled:
     flags = {"G": 1, "D": 1024, "BR": 1, "BD": 1024, "CENTRE": False, "L2": False, "LEAN": True}
     flags |= {"ZERO_CENTERED": False, "SILU": True, "GATE_FIRST": False, "ROUND": True}
     tensors = {f"{name}_ptr": "*bf16" for name in ("x", "w", "y")}
-    kernel = "slipstream.kernels.norm.triton.norm:norm_fwd_kernel"
+    kernel = "slipstream.kernels.norm.triton_kernels:norm_fwd_kernel"
     return compile_kernel(kernel, tensors, {**flags, "PDL": True}, {}, "sm_90", 4, 3)
 
 

@@ -38,10 +38,19 @@ LAYER_SAMPLES = script("tools/layer_samples").LAYER_SAMPLES
 cover = script("tools/variant_cover").cover
 ROOT = Path(slipstream.kernels.__file__).parent
 _KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
+
+
+def _folder_of(path: Path) -> str:
+    """That of a file: matmul/sm90 of matmul/sm90_kernels.py, too."""
+    is_folder = path.name.endswith("_kernels.py")
+    place = path.with_name(path.name.removesuffix("_kernels.py")) if is_folder else path.parent
+    return place.relative_to(ROOT).as_posix()
+
+
 FOLDER_OF = {
-    name: path.parent.relative_to(ROOT).as_posix()
+    name: _folder_of(path)
     for path in sorted(ROOT.rglob("*.py"))
-    if HAS_GLUON or "sm90" not in path.parts
+    if HAS_GLUON or "sm90" not in _folder_of(path)
     for name in _KERNEL.findall(path.read_text())
 }
 SM90 = sorted({x for x in FOLDER_OF.values() if "sm90" in x})
@@ -94,7 +103,7 @@ STACK = {
 # A view of shared memory: shape and bits of what it is of, and its own.
 _TILE = r"!ttg\.memdesc<([\dx]+)x[a-z]+(\d+),"
 VIEW = re.compile(rf"memdesc_reinterpret .*{_TILE}.* -> {_TILE}")
-# Of another size, which Triton 3.8 refuses: tril_inverse.py has another way there.
+# Of another size, which Triton 3.8 refuses: linear/sm90/common.py has another way there.
 OTHER_SIZES = {("256", "16", "4x16x16", "16")}
 # Words of it that a loop over chunks stores and loads.
 SPILLED = {"delta_chunk_bwd_sm90_kernel": 8, "delta_dqkg_sm90_kernel": 1}
@@ -104,8 +113,8 @@ COUNTED = ("attention/sm90", "linear/sm90/delta")
 SLOW = {"mixer_drafts_sm90_kernel": "mma.sync instead of wgmma"}
 # Kernels in Triton that scan chunks want more registers than there are.
 MOST_OF_SCANS = 1280
-# mma.sync of a warp in tril_inverse.py: nine products of blocks, each 8 columns at a time, and
-# three times for the halves of its operands.
+# mma.sync of a warp in linear/sm90/common.py: nine products of blocks, each 8 columns at a time,
+# and three times for the halves of its operands.
 INVERSE = 9 * 2 * 3
 MMA_SYNC = {"delta_solve_tril_sm90_kernel": INVERSE, "dplr_wy_sm90_kernel": INVERSE}
 MMA_SYNC |= {"dplr_intra_safe_sm90_kernel": INVERSE}

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.compiler.arch import ARCHS
 from slipstream.integrations import masks, serving
 from slipstream.kernels.attention import cache
-from slipstream.kernels.attention.triton import plan as attention
+from slipstream.kernels.attention import plan as attention
 from slipstream.kernels.attnres import op as attnres
 from slipstream.kernels.conv import op as conv
 from slipstream.kernels.elementwise import copy_states, rotation, token_shift
@@ -32,12 +32,12 @@ from slipstream.kernels.loss import shard
 from slipstream.kernels.loss.triton import cross_entropy as loss
 from slipstream.kernels.matmul import config
 from slipstream.kernels.mixer_step import block_inputs
-from slipstream.kernels.mixer_step import dispatch as step
-from slipstream.kernels.mixer_step.sm90 import plan as drafts
+from slipstream.kernels.mixer_step import inputs as drafts
+from slipstream.kernels.mixer_step import op as step
 from slipstream.kernels.mixer_step.triton import launch as step_launch
 from slipstream.kernels.projection_step import inputs as rows
 from slipstream.kernels.projection_step import op as projection
-from slipstream.kernels.projection_step.triton import launch as projected
+from slipstream.kernels.projection_step import triton_kernels as projected
 from slipstream.kernels.time_mix import rwkv7_step
 from slipstream.kernels.time_mix.triton import rwkv7
 from slipstream.layers import Attention
@@ -150,7 +150,7 @@ def scan_is_exact(K: int) -> bool:
 
 def makes_norms(D: int) -> bool:
     yes = mock.Mock(return_value=True)
-    norms = mock.patch.object(projections.norm_op, "takes", yes)
+    norms = mock.patch.object(projections.op, "takes", yes)
     with mock.patch.object(projections, "fuses", yes), norms:
         return projections.makes_norms(m(1, 1, D))
 
@@ -201,7 +201,7 @@ LIMITS: dict[str, tuple[Callable[[int], Any], int] | tuple[Callable[[int], Any],
         block_inputs.MAX_TAPS),
     "mixer's K": (lambda K: step.unsupported_reason((stepping(K), None)), step.MAX_K),
     "mixer's taps": (lambda n: step.unsupported_reason((stepping(taps=n), None)), step.MAX_TAPS),
-    "drafts": (lambda T: not drafted(T), drafts.ROWS // 2 + 1),
+    "drafts": (lambda T: not drafted(T), drafts.DRAFT_ROWS // 2 + 1),
     "projected rows": (
         lambda M: projection.unsupported_reason(projecting(M)), projection.MAX_ROWS),
     "normed rows": (lambda M: projection.unsupported_reason(

@@ -14,17 +14,17 @@ from slipstream.kernels.attention import context, latent
 from slipstream.kernels.attention.triton import decode_launch
 from slipstream.kernels.linear.modes import wide_heads
 from slipstream.kernels.linear.triton.delta import plan as delta_plan
-from slipstream.kernels.linear.triton.delta import tiles as delta_tiles
-from slipstream.kernels.linear.triton.delta.tiles import KernelTile
+from slipstream.kernels.linear.triton.delta import plan as delta_tiles
+from slipstream.kernels.linear.triton.delta.plan import KernelTile
 from slipstream.kernels.linear.triton.dplr import tiles as dplr_tiles
 from slipstream.kernels.linear.triton.scalar_decay import tiles as scalar_tiles
 from slipstream.kernels.matmul import config
-from slipstream.kernels.matmul.inputs import row_by_row
-from slipstream.kernels.norm.triton import tiles as norm_tiles
+from slipstream.kernels.matmul.config import row_by_row
+from slipstream.kernels.norm import triton_launch as norm_tiles
 from slipstream.kernels.primitives import norm_options
-from slipstream.kernels.projection_step.triton import launch as projection
-from slipstream.kernels.selective_scan import dispatch as selective
-from slipstream.kernels.selective_scan.sm90 import launch as scan_launch
+from slipstream.kernels.projection_step import triton_kernels as projection
+from slipstream.kernels.selective_scan import op as selective
+from slipstream.kernels.selective_scan import sm90_launch as scan_launch
 
 H200, BF16 = ARCHS["sm_90"], torch.bfloat16
 TILE: Any = SimpleNamespace(fwd=SimpleNamespace(B=32), warps=4, stages=3, tma=True)

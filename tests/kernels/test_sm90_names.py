@@ -104,7 +104,7 @@ class Tile(NamedTuple):
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_halves_have_sixteen_bits_of_a_number() -> None:
-    from slipstream.kernels.primitives.bf16_halves import halves
+    from slipstream.kernels.primitives.sm90_device import halves
 
     x = torch.randn(1000)
     high, low = (y.x.float() for y in halves.fn(Tile(x)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.kernels.projection_step import norm_op
+from slipstream.kernels.projection_step import op
 from slipstream.kernels.projection_step.inputs import ProjectionInputs
 from slipstream.kernels.projection_step.op import run
 from slipstream.layers import (
@@ -165,11 +165,11 @@ def moved(module: Any, args: Any) -> Any:
 
 
 def step_logits(model: Any, calls: list[Any], monkeypatch: Any) -> list[torch.Tensor]:
-    """Of three sequences, by modules and as on a GPU, whose two steps leave calls of norm_op."""
-    monkeypatch.setattr(norm_op.inputs, "MMA_ROWS", 2)
-    monkeypatch.setattr(norm_op.backends, "supports_pdl", lambda device: True)
-    run, ids, logits = norm_op.run, torch.randint(97, (3, 7)), []
-    monkeypatch.setattr(norm_op, "run", lambda t, n: calls.append(t) or run(t, n))
+    """Of three sequences, by modules and as on a GPU, whose two steps leave calls of run_norm."""
+    monkeypatch.setattr(op.inputs, "MMA_ROWS", 2)
+    monkeypatch.setattr(op.backends, "supports_pdl", lambda device: True)
+    run, ids, logits = op.run_norm, torch.randint(97, (3, 7)), []
+    monkeypatch.setattr(op, "run", lambda t, n: calls.append(t) or run(t, n))
     for on_device in (False, True):
         monkeypatch.setattr(projections, "_on_device", lambda x, fused=on_device: fused)
         cache = StateCache(2)

@@ -10,8 +10,15 @@ from torch import Tensor
 
 from slipstream.compiler import arch as arches
 from slipstream.kernels.matmul import op
-from slipstream.kernels.matmul.config import Problem, check, choose, closest_legal, violation
-from slipstream.kernels.matmul.inputs import ACTIVATIONS, MatmulInputs
+from slipstream.kernels.matmul.config import (
+    ACTIVATIONS,
+    MatmulInputs,
+    Problem,
+    check,
+    choose,
+    closest_legal,
+    violation,
+)
 from slipstream.ops.matmul import MatmulConfig, matmul
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from slipstream import ops
-from slipstream.ops._decay_tables import per_head
+from slipstream.ops._preprocess import per_head
 
 MADE: list[float] = []
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gated_scan import eager as gated_scan
-from slipstream.kernels.linear.eager import gate_cumsum, layout
+from slipstream.kernels.linear.eager import gates as gate_cumsum
+from slipstream.kernels.linear.eager import layout
 from slipstream.tools.catalog import Sample, family, flat
 from tests.support.causality import changed_bits
 from tests.support.operators import (

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from slipstream.kernels.attention.context import softmax_by_heads
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.gated_scan import dispatch as gated_scan
+from slipstream.kernels.gated_scan import op as gated_scan
 from slipstream.kernels.linear import context
 from slipstream.kernels.linear.context import linear_across_ranks
 from slipstream.kernels.linear.context_terms import Call
 from slipstream.kernels.linear.inputs import TOKEN_TERMS, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes.memory import Groups
-from slipstream.kernels.selective_scan import dispatch as selective
+from slipstream.kernels.selective_scan import op as selective
 from slipstream.kernels.selective_scan.inputs import ScanInputs
 from slipstream.runtime.context_share import Share
 from tests.support.by_shape import RoundedByShape

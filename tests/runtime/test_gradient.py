@@ -27,7 +27,7 @@ from slipstream.kernels.gated_scan import op as scan
 from slipstream.kernels.linear import gated_delta_product, gsa
 from slipstream.kernels.linear import op as linear
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.loss import cross_entropy_op, distill
+from slipstream.kernels.loss import distill, fused
 from slipstream.kernels.loss import op as loss
 from slipstream.kernels.matmul import op as matmul
 from slipstream.kernels.norm import op as norm
@@ -35,7 +35,7 @@ from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.running_mean import op as running_mean
 from slipstream.kernels.selective_scan import op as selective_scan
 from slipstream.kernels.time_mix import rwkv7, token_mix
-from slipstream.runtime import autograd, backends, gradient
+from slipstream.runtime import autograd, backends
 
 assert slipstream.ops  # every operator is defined by now
 IDS = torch.tensor([0, 2, 1, 4])
@@ -146,7 +146,7 @@ ROWS: dict[str, tuple[Any, Row]] = {
     ),
     "linear_cross_entropy": (loss._call_linear.overload, Row(_linear_loss, 1)),
     "cross_entropy": (
-        cross_entropy_op._call.overload,
+        fused._call.overload,
         Row(lambda: (rand(4, 5), IDS, *LOSS, "eager"), 1),
     ),
     "linear_log_probs": (
@@ -192,7 +192,7 @@ def results_of(op: Any, args: tuple) -> tuple[Tensor, ...]:
 
 
 def test_rows_are_all_operators_with_gradients() -> None:
-    assert {op for op, _ in ROWS.values()} == set(gradient._GRADIENTS)
+    assert {op for op, _ in ROWS.values()} == set(autograd._GRADIENTS)
 
 
 @rows

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from slipstream import kernels
 from slipstream.kernels.attention import latent
+from slipstream.kernels.attention import plan as attention
 from slipstream.kernels.attention import rotary as rotated
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.triton import plan as attention
 from slipstream.kernels.attnres import op as attnres
 from slipstream.kernels.conv import op as conv
 from slipstream.kernels.elementwise import (
@@ -27,7 +27,7 @@ from slipstream.kernels.elementwise import (
     decay_gate,
     embedding,
     erase,
-    glu_linear,
+    glu,
     log_probs,
     place_tokens,
     rotary,
@@ -39,16 +39,15 @@ from slipstream.kernels.gated_scan import op as gated_scan
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton import plan as linear
 from slipstream.kernels.loss import distill, shard
-from slipstream.kernels.loss import launch as loss
+from slipstream.kernels.loss import fused as loss
 from slipstream.kernels.matmul import op as matmul
-from slipstream.kernels.matmul.inputs import MatmulInputs
+from slipstream.kernels.matmul.config import MatmulInputs
 from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.mixer_step import op as mixer_step
 from slipstream.kernels.mixer_step.inputs import StepInputs
 from slipstream.kernels.norm import op as norm
 from slipstream.kernels.norm.inputs import NormInputs
 from slipstream.kernels.primitives.norm_options import NormOptions
-from slipstream.kernels.projection_step import norm_op
 from slipstream.kernels.projection_step import op as projection
 from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
 from slipstream.kernels.running_mean import op as running_mean
@@ -303,12 +302,12 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
     ),
     "glu": (activation._kind, {"gate": t(3, 8), "f": "silu"}, {"gate": t(3, 16), "f": "gelu"}),
     "glu again": (
-        glu_linear._call._kind,
+        glu._call._kind,
         {"gate": t(3, 8), "f": "silu"},
         {"gate": narrow(3, 8), "f": "gelu"},
     ),
     "glu again of a width": (
-        glu_linear._call._kind,
+        glu._call._kind,
         {"gate": t(3, 8), "f": "silu"},
         {"gate": t(3, 16)},
     ),
@@ -342,12 +341,12 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
         {"x": narrow(33, 32), "weights": [narrow(2048, 16)]},
     ),
     "projection_norm": (
-        of(NormedInputs, norm_op._kind),
+        of(NormedInputs, projection._norm_kind),
         {"x": t(1, 16), "weight": t(8, 16), "residual": t(1, 8)},
         {"x": narrow(1, 16), "weight": t(16, 16), "residual": narrow(1, 8), "bias": t(8)},
     ),
     "projection_norm of a width": (
-        of(NormedInputs, norm_op._kind),
+        of(NormedInputs, projection._norm_kind),
         {"x": t(1, 16), "weight": t(8, 16), "residual": t(1, 8)},
         {"weight": t(8, 32)},
     ),

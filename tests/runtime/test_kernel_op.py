@@ -16,10 +16,9 @@ from torch import Tensor
 
 from slipstream import kernels
 from slipstream.kernels.elementwise import rotary
-from slipstream.runtime import gradient
-from slipstream.runtime.autograd import Function
+from slipstream.runtime import autograd
+from slipstream.runtime.autograd import Function, autograd_function
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.gradient import autograd_function
 
 
 @cache
@@ -182,7 +181,7 @@ def registered() -> tuple[KernelOp, KernelOp]:
 @pytest.fixture
 def scaled_and_sum(monkeypatch: pytest.MonkeyPatch) -> type[Function]:
     """Other tests look at all gradients that are registered."""
-    monkeypatch.setattr(gradient, "_GRADIENTS", {**gradient._GRADIENTS})
+    monkeypatch.setattr(autograd, "_GRADIENTS", {**autograd._GRADIENTS})
     return autograd_function(*registered(), results="y total squares", wrt="b x", keep=True)
 
 

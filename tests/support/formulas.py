@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.conv.reference import conv_reference
+from slipstream.kernels.conv.eager import conv_reference
 from slipstream.kernels.elementwise.rotary import rotary_reference
 from slipstream.kernels.elementwise.token_shift import shift_reference
-from slipstream.kernels.loss.reference import LossInputs, rows_reference
-from slipstream.kernels.norm.reference import layer_reference, rms_reference
+from slipstream.kernels.loss.eager import LossInputs, rows_reference
+from slipstream.kernels.norm.eager import layer_reference, rms_reference
+from slipstream.kernels.selective_scan.eager import selective_scan_reference
 from slipstream.kernels.selective_scan.inputs import ScanInputs
-from slipstream.kernels.selective_scan.reference import selective_scan_reference
 from slipstream.tools.catalog import Sample, flat
 
 EPS = 1e-5

@@ -13,17 +13,16 @@ from slipstream.kernels.attention import op as attention_op
 from slipstream.kernels.elementwise import copy_states, decay_gate, embedding, place_tokens
 from slipstream.kernels.elementwise import erase as erase_op
 from slipstream.kernels.elementwise import rotation as rotation_op
-from slipstream.kernels.linear import gsa, householder
-from slipstream.kernels.linear.eager.chunk import chunk_forward
-from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
+from slipstream.kernels.linear import gated_delta_product, gsa
+from slipstream.kernels.linear.eager.chunk import chunk_backward, chunk_forward
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.loss import distill, shard
 from slipstream.kernels.loss import eager as loss_eager
-from slipstream.kernels.loss.cross_entropy_op import LossInputs
+from slipstream.kernels.loss.fused import LossInputs
 from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.primitives.norm_options import NormOptions
-from slipstream.kernels.projection_step import norm_op
+from slipstream.kernels.projection_step import op
 from slipstream.kernels.projection_step.inputs import NormedInputs
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.running_mean.inputs import MeanInputs
@@ -188,7 +187,7 @@ def projections() -> list[Tensor]:
 def normed_projections() -> list[Tensor]:
     x, weight = torch.randn(40, 16).half(), torch.randn(8, 16).half()
     residual, norm_weight = torch.randn(40, 8), torch.rand(8).half()
-    return [*norm_op.run(NormedInputs(x, weight, None, residual, norm_weight), NormOptions(1e-5))]
+    return [*op.run_norm(NormedInputs(x, weight, None, residual, norm_weight), NormOptions(1e-5))]
 
 
 def conv_update() -> list[Tensor]:
@@ -265,9 +264,11 @@ def slot_rows() -> list[Tensor]:
 def householder_rows() -> list[Tensor]:
     q, out = torch.randn(1, 5, 2, 8), torch.empty(1, 5, 2, 8)
     do, sums = torch.randn(1, 5, 4, 8), torch.empty(1, 5, 4)
-    rows, gates, late = householder.interleave(q, torch.randn(1, 5, 4), do, 3, "triton|eager")
+    rows, gates, late = gated_delta_product.interleave(
+        q, torch.randn(1, 5, 4), do, 3, "triton|eager"
+    )
     assert gates is not None and late is not None
-    householder.deinterleave(rows, gates, 3, out, sums, "triton|eager")
+    gated_delta_product.deinterleave(rows, gates, 3, out, sums, "triton|eager")
     return [rows, gates, late, out, sums]
 
 

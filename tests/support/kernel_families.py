@@ -17,7 +17,6 @@ from slipstream.kernels.elementwise import (
     decay_gate,
     embedding,
     glu,
-    glu_linear,
     log_probs,
     place_tokens,
     rotary,
@@ -26,13 +25,13 @@ from slipstream.kernels.elementwise import (
 from slipstream.kernels.elementwise import erase as erase_op
 from slipstream.kernels.elementwise import rotation as rotation_op
 from slipstream.kernels.gated_scan import eager as scan_eager
-from slipstream.kernels.linear import gsa, householder
+from slipstream.kernels.linear import gated_delta_product, gsa
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.matmul import eager as matmul_eager
 from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.norm import eager as norm_plain
 from slipstream.kernels.projection_step import eager as projection_eager
-from slipstream.kernels.projection_step import norm_op
+from slipstream.kernels.projection_step import op as norm_op
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.selective_scan import eager as selective_eager
 from slipstream.kernels.time_mix import low_rank, rwkv7, rwkv7_step, token_mix, token_mix_step
@@ -84,9 +83,9 @@ def forget_plans() -> None:
         "attention.run",
         "linear.dispatch",
         "linear.decode",
-        "gated_scan.dispatch",
-        "selective_scan.dispatch",
-        "mixer_step.dispatch",
+        "gated_scan.op",
+        "selective_scan.op",
+        "mixer_step.op",
         "time_mix.rwkv7_step",
     ):
         importlib.import_module(f"{KERNELS}.{module}")._PLANS.clear()
@@ -103,8 +102,8 @@ FAMILIES = [
         "attnres.triton",
         calls.sampled("attnres-normed"),
         {
-            "attnres.triton.attnres:forward": attnres_op._plain_forward,
-            "attnres.triton.attnres:backward": attnres_op.eager_backward,
+            "attnres.triton_kernels:forward": attnres_op._plain_forward,
+            "attnres.triton_kernels:backward": attnres_op.eager_backward,
         },
         ("slipstream.kernels.attnres.op",),
     ),
@@ -129,14 +128,14 @@ FAMILIES = [
         "linear.steps",
         calls.householder_rows,
         {
-            "linear.triton.householder:interleave": householder.eager_interleave,
-            "linear.triton.householder:deinterleave": householder.eager_deinterleave,
+            "linear.triton.householder:interleave": gated_delta_product.eager_interleave,
+            "linear.triton.householder:deinterleave": gated_delta_product.eager_deinterleave,
         },
     ),
     Family(
         "matmul.triton",
         calls.sampled("matmul"),
-        {"matmul.triton.launch:matmul": lambda t, config: matmul_eager.matmul(t)},
+        {"matmul.triton_kernels:matmul": lambda t, config: matmul_eager.matmul(t)},
         ("slipstream.kernels.matmul.op",),
     ),
     Family(
@@ -178,8 +177,8 @@ FAMILIES = [
         "linear.step",
         calls.step,
         {
-            "linear.triton.decode_launch:update": calls.update,
-            "linear.triton.decode_launch:forward": recurrent_forward,
+            "linear.triton.decode:update": calls.update,
+            "linear.triton.decode:forward": recurrent_forward,
         },
     ),
     Family(
@@ -213,8 +212,8 @@ FAMILIES = [
         "running_mean.triton",
         calls.running_means,
         {
-            "running_mean.triton.launch:means": in_torch(running_mean_op._mean),
-            "running_mean.triton.launch:means_backward": in_torch(running_mean_op._mean.backward),
+            "running_mean.triton_kernels:means": in_torch(running_mean_op._mean),
+            "running_mean.triton_kernels:means_backward": in_torch(running_mean_op._mean.backward),
         },
         ("slipstream.kernels.running_mean.op",),
     ),
@@ -258,13 +257,13 @@ FAMILIES = [
     Family(
         "projection_step.triton",
         calls.projections,
-        {"projection_step.triton.launch:projection_step": projection_eager.projection_step},
+        {"projection_step.triton_kernels:projection_step": projection_eager.projection_step},
     ),
     Family(
         "projection_norm_step.triton",
         calls.normed_projections,
-        {"projection_step.triton.launch:projection_norm": norm_op._eager},
-        ("slipstream.kernels.projection_step.norm_op",),
+        {"projection_step.triton_kernels:projection_norm": norm_op._norm_eager},
+        ("slipstream.kernels.projection_step.op",),
     ),
     Family(
         "mixer_step.triton", calls.mixer_steps, {"mixer_step.triton.launch:step": calls.mixer_step}
@@ -290,24 +289,24 @@ FAMILIES = [
         "gated_scan.triton",
         calls.sampled("chunk_hgrn"),
         {
-            "gated_scan.triton.scan:forward": scan_eager.scan_forward,
-            "gated_scan.triton.scan:backward": scan_eager.scan_backward,
+            "gated_scan.triton_kernels:forward": scan_eager.scan_forward,
+            "gated_scan.triton_kernels:backward": scan_eager.scan_backward,
         },
     ),
     Family(
         "selective_scan.triton",
         calls.selective,
         {
-            "selective_scan.triton.launch:forward": calls.selective_forward,
-            "selective_scan.triton.launch:backward": selective_eager.selective_scan_backward,
+            "selective_scan.triton_launch:forward": calls.selective_forward,
+            "selective_scan.triton_launch:backward": selective_eager.selective_scan_backward,
         },
     ),
     Family(
         "norm.triton",
         calls.sampled("layer_norm"),
         {
-            "norm.triton.launch:forward": norm_plain.forward,
-            "norm.triton.launch:backward": norm_plain.backward,
+            "norm.triton_launch:forward": norm_plain.forward,
+            "norm.triton_launch:backward": norm_plain.backward,
         },
         ("slipstream.kernels.norm.op",),
     ),
@@ -315,15 +314,15 @@ FAMILIES = [
         "conv.triton",
         calls.sampled("short_convolution"),
         {
-            "conv.triton.launch:forward": conv_plain.forward,
-            "conv.triton.launch:backward": conv_plain.backward,
+            "conv.triton_launch:forward": conv_plain.forward,
+            "conv.triton_launch:backward": conv_plain.backward,
         },
         ("slipstream.ops.conv",),
     ),
     Family(
         "conv.update",
         calls.conv_update,
-        {"conv.triton.launch:update": conv_plain.update},
+        {"conv.triton_launch:update": conv_plain.update},
         ("slipstream.ops.conv",),
     ),
     Family(
@@ -350,7 +349,7 @@ FAMILIES = [
         {
             "elementwise.triton.glu:glu": glu._eager,
             "elementwise.triton.glu:glu_backward": in_torch(glu.forward.backward),
-            "elementwise.triton.glu:glu_bwd_recompute": glu_linear._plain_again,
+            "elementwise.triton.glu:glu_bwd_recompute": glu._plain_again,
         },
         ("slipstream.kernels.elementwise.glu",),
     ),
@@ -392,5 +391,5 @@ WRITTEN: dict[Any, tuple[int, ...]] = {
     copy_states._eager: (2,),
     gsa._eager_softmax: (1,),
     gsa._eager_backward: (1,),
-    householder.eager_deinterleave: (3,),
+    gated_delta_product.eager_deinterleave: (3,),
 }

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.compiler.arch import Arch
-from slipstream.compiler.tile_limits import instruction
+from slipstream.compiler.arch import Arch, instruction
 from slipstream.kernels.attention.triton import tiles as attention
-from slipstream.kernels.linear.triton.delta.tiles import DeltaTile
+from slipstream.kernels.linear.triton.delta.plan import DeltaTile
 from slipstream.kernels.linear.triton.dplr.tiles import DplrTile
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile
 from slipstream.kernels.linear.triton.vector_decay.tiles import VectorDecayTile
-from slipstream.kernels.norm.triton import tiles as norms
+from slipstream.kernels.norm import triton_launch as norms
 
 _CHUNK_KERNELS = ("fwd", "fwd_states", "dstate")
 

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.training.config import from_dict
 from slipstream.training.console import COLUMNS
-from slipstream.training.interrupt import Interrupt
+from slipstream.training.ranks import Interrupt
 from slipstream.training.run import train
 
 MODEL = {"hidden_size": 16, "num_heads": 1, "mixers": ["retention"]}

@@ -17,8 +17,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from slipstream.training.config import Parallel, from_dict
-from slipstream.training.interrupt import Interrupt
 from slipstream.training.parallel import expect_processes
+from slipstream.training.ranks import Interrupt
 from slipstream.training.run import train
 from slipstream.training.sample import load
 from tests.support.processes import in_processes, run_ranks

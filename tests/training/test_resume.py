@@ -18,7 +18,7 @@ from slipstream.runtime.files import write_text
 from slipstream.training import run as run_module
 from slipstream.training import trainer as trainer_module
 from slipstream.training.config import from_dict
-from slipstream.training.interrupt import Interrupt
+from slipstream.training.ranks import Interrupt
 from slipstream.training.run import Result, train
 from slipstream.training.sample import load
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.training import sample
 from slipstream.training.config import from_dict
-from slipstream.training.interrupt import Interrupt
+from slipstream.training.ranks import Interrupt
 from slipstream.training.run import arguments, train
 from slipstream.training.trainer import newest_checkpoint
 from tests.support.byte_tokenizer import tokenizer

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from slipstream.training import corpus, tables
 from slipstream.training.config import Data, from_dict
-from slipstream.training.interrupt import Interrupt
+from slipstream.training.ranks import Interrupt
 from slipstream.training.run import train
 
 TEXTS = [f"document {i}: " + "words and words, " * (i % 5) for i in range(40)]

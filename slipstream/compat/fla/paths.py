@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
+from slipstream.compat.fixed import missing_names
 from slipstream.compat.fla import adaptor, functions, operators
-from slipstream.compat.missing import missing_names
 
 ROOT = "slipstream.compat.fla"
 

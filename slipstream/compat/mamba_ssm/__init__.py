@@ -6,11 +6,11 @@ Names, positional order, defaults and keywords are those of mamba_ssm 2.3. The d
 docs/guides/migrate_mamba_ssm.md.
 """
 
+from slipstream.compat.fixed import missing_names
 from slipstream.compat.mamba_ssm.ops.selective_scan_interface import (
     mamba_inner_fn,
     selective_scan_fn,
 )
-from slipstream.compat.missing import missing_names
 
 __all__ = ["mamba_inner_fn", "selective_scan_fn"]
 

@@ -7,12 +7,8 @@ from torch import Tensor
 
 from slipstream.kernels.attention import cache, op
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.sm90.plan import unsupported_reason as sm90_unsupported
-from slipstream.kernels.attention.triton.plan import (
-    cache_unsupported_reason,
-    kind,
-    unsupported_reason,
-)
+from slipstream.kernels.attention.plan import cache_unsupported_reason, kind, unsupported_reason
+from slipstream.kernels.attention.plan import sm90_unsupported_reason as sm90_unsupported
 from slipstream.runtime import backends, guarded_launch
 from slipstream.runtime.dispatch import Candidate, Selection, choose
 

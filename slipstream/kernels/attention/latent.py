@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slipstream.common.checks import plain_int
-from slipstream.kernels.attention import cache, probe
-from slipstream.kernels.attention.triton import plan, tiles
+from slipstream.kernels.attention import cache, plan, probe
+from slipstream.kernels.attention.triton import tiles
 from slipstream.runtime import backends, custom_op, guarded_launch, size_ladder, token_ids
 from slipstream.runtime.dispatch import Candidate, choose
 

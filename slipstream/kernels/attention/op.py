@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention import cache, eager, probe
 from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.triton.plan import kind, kind_of_cache
+from slipstream.kernels.attention.plan import kind, kind_of_cache
 from slipstream.runtime import autograd, custom_op, guarded_launch
 from slipstream.runtime.size_ladder import KEYS, AtSizes, resized
 

@@ -162,7 +162,7 @@ _INPUTS = (
 forward = custom_op.KernelOp(
     "attnres",
     f"({_INPUTS}, bool keep, str impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    kernel="slipstream.kernels.attnres.triton.attnres:forward",
+    kernel="slipstream.kernels.attnres.triton_kernels:forward",
     plain=_plain_forward,
     kind=_kind,
     probe=_mismatch,
@@ -174,7 +174,7 @@ backward = custom_op.KernelOp(
     "attnres_backward",
     f"({_INPUTS}, Tensor dy, {custom_op.schema_of(ForwardSums)}, str impl) -> Tensor[]",
     fake=_backward_fake,
-    kernel="slipstream.kernels.attnres.triton.attnres:backward",
+    kernel="slipstream.kernels.attnres.triton_kernels:backward",
     plain=eager_backward,
     kind=_kind,
     probe=_mismatch,

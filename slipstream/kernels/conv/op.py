@@ -134,7 +134,7 @@ _PROBES = (
         "silu": True,
     },
 )
-_LAUNCH = "slipstream.kernels.conv.triton.launch"
+_LAUNCH = "slipstream.kernels.conv.triton_launch"
 _call = custom_op.KernelOp(
     "short_convolution",
     f"({custom_op.schema_of(ConvInputs)}, int[]? sizes, int unit, bool silu, str impl) -> Tensor[]",

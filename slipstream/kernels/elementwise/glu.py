@@ -3,8 +3,18 @@
 y = f(gate) up        dgate = dy up f'(gate)        dup = dy f(gate)        up may be missing: 1
 
 slipstream::_glu and slipstream::_glu_backward are the operators, for tracers; plain calls launch
-without them. glu_linear.py has the product that follows.
+without them. With the linear layer after it, one tensor less is kept for the backward:
+
+h = f(gate) up        y = h weight^T + bias
+
+    dh = dy weight        dweight = dy^T h        dgate = dh up f'(gate)        dup = dh f(gate)
+
+Two operators one after the other keep h, and in plain torch f(gate) too; here the backward makes
+them again from gate and up: [T, F] elements less in memory (two times that in plain torch).
+slipstream::_glu_again gives the gradients, and h in the place of dh.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,3 +92,131 @@ _Glu = forward.with_gradient(
     wrt="gate up",
 )
 _CANDIDATES = forward.candidates(_unsupported_reason)
+
+
+def glu_linear(
+    gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, f: str, impl: str | None
+) -> Tensor:
+    """gate, up [..., F], weight [D, F], bias [D] -> [..., D]."""
+    impl = impl_for(gate, f, impl)
+    tensors = (gate, up, weight, bias)
+    if not autograd.by_operation() and autograd.needs_autograd(*tensors):
+        return _GluLinear.apply(*tensors, f, impl)
+    return F.linear(run(gate, up, f, impl), weight, bias)
+
+
+class _GluLinear(autograd.Function):
+    operator = "slipstream::glu_linear"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        f: str,
+        impl: str,
+    ) -> Tensor:
+        autograd.save(ctx, gate, up, weight)
+        ctx.f, ctx.impl = f, impl
+        return autograd.as_base(F.linear(_product(gate, up, f, impl), weight, bias))
+
+    @staticmethod
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = saved
+        needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        rows = _flat(dy)
+        dbias = rows.sum(0) if needs_bias else None
+        if not (needs_gate or needs_up):
+            h = _product(gate, up, ctx.f, ctx.impl)
+            return None, None, rows.t() @ _flat(h), dbias, None, None
+        run = _kernel_grads if dispatch.is_triton(ctx.impl) else _eager_grads
+        return *run(rows, gate, up, weight, ctx.f, ctx.impl, needs_weight), dbias, None, None
+
+
+def _product(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
+    """h, contiguous."""
+    if dispatch.is_triton(impl):
+        return forward(gate, up, f=f, impl=impl)
+    y = FUNCTIONS[f](gate)
+    return (y if up is None else y.mul_(up)).contiguous()
+
+
+def _flat(x: Tensor) -> Tensor:
+    return torch.atleast_2d(x).flatten(0, -2)
+
+
+def _kernel_grads(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    f: str,
+    impl: str,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dgate, dup, dweight."""
+    h = (dy @ weight).view(gate.shape)
+    dgate, dup = _call(h, gate, up, f=f, impl=impl)
+    dweight = dy.t() @ _flat(h) if needs_weight else None
+    return dgate, None if up is None else dup, dweight
+
+
+def _eager_grads(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    f: str,
+    impl: str,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As _kernel_grads. In memory that is there: fresh pages cost as much as the arithmetic."""
+    y = FUNCTIONS[f](gate)
+    h = (y if up is None else y * up).contiguous()
+    dweight = dy.t() @ _flat(h) if needs_weight else None
+    torch.mm(dy, weight, out=_flat(h))
+    if up is None:
+        return _derivative(h, gate, y, f), None, dweight
+    dup = h * y if f == "sigmoid" else y.mul_(h)
+    return _derivative(h.mul_(up), gate, y, f), dup, dweight
+
+
+def _derivative(d: Tensor, gate: Tensor, y: Tensor, f: str) -> Tensor:
+    """d f'(gate); for the logistic function, of y = f(gate)."""
+    aten = torch.ops.aten
+    if f == "silu":
+        return aten.silu_backward(d, gate)
+    if f == "gelu":
+        return aten.gelu_backward(d, gate, approximate="tanh")
+    return aten.sigmoid_backward(d, y) if f == "sigmoid" else d.mul_(F.relu(gate)).mul_(2)
+
+
+def _plain_again(
+    dh: Tensor, gate: Tensor, up: Tensor | None, f: str
+) -> tuple[Tensor, Tensor | None]:
+    """dgate and dup; dh becomes h."""
+    y = FUNCTIONS[f](gate)
+    dup = None if up is None else dh * y
+    dgate = _derivative(dh.clone() if up is None else dh * up, gate, y, f)
+    dh.copy_(y if up is None else y * up)
+    return dgate, dup
+
+
+def _fake(dh: Tensor, gate: Tensor, up: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(0 if up is None else up.shape)
+
+
+_call = custom_op.KernelOp(
+    "glu_again",
+    "(Tensor(a!) dh, Tensor gate, Tensor? up, str f, str impl) -> (Tensor, Tensor)",
+    fake=_fake,
+    kernel="slipstream.kernels.elementwise.triton.glu:glu_bwd_recompute",
+    plain=_plain_again,
+    kind=lambda gate, f: ("glu_bwd_recompute.triton", f, gate.dtype, gate.shape[-1]),
+    # rows of the same width
+    probe={"dh": (37, 0), "gate": (37, 0), "up": (37, 0)},
+    replay=True,
+)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import context_in_order, context_states, inputs, op
+from slipstream.kernels.linear import context_states, inputs, op
 from slipstream.kernels.linear.context_terms import Call, states_per_sequence
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, NUM_TERMS, LinearInputs
 from slipstream.kernels.linear.modes.memory import groups_of, in_groups
@@ -106,7 +106,7 @@ def _forward_heads(terms: LinearInputs, share: Share, call: Call, save: bool) ->
     terms = terms._replace(initial_state=states)
     begins = [] if states is None else [states]
     if share.segment_tokens is not None:
-        exchange = context_in_order.ForwardInOrder(terms, share, call)
+        exchange = context_states.ForwardInOrder(terms, share, call)
     elif share.crossings.any:
         exchange = context_states.ForwardStates(terms, share, call)
     else:
@@ -132,7 +132,7 @@ def _backward(*args: Any) -> list[Tensor]:
         end = terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
     backward = inputs.BackwardCall(dout, end, *call.how.backward, gate_gradient=gate_gradient)
     if share.segment_tokens is not None:
-        exchange = context_in_order.BackwardInOrder(terms, share, call, end, dout)
+        exchange = context_states.BackwardInOrder(terms, share, call, end, dout)
     elif share.crossings.any:
         transition = saved.pop(0) if share.passes_through and context_states.decays(terms) else None
         exchange = context_states.BackwardStates(terms, share, call, end, transition, dout)

@@ -14,6 +14,7 @@ from slipstream.common import checks, pool_rows
 from slipstream.kernels.linear import dispatch, op, probe
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.modes import transforms
 from slipstream.kernels.linear.triton.plan import kind
 from slipstream.runtime import autograd, backends, custom_op, guarded_launch, token_ids
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
@@ -73,7 +74,7 @@ def run(
             "torch.no_grad(), or a fused_recurrent operator"
         )
     if key is None or dtype is not None:
-        terms = dispatch.as_autocast(terms)
+        terms = transforms.as_autocast(terms)
     scale = float(max(terms.q.shape[-1], 1) ** -0.5 if scale is None else scale)
     if terms.q.is_cuda:  # outside of what is replayed; on the CPU the operator looks
         token_ids.expect_below("state_indices", pool.indices, pool.state.shape[0], "slots")
@@ -88,7 +89,9 @@ def plan_for(terms: LinearInputs, pool: Pool, impl: str | None) -> Selection:
     """Checks the arguments and chooses; looks at nothing but shapes, strides, dtypes, devices."""
     dispatch.check(terms, {}, dispatch.LinearOptions(), True)
     _check_pool(terms, pool)
-    return choose(CANDIDATES, (dispatch.as_autocast(terms), pool), impl, "recurrent_step", terms.q)
+    return choose(
+        CANDIDATES, (transforms.as_autocast(terms), pool), impl, "recurrent_step", terms.q
+    )
 
 
 def _check_pool(terms: LinearInputs, pool: Pool) -> None:
@@ -129,7 +132,7 @@ def _step(*args: Any) -> Tensor:
         lambda: probe.mismatch(terms, "triton", True, op.linear),
     ) as usable:
         if usable:
-            from slipstream.kernels.linear.triton import decode_launch
+            from slipstream.kernels.linear.triton import decode as decode_launch
 
             return decode_launch.update(terms, pool.k_first, indices, scale, l2_norm)
     o = step_eager(_normalised(terms) if l2_norm else terms, pool, scale)

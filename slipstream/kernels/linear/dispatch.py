@@ -14,18 +14,12 @@ from torch.compiler import is_compiling
 from slipstream.common import checks
 from slipstream.kernels.linear import inputs, reference
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, ForwardCall, LinearInputs
-from slipstream.kernels.linear.modes import consistent as consistent_mode
-from slipstream.kernels.linear.modes import context, wide_heads
+from slipstream.kernels.linear.modes import context, transforms, wide_heads
 from slipstream.kernels.linear.modes import context as context_mode
-from slipstream.kernels.linear.modes import v_first as v_first_mode
-from slipstream.kernels.linear.modes.autocast import Autocast, as_autocast
 from slipstream.kernels.linear.modes.call import Call, LinearOptions, Mode, Results, Road
-from slipstream.kernels.linear.modes.consistent import ConsistentStep
 from slipstream.kernels.linear.modes.memory import Memory
 from slipstream.kernels.linear.modes.memory import groups_of as memory_groups_of
 from slipstream.kernels.linear.modes.prefix_states import Prefix
-from slipstream.kernels.linear.modes.reverse import Reverse
-from slipstream.kernels.linear.modes.v_first import VFirst
 from slipstream.kernels.linear.modes.wide_heads import HeadGroups, WideHeads, shapes_of_split
 from slipstream.kernels.linear.op import CONSISTENT, DEFAULT_CHUNK, Linear, call_forward, linear
 from slipstream.kernels.linear.sm90.plan import SCALAR_DECAY_WIDTHS, is_vector_decay
@@ -43,7 +37,16 @@ CANDIDATES = (
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )
 # The modes from outside in. Arguments are checked as those after ConsistentStep have them.
-MODES = (VFirst, context.Context, Prefix, ConsistentStep, Autocast, Reverse, WideHeads, Memory)
+MODES = (
+    transforms.VFirst,
+    context.Context,
+    Prefix,
+    transforms.ConsistentStep,
+    transforms.Autocast,
+    transforms.Reverse,
+    WideHeads,
+    Memory,
+)
 # Pairs that exclude each other, and what the error says.
 FORBIDDEN = (
     ("consistent", "reverse", "consistent: is not implemented with reverse"),
@@ -212,18 +215,22 @@ def make_plan(
     """Checks and chooses, by shapes, dtypes and devices alone."""
     expect_allowed(asked, options)
     if asked.v_first:
-        terms = v_first_mode.checked(terms)
+        terms = transforms.checked_v_first(terms)
     if asked.context is not None:
         terms = context_mode.checked(terms, options)
     if asked.step:
-        terms = consistent_mode.checked(terms)
+        terms = transforms.checked_consistent(terms)
     check(terms, names, options, recurrent)
     dtype = checks.autocast_dtype(terms.q)
     if dtype is not None:
-        terms = as_autocast(terms)
+        terms = transforms.as_autocast(terms)
     chosen, groups = choose_plan(terms, options, recurrent, asked)
-    plain = {VFirst: asked.v_first, context.Context: asked.context, ConsistentStep: asked.step}
-    plain |= {Autocast: dtype, Reverse: asked.reverse}
+    plain = {
+        transforms.VFirst: asked.v_first,
+        context.Context: asked.context,
+        transforms.ConsistentStep: asked.step,
+    }
+    plain |= {transforms.Autocast: dtype, transforms.Reverse: asked.reverse}
     modes: dict[Any, Mode] = {mode: mode() for mode, on in plain.items() if on}
     if asked.prefix_states:
         modes[Prefix] = Prefix(groups is not None)

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from slipstream.kernels.linear import channel_gates, inputs, prefix_states, probe
 from slipstream.kernels.linear.backend import Exchange, Extras
-from slipstream.kernels.linear.eager import blocks, recurrent, segments
-from slipstream.kernels.linear.eager.chunk import chunk_forward
-from slipstream.kernels.linear.eager.chunk_backward import chunk_backward
-from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
+from slipstream.kernels.linear.eager import recurrent, segments
+from slipstream.kernels.linear.eager.chunk import chunk_backward, chunk_forward
+from slipstream.kernels.linear.eager.recurrent import recurrent_backward
 from slipstream.kernels.linear.inputs import NUM_TERMS, BackwardCall, ForwardCall, LinearInputs
 from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported_reason
@@ -111,7 +110,7 @@ def _guarded(terms: LinearInputs, call: ForwardCall, exchange: Exchange | None) 
 def _forward_by_token(
     terms: LinearInputs, call: ForwardCall, exchange: Exchange | None
 ) -> tuple[Tensor, Tensor]:
-    from slipstream.kernels.linear.triton import decode_launch
+    from slipstream.kernels.linear.triton import decode as decode_launch
 
     if exchange is not None:
         exchange.by_calls()  # what it needs is there after this
@@ -122,7 +121,7 @@ def _eager(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tenso
     if chunk == 0:
         return recurrent.recurrent_forward(terms, scale)
     if chunk == CONSISTENT:
-        return blocks.block_forward(terms, scale, DEFAULT_CHUNK)
+        return segments.block_forward(terms, scale, DEFAULT_CHUNK)
     return chunk_forward(terms, scale, chunk)
 
 

@@ -62,7 +62,7 @@ MARGIN = 1.04  # what more segments may cost where states do not decay
 class Segments(NamedTuple):
     """Sequences cut into `count` segments of `tokens`; the last of a sequence may be shorter.
 
-    fixed: they are a plan's (context_in_order.py), and nothing may depend on how many there are.
+    fixed: they are a plan's (context_states.py), and nothing may depend on how many there are.
     """
 
     tokens: int

@@ -1,5 +1,5 @@
 """The losses behind autograd; linear_cross_entropy is one opaque operator, so that a compiled
-graph holds neither the logits nor the loop over chunks. Of logits that are there: launch.py."""
+graph holds neither the logits nor the loop over chunks. Of logits that are there: fused.py."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from slipstream.common.checks import cast
 from slipstream.common.linear_rows import ClassifierInputs, empty_gradients, scaled
-from slipstream.kernels.loss import cross_entropy_op, eager, launch
-from slipstream.kernels.loss.reference import LossInputs, reduced, rows_reference
+from slipstream.kernels.loss import eager, fused
+from slipstream.kernels.loss.eager import LossInputs, reduced, rows_reference
 from slipstream.runtime import autograd, dispatch, token_ids
 from slipstream.runtime.custom_op import KernelOp, schema_of
 
@@ -24,8 +24,8 @@ def cross_entropy(
         rows = cross_entropy_rows(logits, target, options, impl)
         return reduced(rows, target, options, reduction)
     if reduction != "none" and not autograd.by_operation():
-        return cross_entropy_op.reduced(logits, target, options, reduction == "mean", impl)
-    return reduced(cross_entropy_op.rows(logits, target, options, impl), target, options, reduction)
+        return fused.reduced(logits, target, options, reduction == "mean", impl)
+    return reduced(fused.rows(logits, target, options, impl), target, options, reduction)
 
 
 def cross_entropy_rows(logits: Tensor, target: Tensor, options: LossInputs, impl: str) -> Tensor:
@@ -116,12 +116,12 @@ class _TritonLinear(autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         inputs, (options, mean, grads, impl) = ClassifierInputs(*args[:4]), args[4:]
         classes = inputs.weight.shape[0]
-        factor = launch.inverse_count(impl, inputs.target, options.ignore_index, classes)
+        factor = fused.inverse_count(impl, inputs.target, options.ignore_index, classes)
         factor = factor if mean else None
         # a float16 gradient of one row's share of the mean would underflow
         scales_late = inputs.hidden.dtype == torch.float16
         row_weight = None if scales_late else factor
-        loss, *grads_saved = launch.linear_rows(impl, inputs, row_weight, options, grads)
+        loss, *grads_saved = fused.linear_rows(impl, inputs, row_weight, options, grads)
         autograd.save(ctx, *inputs, factor)
         ctx.options, ctx.impl, ctx.scales_late = options, impl, scales_late
         ctx.grads_saved = grads_saved if grads else None
@@ -135,10 +135,10 @@ class _TritonLinear(autograd.Function):
         inputs, factor = ClassifierInputs(*saved[:4]), saved[4]
         if grads_saved is None:
             row_weight = None if ctx.scales_late else factor
-            _, *grads_saved = launch.linear_rows(ctx.impl, inputs, row_weight, ctx.options, True)
+            _, *grads_saved = fused.linear_rows(ctx.impl, inputs, row_weight, ctx.options, True)
         if ctx.scales_late and factor is not None:
             dloss = dloss * factor
-        dhidden, dweight, dbias = (launch.scale_(ctx.impl, x, dloss) for x in grads_saved)
+        dhidden, dweight, dbias = (fused.scale_(ctx.impl, x, dloss) for x in grads_saved)
         return dhidden, dweight, None if inputs.bias is None else dbias, *[None] * 5
 
 
@@ -146,7 +146,7 @@ def _linear(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs, dloss, options, grads, impl = _of_call(args)
     token_ids.expect_ids("target", inputs.target, inputs.weight.shape[0], options.ignore_index)
     if dispatch.is_triton(impl):
-        return launch.linear_rows(impl, inputs, dloss, options, grads)
+        return fused.linear_rows(impl, inputs, dloss, options, grads)
     return eager.linear_rows(inputs, dloss, options, grads)
 
 

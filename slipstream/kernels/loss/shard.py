@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.common.linear_rows import ClassifierInputs
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.loss.reference import LossInputs, reduced
+from slipstream.kernels.loss.eager import LossInputs, reduced
 from slipstream.runtime import autograd, kernel_pair, numeric_probe, token_ids
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common.checks import cast
-from slipstream.kernels.matmul.inputs import FP8, MatmulInputs, activated, scaled
+from slipstream.kernels.matmul.config import FP8, MatmulInputs, activated, scaled
 
 
 def matmul(t: MatmulInputs) -> Tensor:

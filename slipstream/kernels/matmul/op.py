@@ -19,22 +19,20 @@ from slipstream.compiler import arch, kernel_key
 from slipstream.compiler import arch as arches
 from slipstream.kernels.matmul import eager
 from slipstream.kernels.matmul.config import (
+    FP8,
     KERNELS,
     MatmulConfig,
+    MatmulInputs,
     Problem,
+    activated,
     check,
+    row_by_row,
+    scaled,
+    tma_swaps,
     unpack,
     uses_split_k,
 )
 from slipstream.kernels.matmul.config import choose as choose_tile
-from slipstream.kernels.matmul.inputs import (
-    FP8,
-    MatmulInputs,
-    activated,
-    row_by_row,
-    scaled,
-    tma_swaps,
-)
 from slipstream.runtime import autograd, custom_op, numeric_probe
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, sm90_unsupported
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
@@ -232,7 +230,7 @@ def _launch(name: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
     """Triton and Gluon are imported only here, once they are wanted."""
     config = config or _tile_of(t, name)
     assert config.kernel == KERNELS[name == "triton"]
-    return import_module(f"slipstream.kernels.matmul.{name}.launch").matmul(t, config)
+    return import_module(f"slipstream.kernels.matmul.{name}_kernels").matmul(t, config)
 
 
 def _probe(name: str, like: MatmulInputs) -> str | None:

@@ -1,9 +1,18 @@
-"""The inputs of a mixer's step: its tensors and its options."""
+"""The inputs of a mixer's step: its tensors, its options, and counters of a pool's slots.
+
+By the counters the programs of one step find out who is last. They are 0 between launches. They lie
+beside the pool, for as long as that is there: a graph that was captured with a pool counts on both.
+Steps on one pool never run at the same time, so neither do those on its counters.
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from slipstream.runtime.backends import sm90_unsupported
+from slipstream.runtime.guarded_launch import is_capturing
 
 
 class StepInputs(NamedTuple):
@@ -126,3 +135,49 @@ class Blocks(NamedTuple):
     v: Tensor
     g: Tensor
     beta: Tensor
+
+
+_of_pool: dict[tuple, tuple[StorageWeakRef, Tensor]] = {}
+
+
+def counters_of(pool: Tensor, each: int) -> Tensor:
+    """Int32 [slots, each], zeros: the same tensor for the same pool."""
+    size, device = (pool.shape[0], each), pool.device
+    if type(pool) is not Tensor:  # traced: there is no memory
+        return torch.zeros(size, dtype=torch.int32, device=device)
+    storage = pool.untyped_storage()
+    key = (storage._cdata, pool.storage_offset(), size)
+    known = _of_pool.get(key)
+    if known is not None and not known[0].expired():
+        return known[1]
+    with torch.inference_mode(False):  # it outlives the caller's
+        counters = torch.zeros(size, dtype=torch.int32, device=device)
+    if not is_capturing(device):  # a graph's own memory is 0 only once the graph has begun
+        if len(_of_pool) >= 256:  # some may be of freed pools
+            for old in [key for key, (ref, _) in _of_pool.items() if ref.expired()]:
+                del _of_pool[old]
+        _of_pool[key] = StorageWeakRef(storage), counters
+    return counters
+
+
+DRAFT_WIDTHS = (64, 128)
+DRAFT_ROWS = 16  # keys of all tokens, and queries of new ones
+
+
+def drafts_on_sm90(inputs: StepInputs, options: StepOptions) -> bool:
+    """Whether the kernel takes these drafts: in 16 bits, as float32 keeps the bits of a step."""
+    _, T, _, _, K, V = inputs.sizes
+    return (
+        inputs.num_accepted is not None
+        and 0 < options.pending < T
+        and 2 * T - options.pending <= DRAFT_ROWS
+        and inputs.q.dtype != torch.float32
+        and (inputs.g is None or inputs.g.dim() == 3)
+        and inputs.write is None
+        and inputs.D is None
+        and not options.dt_scales_v
+        and K in DRAFT_WIDTHS
+        and V in DRAFT_WIDTHS
+        and options.norm_group_size == V
+        and sm90_unsupported(inputs.q) is None
+    )

@@ -1,4 +1,7 @@
-"""slipstream::_mixer_step, which writes into y and into the pools. It has no gradient."""
+"""The step of a mixer: checks, choice, call.
+
+slipstream::_mixer_step writes into y and into the pools. It has no gradient.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.common import checks
 from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.mixer_step import eager
 from slipstream.kernels.mixer_step.eager import step_eager
-from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
-from slipstream.runtime import kernel_pair, numeric_probe, token_ids
+from slipstream.kernels.mixer_step.inputs import MAX_TAPS, StepInputs, StepOptions
+from slipstream.runtime import (
+    autograd,
+    backends,
+    dispatch,
+    guarded_launch,
+    kernel_pair,
+    numeric_probe,
+    token_ids,
+)
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.size_ladder import AtSizes, Size
+from slipstream.runtime.token_ids import expect_below
 
 _LAUNCH = "slipstream.kernels.mixer_step.triton.launch"
 # what a probe makes in other ways
@@ -25,7 +39,7 @@ def mixer_step(
     _call(out, *inputs, counters, *options, impl=impl)
 
 
-def counters(inputs: StepInputs, options: StepOptions) -> Tensor | None:
+def counters_of_step(inputs: StepInputs, options: StepOptions) -> Tensor | None:
     """The counters of the kernel's programs, where it has some."""
     return kernel_pair.launch_of(f"{_LAUNCH}:counters")(inputs, options)
 
@@ -87,7 +101,7 @@ def _mismatch(inputs: StepInputs, options: StepOptions) -> str | None:
     )
 
 
-# One row, of which a launch prefetches, and more (begin_ahead.py: PREFETCH_ROWS).
+# One row, of which a launch prefetches, and more (primitives/device.py: PREFETCH_ROWS).
 _BY_TOKEN = tuple(
     1 + StepInputs._fields.index(x) for x in ("q", "k", "v", "g", "beta", "write", "z")
 )
@@ -110,3 +124,188 @@ _call = KernelOp(
     replay=True,
     at_sizes=AtSizes(tokens=(0, *_BY_TOKEN), states=_BY_SEQUENCE, steps=(Size(1, 0), Size(2, 0))),
 )
+
+
+MAX_K = 1024  # all rows of a state are in one program's registers
+
+
+def unsupported_reason(call: tuple[StepInputs, StepOptions]) -> str | None:
+    """Why the Triton kernel can't take this call, or None if it can."""
+    inputs, _ = call
+    if reason := backends.triton_unsupported(inputs.q, "q"):
+        return reason
+    for name, x in inputs._asdict().items():
+        if x is not None and x.dtype == torch.float64:
+            return f"it computes in float32, and {name} is float64"
+    if inputs.q.shape[-1] > MAX_K:
+        return f"K may be at most {MAX_K}"
+    if inputs.conv_weight is not None and inputs.conv_weight.shape[1] > MAX_TAPS:
+        return f"it takes at most {MAX_TAPS} taps"
+    if inputs.state.stride()[-2:] != (inputs.state.shape[-1], 1):
+        return "the last two dimensions of state are not contiguous"
+    return guarded_launch.known_failure(lambda: kind(inputs), inputs.q.device)
+
+
+CANDIDATES = (
+    dispatch.Candidate("triton", "one Triton kernel, on CUDA", unsupported_reason),
+    dispatch.Candidate("eager", "plain torch, on any device"),
+    dispatch.Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
+)
+_PLANS = dispatch.ValidationCache()
+
+
+def run(inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str | None) -> Tensor:
+    """y [B, T, HV, V], in out if that is given; the pools are updated."""
+    key = dispatch.signature((*inputs, out), *options, impl)
+    if key is not None:
+        key = (*key, inputs.state.stride())
+    tensors = (*inputs, out)
+    plan = _PLANS.get(key, lambda: _plan(inputs, options, out, impl), tensors)
+    if autograd.wants_gradient(*tensors):
+        raise NotImplementedError(
+            "mixer_step: the states are overwritten, so there are no gradients; call it under "
+            "torch.no_grad()"
+        )
+    if out is None:
+        out = inputs.q.new_empty(_output_shape(inputs, options))
+    # in a graph that is captured it would be one more launch
+    if not torch.compiler.is_compiling() and not guarded_launch.is_capturing(inputs.q.device):
+        expect_below("state_indices", inputs.state_indices, inputs.state.shape[0], "slots")
+    if plan.impl == "reference":
+        eager.step_reference(out, inputs, options)
+        return out
+    counters = None
+    # a graph of torch.jit.trace would keep them; the operator finds its own
+    if plan.impl == "triton" and backends.is_plain_call(inputs.q) and not autograd.is_tracing():
+        counters = counters_of_step(inputs, options)
+    mixer_step(out, inputs, options, counters, plan.impls)
+    return out
+
+
+def _plan(
+    inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str | None
+) -> dispatch.Selection:
+    """Checks the arguments and chooses; looks at nothing but shapes, strides, dtypes, devices."""
+    check(inputs, options, out)
+    return dispatch.choose(CANDIDATES, (inputs, options), impl, "mixer_step", inputs.q)
+
+
+def check(inputs: StepInputs, options: StepOptions, out: Tensor | None) -> None:
+    q, v = inputs.q, inputs.v
+    checks.expect_rank("q", q, 4, "[B, T, H, K]")
+    checks.expect_rank("v", v, 4, "[B, T, HV, V]")
+    B, T, H, HV, K, V = inputs.sizes
+    checks.expect_shape("k", inputs.k, q.shape)
+    checks.expect_shape("v", v, (B, T, HV, V))
+    if not 0 <= options.pending <= T or (options.pending > 0 and inputs.num_accepted is None):
+        raise ValueError(
+            f"num_pending: want 0, or with num_accepted up to the {T} tokens given, got "
+            f"{options.pending}"
+        )
+    checks.expect_multiple("heads of v", HV, "heads of q", H)
+    state, indices = inputs.state, inputs.state_indices
+    v_first = options.state_v_first
+    checks.expect_rank("state", state, 4, "[slots, HV, V, K]" if v_first else "[slots, HV, K, V]")
+    cache_slots = B if indices is None else state.shape[0]
+    checks.expect_shape("state", state, (cache_slots, HV, *((V, K) if v_first else (K, V))))
+    _check_convolution(inputs, cache_slots)
+    _check_gates(inputs, options)
+    shapes = {
+        "state_indices": (indices, (B,)),
+        "beta": (inputs.beta, (B, T, HV) if inputs.write is None else (B, T, HV, K)),
+        "write": (inputs.write, v.shape),
+        "D": (inputs.D, (HV,)),
+        "z": (inputs.z, v.shape),
+        "num_accepted": (inputs.num_accepted, (B,)),
+        "out": (out, _output_shape(inputs, options)),
+    }
+    for name, (x, shape) in shapes.items():
+        if x is not None:
+            checks.expect_shape(name, x, shape)
+    _check_norm(inputs, options)
+    tensors = {**inputs._asdict(), "out": out}
+    if options.a_is_rate:
+        tensors["A"] = tensors.pop("A_log")
+    checks.expect_one_device(tensors)
+    for name in ("state_indices", "num_accepted"):
+        checks.expect_index(name, tensors.pop(name))
+    checks.expect_floating(tensors)
+
+
+def _output_shape(inputs: StepInputs, options: StepOptions) -> tuple[int, ...]:
+    B, T, *_ = inputs.sizes
+    return (B, T - options.pending, *inputs.v.shape[2:])
+
+
+def _check_convolution(inputs: StepInputs, cache_slots: int) -> None:
+    state, weight, bias = inputs.conv_state, inputs.conv_weight, inputs.conv_bias
+    if (state is None) != (weight is None):
+        raise ValueError("conv_state: wants conv_weight too, or neither")
+    if state is None or weight is None:
+        if bias is not None:
+            raise ValueError("conv_bias: wants conv_state and conv_weight too")
+        return
+    channels = inputs.channels
+    checks.expect_rank("conv_weight", weight, 2, "[C, W]")
+    W = weight.shape[1]
+    checks.expect_shape("conv_weight", weight, (channels, max(W, 1)))
+    checks.expect_rank("conv_state", state, 3, "[slots, C, W]")
+    if state.shape[2] != W - 1:
+        checks.expect_shape("conv_state", state, (cache_slots, channels, W))
+    checks.expect_shape("conv_state", state, (cache_slots, channels, state.shape[2]))
+    if bias is not None:
+        checks.expect_shape("conv_bias", bias, (channels,))
+
+
+def _check_gates(inputs: StepInputs, options: StepOptions) -> None:
+    g, rate, bias = inputs.g, inputs.A_log, inputs.dt_bias
+    B, T, _, HV, K, _ = inputs.sizes
+    checks.expect_lower_bound(options.lower_bound)
+    of_rate = "A" if options.a_is_rate else "A_log"
+    if g is None:
+        if rate is not None or bias is not None:
+            raise ValueError(f"{of_rate if rate is not None else 'dt_bias'}: wants g too")
+    elif g.dim() == 4:
+        checks.expect_shape("g", g, (B, T, HV, K))
+    else:
+        checks.expect_shape("g", g, (B, T, HV))
+    if rate is not None:
+        checks.expect_shape(of_rate, rate, (HV,))
+        if options.gate_logit_normalizer is not None:
+            raise ValueError("gate_logit_normalizer: wants g alone, and A_log is given too")
+        if options.a_is_rate and options.lower_bound is not None:
+            raise ValueError("A: has no lower_bound, which wants A_log")
+    if bias is not None and g is not None:
+        if rate is None and options.lower_bound is None:
+            raise ValueError("dt_bias: wants A_log or lower_bound too")
+        flat = g.dim() == 4 and bias.dim() == 1  # as layers keep it
+        checks.expect_shape("dt_bias", bias, (HV * K,) if flat else g.shape[2:])
+    discretised = rate is not None and options.lower_bound is None
+    if options.dt_scales_v and not (discretised and g is not None and g.dim() == 3):
+        raise ValueError("dt_scales_v: wants g [B, T, HV] and A_log, and no lower_bound")
+    if not 0 <= options.dt_min <= options.dt_max:
+        raise ValueError(
+            f"dt_limit: want 0 <= least <= largest, got {(options.dt_min, options.dt_max)}"
+        )
+    if inputs.beta is None and inputs.write is not None:
+        raise ValueError("write: wants beta [B, T, HV, K] too")
+    if inputs.beta is None and options.use_beta_sigmoid:
+        raise ValueError("use_beta_sigmoid_in_kernel: wants beta too")
+    if options.allow_neg_eigval and not options.use_beta_sigmoid:
+        raise ValueError(
+            "allow_neg_eigval: doubles the sigmoid of use_beta_sigmoid_in_kernel=True, which is "
+            "off; pass beta in (0, 2) itself"
+        )
+
+
+def _check_norm(inputs: StepInputs, options: StepOptions) -> None:
+    *_, HV, _, V = inputs.sizes
+    weight, size = inputs.norm_weight, options.norm_group_size
+    if weight is not None:
+        if options.norm_eps is None:
+            raise ValueError("norm_weight: wants norm_eps too")
+        checks.expect_shape("norm_weight", weight, (V,) if weight.dim() == 1 else (HV, V))
+    if size < 1 or size % max(V, 1) or (HV * V) % size:
+        raise ValueError(
+            f"norm_group_size: want a multiple of V = {V} that divides HV V = {HV * V}, got {size}"
+        )

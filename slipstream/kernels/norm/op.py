@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.norm import eager, inputs, reference
+from slipstream.kernels.norm import eager, inputs
 from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.runtime import autograd, backends, dispatch
 from slipstream.runtime.custom_op import KernelOp, schema_of
@@ -28,7 +28,7 @@ def run(t: inputs.NormInputs, n: NormOptions, impl: str | None) -> tuple[Tensor,
         return y, t.x if h is None else h
     functions = (eager.rms, eager.layer)
     if impl == "reference":
-        functions = (reference.rms_reference, reference.layer_reference)
+        functions = (eager.rms_reference, eager.layer_reference)
     return eager.compose(t, n, *functions)
 
 
@@ -118,7 +118,7 @@ def _unsupported_reason(x: Tensor, n: NormOptions, t: inputs.NormInputs) -> str 
     return None
 
 
-_LAUNCH = "slipstream.kernels.norm.triton.launch"
+_LAUNCH = "slipstream.kernels.norm.triton_launch"
 _OPTIONS = schema_of(NormOptions)
 _forward = KernelOp(
     "norm_forward",
@@ -132,7 +132,7 @@ _forward = KernelOp(
     probe={"x": (37, 0), "gate": (37, 0), "residual": (37, 0), "save": False},
     packed={"t": inputs.NormInputs, "n": NormOptions},
     replay=True,
-    # x, gate, residual: few rows, whose launch begins ahead, and more (triton/launch.py: STEP_ROWS)
+    # x, gate, residual: few rows, whose launch begins ahead, and more (triton_launch.py: STEP_ROWS)
     at_sizes=AtSizes(tokens=(0, 3, 4), steps=(Size(1, 1), Size(1, 1024))),
 )
 _backward = KernelOp(

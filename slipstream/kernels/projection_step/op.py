@@ -1,31 +1,45 @@
-"""slipstream::_projection_step: checks, choice, call. It has no gradient."""
+"""Linear layers of a step: checks, choice, call. They have no gradient.
+
+slipstream::_projection_step is one launch; _projection_norm_step has the residual and the norm
+behind them, too. Of few rows and of many they are other launches: takes() says of how many this is
+one.
+"""
 
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.primitives.norm_options import NormOptions
-from slipstream.kernels.projection_step import eager
+from slipstream.kernels.projection_step import eager, inputs
 from slipstream.kernels.projection_step.inputs import (
     MAX_WEIGHTS,
     MMA_ROWS,
     WGMMA_COLUMNS,
     ProjectionInputs,
 )
-from slipstream.runtime import autograd, backends, guarded_launch, numeric_probe
+from slipstream.runtime import (
+    autograd,
+    backends,
+    consistent,
+    custom_op,
+    guarded_launch,
+    numeric_probe,
+)
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, Candidate, choose
 from slipstream.runtime.kernel_pair import guarded
+from slipstream.runtime.numeric_probe import random_like
 from slipstream.runtime.size_ladder import resized
 
 _PLAIN_NORM = NormOptions(0.0)
-LAUNCH = "slipstream.kernels.projection_step.triton.launch"
-# rows at which another tile begins (triton/launch.py: tile_of), or wgmma
+LAUNCH = "slipstream.kernels.projection_step.triton_kernels"
+# rows at which another tile begins (triton_kernels.py: tile_of), or wgmma
 _ROWS = (1, 2, 17, MMA_ROWS + 1)
 # a row more, and each weight would be read twice
 MAX_ROWS = 64
@@ -185,4 +199,66 @@ _call = KernelOp(
     _fake,
     replay=True,
     at_sizes=_at_sizes,
+)
+
+
+def takes(rows: int, device: torch.device) -> bool:
+    """Whether shares of K are faster for so many rows; consistent models want one order of sums
+    whatever the rows."""
+    return (
+        inputs.MMA_ROWS < rows <= MAX_ROWS
+        and not consistent.consistent_scope.on
+        and backends.supports_pdl(device)
+    )
+
+
+def _norm_unsupported(t: inputs.NormedInputs) -> str | None:
+    if reason := unsupported_reason(t.product):
+        return reason
+    if not t.x.dtype == t.weight.dtype == t.norm_weight.dtype or t.x.dtype.itemsize != 2:
+        return "it takes x and weights of one dtype of 16 bits"
+    if t.residual.stride(1) != 1 or not t.norm_weight.is_contiguous():
+        return "rows of the residual, or the norm's weight, are not contiguous"
+    return guarded_launch.known_failure(lambda: _norm_kind(t), t.x.device)
+
+
+NORM_CANDIDATES = (
+    Candidate("triton", "shares of K by one Triton kernel, their sum by another, on CUDA",
+              _norm_unsupported),
+    Candidate("eager", "plain torch, on any device"),
+)  # fmt: skip
+
+
+def run_norm(
+    t: inputs.NormedInputs, n: NormOptions, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """h = residual + x W^T + b [M, N] and its norm n, of rows, in the weight's dtype."""
+    impls = choose(NORM_CANDIDATES, t, impl, "projection_norm_step", t.x).impls
+    return _call_norm(*t, *n, impl=impls)
+
+
+def _norm_eager(t: inputs.NormedInputs, n: NormOptions) -> tuple[Tensor, Tensor]:
+    h = t.residual + F.linear(t.x, t.weight, t.bias).to(t.residual.dtype)
+    y = eager.normed(h.to(t.weight.dtype), t.norm_weight, n)
+    return h, y.to(t.weight.dtype)
+
+
+def _norm_kind(t: inputs.NormedInputs) -> KernelKey:
+    """The calls that share a verdict on the kernels."""
+    dtypes = t.x.dtype, t.residual.dtype
+    return ("projection_norm_step.triton", *dtypes, *t.weight.shape, t.bias is not None)
+
+
+_call_norm = custom_op.KernelOp(
+    "projection_norm_step",
+    f"({custom_op.schema_of(inputs.NormedInputs)}, {custom_op.schema_of(NormOptions)}, str impl) "
+    "-> (Tensor, Tensor)",
+    kernel=f"{LAUNCH}:projection_norm",
+    plain=_norm_eager,
+    kind=_norm_kind,
+    packed={"t": inputs.NormedInputs, "n": NormOptions},
+    in_torch_if=lambda x, residual: 0 in (x.numel(), residual.numel()),
+    # of as many rows: they decide about the launches
+    probe={"weight": lambda weight: random_like(weight, *weight.shape) * weight.shape[1] ** -0.5},
+    replay=True,
 )

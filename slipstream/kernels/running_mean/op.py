@@ -83,7 +83,7 @@ def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-_LAUNCH = "slipstream.kernels.running_mean.triton.launch"
+_LAUNCH = "slipstream.kernels.running_mean.triton_kernels"
 _TENSORS = custom_op.schema_of(MeanInputs)
 _mean = custom_op.KernelOp(
     "running_mean",

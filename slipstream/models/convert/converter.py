@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert import families, files, fla, mamba2, mamba3, qwen_kimi, rwkv7
+from slipstream.models.convert import families, files, fla, mamba, qwen_kimi, rwkv7
 from slipstream.models.convert.rules import Rule
 from slipstream.models.model import SlipstreamForCausalLM
 from slipstream.runtime.files import read_json
@@ -29,9 +29,9 @@ FAMILIES: dict[str, families.Family] = {
         fla.KDA(),
         fla.ForgettingTransformer(),
         rwkv7.RWKV7(),
-        mamba2.FlaMamba2(),
-        mamba2.Mamba2(),
-        mamba3.Mamba3(),
+        mamba.FlaMamba2(),
+        mamba.Mamba2(),
+        mamba.Mamba3(),
         qwen_kimi.Qwen3Next(),
         qwen_kimi.KimiLinear(),
     )

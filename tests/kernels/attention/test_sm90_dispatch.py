@@ -9,11 +9,10 @@ import torch
 
 from slipstream.compiler import compiler_state
 from slipstream.kernels.attention import dispatch as call
-from slipstream.kernels.attention import run
+from slipstream.kernels.attention import plan, run
+from slipstream.kernels.attention import plan as triton_plan
 from slipstream.kernels.attention.inputs import Asked, AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.sm90 import plan
-from slipstream.kernels.attention.triton import plan as triton_plan
-from slipstream.kernels.attention.triton.plan import kind
+from slipstream.kernels.attention.plan import kind
 from slipstream.runtime import backends, guarded_launch
 from slipstream.runtime.dispatch import ValidationCache
 
@@ -46,7 +45,7 @@ def on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["64", "fp16", "windows and a cap", "latent", "sinks and lengths"],
 )
 def test_hopper_takes(call: AttentionInputs, options: AttentionOptions) -> None:
-    assert plan.unsupported_reason(call, options) is None
+    assert plan.sm90_unsupported_reason(call, options) is None
 
 
 @pytest.mark.usefixtures("on_sm_90")
@@ -70,7 +69,7 @@ def test_hopper_takes(call: AttentionInputs, options: AttentionOptions) -> None:
 def test_hopper_says_why_it_refuses(
     call: AttentionInputs, options: AttentionOptions, words: str
 ) -> None:
-    assert words in (plan.unsupported_reason(call, options) or "")
+    assert words in (plan.sm90_unsupported_reason(call, options) or "")
 
 
 @pytest.mark.usefixtures("on_sm_90")
@@ -110,8 +109,8 @@ def test_hopper_refuses_what_was_found_to_fail_here(monkeypatch: pytest.MonkeyPa
     here._reasons[kind(terms(), PLAIN, "sm90")] = "killed by SIGABRT"
     here.unguarded = False
     monkeypatch.setattr(guarded_launch, "compiler_state", lambda device: here)
-    assert plan.unsupported_reason(terms(), PLAIN) == "killed by SIGABRT"
-    assert plan.unsupported_reason(terms(64), PLAIN) is None
+    assert plan.sm90_unsupported_reason(terms(), PLAIN) == "killed by SIGABRT"
+    assert plan.sm90_unsupported_reason(terms(64), PLAIN) is None
     assert here.unusable(kind(terms(), PLAIN)) is None
 
 
@@ -147,7 +146,7 @@ def test_hopper_says_what_it_wants_of_the_machine(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert words in (plan.unsupported_reason(AttentionInputs(q, q, q), PLAIN) or "")
+            assert words in (plan.sm90_unsupported_reason(AttentionInputs(q, q, q), PLAIN) or "")
     # of a release without them, once: the GPU could run these kernels
     assert [words in str(x.message) for x in said] == [True] * ("of Triton" in words)
 

@@ -14,7 +14,7 @@ from slipstream import ops
 from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionOptions
-from slipstream.kernels.attention.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.attention.plan import HAVE_TRITON, INTERPRETED
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"

@@ -62,8 +62,8 @@ def check_neighbours() -> None:
 
 def check_offsets_past_the_end() -> None:
     """On a GPU nobody looks at them before; what is behind the last token is NaN here."""
+    from slipstream.kernels.conv import triton_launch as launch
     from slipstream.kernels.conv.inputs import ConvInputs, GradInputs
-    from slipstream.kernels.conv.triton import launch
 
     T, D, W = 9, 6, 4
     weight, state = torch.randn(D, W), torch.randn(2, D, W)
@@ -179,8 +179,8 @@ def check_short_sequences() -> None:
 def check_bounds(lengths: tuple[int, ...], extras: bool) -> None:
     """However few tiles a program has, also where its first one has no tokens and begins past all
     of them, it reads nothing outside of a tensor, and y, dx and a state's gradient are the same."""
+    from slipstream.kernels.conv import triton_launch as launch
     from slipstream.kernels.conv.inputs import ConvInputs, GradInputs
-    from slipstream.kernels.conv.triton import launch
 
     T, D, W, found = sum(lengths), 5, 4, []
     x, dy, residual = torch.randn(3, 1, T + 16, D)[:, :, :T]
@@ -205,7 +205,7 @@ def check_bounds(lengths: tuple[int, ...], extras: bool) -> None:
 @interpreted
 @pytest.mark.slow
 def test_triton_convolution_matches_reference_in_small_tiles() -> None:
-    from slipstream.kernels.conv.triton import launch
+    from slipstream.kernels.conv import triton_launch as launch
 
     lengths = (3, 0, 33, 1, 2, 26, 0)
     for W in (1, 3, 4, 8):

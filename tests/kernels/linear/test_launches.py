@@ -45,7 +45,7 @@ def test_tokens_that_no_sequence_has_token_by_token(monkeypatch: pytest.MonkeyPa
     """With a place for each of them, as on a GPU, where nobody looks at offsets before; it was past
     all states."""
     from slipstream.kernels.linear.eager import recurrent
-    from slipstream.kernels.linear.eager.recurrent_backward import recurrent_backward
+    from slipstream.kernels.linear.eager.recurrent import recurrent_backward
 
     def on_device(cu: Tensor, tokens: int, chunk: int) -> ChunkMap:
         found, none = chunk_map(cu, tokens, chunk), torch.tensor([False, False])

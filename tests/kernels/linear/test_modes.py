@@ -12,10 +12,8 @@ from slipstream.kernels.linear import dispatch, op
 from slipstream.kernels.linear.dispatch import FORBIDDEN, MODES, Asked, make_plan
 from slipstream.kernels.linear.inputs import NUM_TERMS, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes import prefix_states
-from slipstream.kernels.linear.modes.autocast import Autocast
 from slipstream.kernels.linear.modes.call import LinearOptions, Results
-from slipstream.kernels.linear.modes.reverse import Reverse
-from slipstream.kernels.linear.modes.v_first import VFirst
+from slipstream.kernels.linear.modes.transforms import Autocast, Reverse, VFirst
 from slipstream.kernels.linear.modes.wide_heads import WideHeads
 
 H, HV, K, V = 2, 4, 16, 24

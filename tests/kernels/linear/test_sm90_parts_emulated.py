@@ -31,7 +31,7 @@ def test_inverse_is_of_what_is_below_the_diagonal(views: bool) -> None:
     given = torch.where(torch.ones(C, C).triu(1) > 0, junk, a)
     threads._LOCAL.part = race_detector.Part(race_detector.Program(), "the program")
     given_by_triton = {"LARGER_VIEWS": views, "warp_of_four": lambda: np.arange(4)}
-    used = launches.module(SM90 + "common.tril_inverse", False).inverse
+    used = launches.module(SM90 + "common", False).inverse
     with np.errstate(all="ignore"), mock.patch.dict(used.__globals__, given_by_triton):
         got, own = used(threads.tensor(given.numpy()))
     want = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + a.tril(-1))
@@ -41,7 +41,7 @@ def test_inverse_is_of_what_is_below_the_diagonal(views: bool) -> None:
 
 def test_mbarriers_end_once_all_threads_are_past_them() -> None:
     """Else a warp may still wait at one; numpy's threads are a part each, which never meet."""
-    calls, used = mock.Mock(), launches.module(SM90 + "common.device", False).invalidate_mbarriers
+    calls, used = mock.Mock(), launches.module(SM90 + "common", False).invalidate_mbarriers
     bars = mock.Mock(shape=[2])
     with mock.patch.dict(used.__globals__, {"gl": calls, "mbarrier": calls}):
         calls.static_range = range

@@ -181,7 +181,7 @@ def test_fused_past_keeps_its_bits(
 
 def test_exp2_and_its_inverse_have_the_bits_of_each() -> None:
     launches.module("slipstream.kernels.linear.sm90.dplr.wy", True)
-    of = launches.module("slipstream.kernels.linear.sm90.common.device", True)
+    of = launches.module("slipstream.kernels.linear.sm90.common", True)
     with rounded():
         b = threads.tensor(np.arange(-124 * 2**12, 124 * 2**12 + 1) / 2**12)
         read, write = of.exp2_and_inverse(b)

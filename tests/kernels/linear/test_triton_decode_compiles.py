@@ -21,7 +21,7 @@ WIDE = ("g", "gv", "beta", "u", "s_in", "s_out")
 
 def compile_step(kind: str, width: int, capability: int, v_first: bool, pool: bool) -> Any:
     from slipstream.compiler.aot import compile_kernel
-    from slipstream.kernels.linear.triton.decode_launch import TILES
+    from slipstream.kernels.linear.triton.decode import TILES
 
     terms, tile = TERMS[kind], TILES[width]
     names = [*"qkvo", "s_in", "s_out", *terms]

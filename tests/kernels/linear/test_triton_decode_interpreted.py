@@ -84,7 +84,7 @@ def check_gradients() -> None:
 
 def check_boundary() -> None:
     """Tokens up to STEP_TOKENS are stepped through, more are scanned in chunks."""
-    from slipstream.kernels.linear.triton import decode_launch
+    from slipstream.kernels.linear.triton import decode as decode_launch
     from slipstream.kernels.linear.triton.scalar_decay import backend
 
     q, v = torch.randn(1, 80, 1, 16), torch.randn(1, 80, 1, 16)

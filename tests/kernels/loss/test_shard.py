@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from slipstream.compiler import compiler_state
 from slipstream.kernels.loss import shard
-from slipstream.kernels.loss.reference import LossInputs
+from slipstream.kernels.loss.eager import LossInputs
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.support.interpreted import interpreted

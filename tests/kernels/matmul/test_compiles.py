@@ -41,7 +41,7 @@ def pointers(
     even: dict[str, Any] = dict.fromkeys(("EVEN_M", "EVEN_N", "EVEN_K"), True)
     sizes = {"BM": c.block_m, "BN": c.block_n, "BK": c.block_k, "GROUP": c.group_m}
     return compile_kernel(
-        "slipstream.kernels.matmul.triton.matmul:matmul_kernel",
+        "slipstream.kernels.matmul.triton_kernels:matmul_kernel",
         {
             "a_ptr": f"*{name}",
             "b_ptr": f"*{name}",
@@ -101,7 +101,7 @@ def test_shared_tiles_compile(p: Problem, M: int, N: int) -> None:
     assert c.split_k > 1 and got.stack == 0 and got.shared <= shared_bytes(c, p, here)
     assert got.instructions["wgmma"] > 0
     summed = compile_kernel(
-        "slipstream.kernels.matmul.triton.matmul:matmul_sum_kernel",
+        "slipstream.kernels.matmul.triton_kernels:matmul_sum_kernel",
         {"partial_ptr": "*fp32", "out_ptr": "*bf16", **ALL},
         {"BM": 1, "BN": 512, "MAX_SPLITS": 8, "EVEN_N": True, "PDL": True, "ACTIVATION": "silu"},
         scalars={"r_stride": "i32:16"},
@@ -111,7 +111,7 @@ def test_shared_tiles_compile(p: Problem, M: int, N: int) -> None:
 
 
 def tma(p: Problem, c: MatmulConfig, extra: dict[str, str], f: str = "") -> Compiled:
-    from slipstream.kernels.matmul.sm90 import launch
+    from slipstream.kernels.matmul import sm90_kernels as launch
 
     levels = max((c.block_n * p.out_dtype.itemsize // 128).bit_length() - 1, 0)
     part = c.block_n >> levels
@@ -128,7 +128,7 @@ def tma(p: Problem, c: MatmulConfig, extra: dict[str, str], f: str = "") -> Comp
     tensors["out_desc"] = descriptor(p.out_dtype, *((part, 64) if swapped else (64, part)))
     sizes = {"BN": c.block_n, "BK": c.block_k, "GROUP": c.group_m, "STAGES": c.num_stages}
     return compile_kernel(
-        "slipstream.kernels.matmul.sm90.matmul:matmul_sm90_kernel",
+        "slipstream.kernels.matmul.sm90_kernels:matmul_sm90_kernel",
         {**tensors, **extra},
         {**sizes, "A_T": a_t, "B_T": b_t, "OUT_T": swapped, "ACTIVATION": f, "LEVELS": levels},
         options={"maxnreg": launch.REGISTERS},

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.matmul.config import column_levels
-from slipstream.kernels.matmul.inputs import ACTIVATIONS, activated
+from slipstream.kernels.matmul.config import ACTIVATIONS, activated, column_levels
 from tests.gluon_emulator import linear, threads, values
 
-MODULE = "slipstream.kernels.matmul.sm90.matmul"
+MODULE = "slipstream.kernels.matmul.sm90_kernels"
 BK = 16
 # rows, columns and what is summed over; columns of a tile: of several tiles a program
 SIZES = [(256, 512, 48, 256), (200, 288, 40, 128), (100, 64, 16, 64), (256, 320, 16, 64)]

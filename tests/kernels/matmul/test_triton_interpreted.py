@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.matmul.inputs import ACTIVATIONS
+from slipstream.kernels.matmul.config import ACTIVATIONS
 from slipstream.ops.matmul import MatmulConfig, matmul
 from tests.support.interpreted import PARTS, error, interpreted
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.kernels.mixer_step.counters import counters_of
-from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
+from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions, counters_of
 from slipstream.ops import mixer_step
 from tests.support.interpreted import PARTS, interpreted
 from tests.support.mixer_steps import (

@@ -22,14 +22,14 @@ FAMILY = "slipstream.kernels.mixer_step"
 
 def kernel() -> Any:
     with linear.emulated():
-        made = importlib.import_module(f"{FAMILY}.sm90.drafts")
+        made = importlib.import_module(f"{FAMILY}.sm90_kernels")
         vars(made)["halves"] = linear.halves
         return made.mixer_drafts_sm90_kernel
 
 
 def run(args: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
     """By the emulator, as launches have it; the pools of args are written."""
-    from slipstream.kernels.mixer_step.sm90 import launch as sm90
+    from slipstream.kernels.mixer_step import sm90_kernels as sm90
     from slipstream.kernels.mixer_step.triton import launch
 
     caught: list[Any] = []

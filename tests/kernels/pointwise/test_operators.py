@@ -11,8 +11,8 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.kernels.conv import op as conv
 from slipstream.kernels.elementwise import copy_states, glu, place_tokens, rotary, token_shift
-from slipstream.kernels.elementwise import glu_linear as linear
-from slipstream.kernels.loss import cross_entropy_op as loss
+from slipstream.kernels.elementwise import glu as linear
+from slipstream.kernels.loss import fused as loss
 from slipstream.ops.activation import glu_linear
 from tests.support.interpreted import error, interpreted
 

@@ -9,7 +9,7 @@ import torch
 from slipstream.compiler.aot import compile_kernel
 from slipstream.compiler.trace import trace
 from slipstream.kernels.primitives.norm_options import NormOptions
-from slipstream.kernels.projection_step import norm_op
+from slipstream.kernels.projection_step import op
 from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
 from slipstream.ops import projection_step
 from slipstream.runtime.backends import HAVE_TRITON
@@ -49,7 +49,7 @@ def test_matches_the_formula(impl: str, size: tuple) -> None:
 @pytest.mark.parametrize("rows", [1, 64])
 def test_weights_are_read_in_wide_words(rows: int) -> None:
     """16 bytes a load of every weight, whichever of them a program takes, and no spills."""
-    from slipstream.kernels.projection_step.triton import launch
+    from slipstream.kernels.projection_step import triton_kernels as launch
 
     tile = launch.tile_of(rows, 4112, 1024, 2, 2, 232_448)
     tensors = {f"{name}_ptr": "*bf16" for name in ("x", "y", "w0", "w1", "w2")}
@@ -62,7 +62,7 @@ def test_weights_are_read_in_wide_words(rows: int) -> None:
         "GLU": False,
     }
     scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
-    kernel = "slipstream.kernels.projection_step.triton.step:projection_step_kernel"
+    kernel = "slipstream.kernels.projection_step.triton_kernels:projection_step_kernel"
     got = compile_kernel(kernel, tensors, constants, scalars, "sm_90", tile.warps, tile.stages)
     assert got.stack == 0
     wide = "ld.global.v4" if rows == 1 else "cp.async.cg.shared.global"
@@ -75,9 +75,9 @@ def test_weights_are_read_in_wide_words(rows: int) -> None:
 @pytest.mark.parametrize("bytes_each", [2, 4])
 def test_tiles_fit_shared_memory(bytes_each: int, shared: int) -> None:
     """GPUs have 64, 99 and 227 KiB of it."""
-    from slipstream.kernels.projection_step.triton import launch
+    from slipstream.kernels.projection_step import triton_kernels as launch
 
-    kernel = "slipstream.kernels.projection_step.triton.step:projection_step_kernel"
+    kernel = "slipstream.kernels.projection_step.triton_kernels:projection_step_kernel"
     dtype = {2: "*bf16", 4: "*fp32"}[bytes_each]
     for N, is_glu in ((1024, False), (2752, True)):
         tile = launch.tile_of(64, N, 1024, bytes_each, bytes_each * (1 + is_glu), shared)
@@ -100,7 +100,7 @@ def test_tiles_fit_shared_memory(bytes_each: int, shared: int) -> None:
 @pytest.mark.parametrize("glu", [False, True])
 def test_products_of_many_rows_are_wgmma(glu: bool) -> None:
     """With x on the left, loaded in words of 16 bytes; without spills, in an SM's memory."""
-    from slipstream.kernels.projection_step.triton import launch
+    from slipstream.kernels.projection_step import triton_kernels as launch
 
     tile = launch.tile_of_many(2752, 1024, 1 + glu, 232_448)
     tensors = dict.fromkeys((f"{name}_ptr" for name in ("x", "y", "w0", "w1")), "*bf16")
@@ -114,7 +114,7 @@ def test_products_of_many_rows_are_wgmma(glu: bool) -> None:
 @pytest.mark.parametrize("K", [1024, 2752])
 def test_shares_of_k_fill_the_gpu(K: int) -> None:
     """Of a weight of 1024 rows about a program for each of 132 multiprocessors."""
-    from slipstream.kernels.projection_step.triton import launch
+    from slipstream.kernels.projection_step import triton_kernels as launch
 
     tile, shares = launch.tile_of_shares(K)
     columns = -(-K // (shares * tile.BK)) * tile.BK
@@ -129,7 +129,7 @@ def compiled(tile: Any, tensors: dict[str, str], glu: bool, columns: int, K: int
     constants |= {"COLUMNS": columns, "X_LEFT": tile.x_left, "PDL": True}
     constants |= {"NORM": False, "ZERO_CENTERED": False}
     scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
-    kernel = "slipstream.kernels.projection_step.triton.step:projection_step_kernel"
+    kernel = "slipstream.kernels.projection_step.triton_kernels:projection_step_kernel"
     return compile_kernel(kernel, tensors, constants, scalars, "sm_90", tile.warps, tile.stages)
 
 
@@ -179,7 +179,7 @@ def test_refuses() -> None:
 
 def check_many_rows() -> None:
     """Tiles with x on the left, and shares of K with the sum and its norm, in float16."""
-    from slipstream.kernels.projection_step.triton import launch
+    from slipstream.kernels.projection_step import triton_kernels as launch
 
     for M, K, N, glu in ((33, 136, 40, False), (64, 72, 24, True)):
         args = inputs(M, K, (N, N) if glu else (N, 7), torch.float16, biases=True)
@@ -195,7 +195,7 @@ def check_many_rows() -> None:
         for zero_centered in (False, True):
             given = (args["x"], args["weights"][0], args["biases"][0], residual, weight)
             n = NormOptions(1e-5, zero_centered=zero_centered)
-            h, y = norm_op.run(NormedInputs(*given), n, "triton")
+            h, y = op.run_norm(NormedInputs(*given), n, "triton")
             want = formula(**args, residual=residual)
             assert h.dtype == dtype and y.dtype == torch.float16
             assert relative_error(h, want) <= LIMIT[torch.float16]

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.selective_scan.eager import selective_scan_reference
 from slipstream.kernels.selective_scan.inputs import ScanInputs
-from slipstream.kernels.selective_scan.reference import selective_scan_reference
 from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator import threads
 from tests.support.operators import offsets, relative_error
 
-LAUNCH = "slipstream.kernels.selective_scan.sm90.launch"
+LAUNCH = "slipstream.kernels.selective_scan.sm90_launch"
 OPTIONAL = ("D", "z", "delta_bias", "initial_state")
 # B, T, D, N, G, lengths of packed sequences
 SIZES: dict[str, Any] = {

@@ -8,8 +8,8 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.compat.fixed import fixed
 from slipstream.integrations import linear_mixers
+from slipstream.kernels.selective_scan.eager import selective_scan_reference
 from slipstream.kernels.selective_scan.inputs import ScanInputs
-from slipstream.kernels.selective_scan.reference import selective_scan_reference
 from slipstream.ops.causal_conv1d import causal_conv1d_fn
 from slipstream.ops.norm import rms_norm
 

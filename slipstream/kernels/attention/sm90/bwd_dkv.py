@@ -35,7 +35,7 @@ from slipstream.kernels.attention.sm90.common import (
     THREAD_ROW_BITS,
 )
 from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
-from slipstream.kernels.primitives import sm90, smem_scalars
+from slipstream.kernels.primitives import sm90, sm90_device
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # scalars of a unit that each warpgroup parks in shared memory
@@ -388,7 +388,7 @@ def softmax_dkv_sm90_kernel(
     empty_q = common.barriers(ST, 2)
     full_do = common.barriers(ST, 1)
     empty_do = common.barriers(ST, 2)
-    pad = smem_scalars.alloc_scalars(2 * NUM_SCALARS)
+    pad = sm90_device.alloc_scalars(2 * NUM_SCALARS)
     buffers = Buffers(bufs_k, bufs_q, bufs_do)
     full, empty = Barriers(full_k, full_q, full_do), Barriers(empty_k, empty_q, empty_do)
     offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from slipstream.kernels.attention.sm90 import common
 from slipstream.kernels.attention.sm90.common import LEFT, RIGHT, SOFTCAP, THREAD_ROW_BITS
 from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
-from slipstream.kernels.primitives import sm90, smem_scalars
+from slipstream.kernels.primitives import sm90, sm90_device
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # scalars of a unit that each warpgroup parks in shared memory
@@ -253,7 +253,7 @@ def softmax_dq_sm90_kernel(
     empty_k = common.barriers(KS, 2)
     full_v = common.barriers(VS, 1)
     empty_v = common.barriers(VS, 2)
-    pad = smem_scalars.alloc_scalars(2 * NUM_SCALARS)
+    pad = sm90_device.alloc_scalars(2 * NUM_SCALARS)
     buffers = Buffers(bufs_q, bufs_do, bufs_k, bufs_v)
     full, empty = Barriers(full_q, full_k, full_v), Barriers(empty_q, empty_k, empty_v)
     offsets = (cu_q_ptr, cu_k_ptr, lengths_ptr)

@@ -48,7 +48,7 @@ from slipstream.kernels.attention.sm90.common import (
     THREAD_ROW_BITS,
 )
 from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
-from slipstream.kernels.primitives import semaphore, sm90, smem_scalars
+from slipstream.kernels.primitives import semaphore, sm90, sm90_device
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 
@@ -536,7 +536,7 @@ def softmax_bwd_sm90_kernel(
     empty_dq = common.barriers(2, 1)
     done = common.barriers(1, 2)
     empty_dx = common.barriers(2, 1) if D == 64 else done
-    pad = smem_scalars.alloc_scalars(2 * NUM_SCALARS)
+    pad = sm90_device.alloc_scalars(2 * NUM_SCALARS)
     buffers = Buffers(buf_k, buf_v, bufs_q, bufs_do, bufs_dx, bufs_dq, bufs_base, bufs_delta)
     full = Full(full_k, full_q, full_do, full_dx, full_dq)
     empty = Empty(empty_x, empty_dq, done, empty_dx)

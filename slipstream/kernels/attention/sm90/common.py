@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from slipstream.kernels.attention.triton import scores
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier
-from slipstream.kernels.primitives.smem_scalars import load_scalar as load_one
-from slipstream.kernels.primitives.smem_scalars import store_scalars as store_all
+from slipstream.kernels.primitives.sm90_device import load_scalar as load_one
+from slipstream.kernels.primitives.sm90_device import store_scalars as store_all
 
 
 class Sizes(NamedTuple):

@@ -53,8 +53,8 @@ from slipstream.kernels.attention.sm90.common import (
     THREAD_COLUMN_BITS,
     THREAD_ROW_BITS,
 )
-from slipstream.kernels.primitives import sm90, smem_scalars
-from slipstream.kernels.primitives.activations import LN2, LOG2E
+from slipstream.kernels.primitives import sm90, sm90_device
+from slipstream.kernels.primitives.device import LN2, LOG2E
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # the next tile is fetched while one is computed
@@ -544,7 +544,7 @@ def softmax_fwd_sm90_kernel(
     full_v = common.barriers(ST, 1)
     empty_v = common.barriers(ST, NC)
     scheduler = Scheduler(counter_ptr, *alloc_scheduler(NC, FLAGS))
-    pad = smem_scalars.alloc_scalars(NC * NUM_SCALARS)
+    pad = sm90_device.alloc_scalars(NC * NUM_SCALARS)
     out = (o_ptr, lse_ptr, sinks_ptr)
     buffers = Buffers(bufs_q, bufs_k, bufs_v)
     full, empty = Barriers(full_q, full_k, full_v), Barriers(empty_q, empty_k, empty_v)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention import plan
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.sm90 import bwd_dkv, bwd_dq, bwd_fused, decode_latent, plan
+from slipstream.kernels.attention.sm90 import bwd_dkv, bwd_dq, bwd_fused, decode_latent
 from slipstream.kernels.attention.sm90.forward import panels, softmax_fwd_sm90_kernel
 from slipstream.kernels.attention.triton import decode_launch
 from slipstream.kernels.attention.triton import launch as triton_launch

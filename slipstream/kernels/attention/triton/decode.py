@@ -17,7 +17,7 @@ import triton.language as tl
 
 from slipstream.kernels.attention.triton.decode_words import channels, load_queries
 from slipstream.kernels.attention.triton.scores import finite, in_window, scores
-from slipstream.kernels.primitives.activations import LN2, LOG2E
+from slipstream.kernels.primitives.device import LN2, LOG2E
 
 SIZES = ["T", "HKV", "B", "tiles", "splits", "left", "right", "group", "capacity", "cache_rows"]
 SIZES += ["stride_slope"]

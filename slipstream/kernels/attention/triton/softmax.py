@@ -31,7 +31,7 @@ from slipstream.kernels.attention.triton.scores import (
     sequence_of_tile,
     visible_tiles,
 )
-from slipstream.kernels.primitives.activations import LN2, LOG2E
+from slipstream.kernels.primitives.device import LN2, LOG2E
 
 # float32 of 16 bytes, the widest load
 ALIGN = tl.constexpr(4)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention.inputs import MIN_GATE
 from slipstream.kernels.attention.triton.scores import rows_of_sequence, sequence_of_tile
-from slipstream.kernels.primitives.activations import LOG2E
+from slipstream.kernels.primitives.device import LOG2E
 from slipstream.runtime.launch_cache import cached
 
 ROWS = 32  # queries of a program, where sequences are not packed

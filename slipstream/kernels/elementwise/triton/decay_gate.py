@@ -5,7 +5,7 @@
     dx = dz        ddt_bias = sum dz
 
 R tokens of C channels, K of each of the HV heads. A program has every P-th tile of BR tokens and BC
-channels, forward one; primitives/partial_sums.py adds up what programs sum over tokens.
+channels, forward one; primitives/device.py adds up what programs sum over tokens.
 
 Nothing is compiled again for another number of heads: C and the strides of x arrive in units of
 UNIT, 16 where that divides all of them, which tells the compiler that rows are aligned.
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.primitives import activations, partial_sums
+from slipstream.kernels.primitives import device
 from slipstream.runtime import backends, launch_cache
 
 
@@ -65,7 +65,7 @@ def decay_gate_kernel(
         # the bounded gate over its bound, or what softplus has for its derivative
         b_s = tl.sigmoid(b_r * b_z if BOUNDED else b_z)
         if dg_ptr is None:
-            b_g = lower_bound * b_s if BOUNDED else -b_r * activations.softplus(b_z)
+            b_g = lower_bound * b_s if BOUNDED else -b_r * device.softplus(b_z)
             tl.store(g_ptr + o, b_g, mask=m)
         else:
             b_dg = tl.load(dg_ptr + o, mask=m, other=0.0).to(tl.float32)
@@ -74,7 +74,7 @@ def decay_gate_kernel(
                 b_da += b_dz * b_z
             else:
                 b_dz = -b_dg * b_r * b_s
-                b_da -= b_dg * b_r * activations.softplus(b_z)
+                b_da -= b_dg * b_r * device.softplus(b_z)
             b_dbias += b_dz
             tl.store(dx_ptr + o, b_dz.to(dx_ptr.dtype.element_ty), mask=m)
     if dg_ptr is not None:
@@ -111,10 +111,10 @@ def backward(
     )
     if dA is not None and K > 1:
         by_channel = torch.empty_like(partial[0, 1])
-        partial_sums.add_partial_sums(partial, [dbias, by_channel])
+        device.add_partial_sums(partial, [dbias, by_channel])
         dA.copy_(by_channel.view(-1, K).sum(1).view(dA.shape))
     elif dA is not None or dbias is not None:
-        partial_sums.add_partial_sums(partial, [dbias, dA])
+        device.add_partial_sums(partial, [dbias, dA])
     return [t for t in (dx, dA, dbias) if t is not None]
 
 

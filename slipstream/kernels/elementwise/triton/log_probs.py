@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.common.linear_rows import ClassifierInputs, LinearRows
 from slipstream.kernels.primitives import logit_chunks
-from slipstream.kernels.primitives.activations import LN2, LOG2E
+from slipstream.kernels.primitives.device import LN2, LOG2E
 from slipstream.runtime import backends, launch_cache, token_ids
 
 

@@ -13,16 +13,142 @@ larger numbers or a product of exp(G_i) and exp(-G_j): nothing overflows and not
 whatever the gates. Likewise the gradient of g_t is summed over the pairs i >= t > j alone.
 
 The three gates have one interface over lists of reads and writes: forward, from_state, backward.
+
+Gates are summed between the tokens of a chunk and the seams of its halvings. For blocks of `side`
+tokens, with g [n, C, K]:
+
+    before[i] = sum of g from the block's first token to i - 1
+    rest[j]   = sum of g from j + 1 to the block's last token
+    total     = sum of g over the block
+
+Doubling the side adds the earlier half's total to `before` of the later half and the later half's
+total to `rest` of the earlier half: additions of numbers of one sign, which lose nothing. Coming
+back down, gradients of these sums become gradients of the gates by the transposed additions.
+
+Decay of the columns of the state, gv [n, C, V]: the rows of V decay between write and read.
+
+    o_i = sum over j <= i of scores[i, j] exp(Gv_i - Gv_j) * v_j
+
+The mirror of gates.ChannelGate, which decays what the scores are made of: here it is what they are
+applied to. Only the additive transition has it in chunks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.eager import gate_cumsum
-from slipstream.kernels.linear.eager.gate_cumsum import ChannelScan, halves, slices, squares_of
+# A slice of chunks is worked on at a time so that what it needs stays in the cache of a core.
+SLICE_ELEMENTS = 1 << 20
+
+
+def slices(chunks: int, elements_each: int) -> Iterator[slice]:
+    step = max(1, SLICE_ELEMENTS // max(1, elements_each))
+    for start in range(0, chunks, step):
+        yield slice(start, min(start + step, chunks))
+
+
+def halves(x: Tensor, side: int) -> Tensor:
+    """[n, C, ...] as [n, m, 2, side, ...]: m blocks of an earlier and a later half."""
+    return x.view(x.shape[0], -1, 2, side, *x.shape[2:])
+
+
+def squares_of(scores: Tensor, side: int) -> Tensor:
+    """Scores [n, C, C] of later halves against earlier ones, as a view [n, m, side, side]."""
+    n, C, _ = scores.shape
+    m = C // (2 * side)
+    blocks = scores.view(n, m, 2, side, m, 2, side)[:, :, 1, :, :, 0]
+    return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+
+
+class Midpoint(NamedTuple):
+    """Factors between the halves of each block, [n, m, side, K].
+
+    after, before: exp of the gates from the seam to token i of the later half, with or without i's
+    own. rest: exp of the gates from token j of the earlier half, without its own, to the seam.
+    """
+
+    after: Tensor
+    before: Tensor
+    rest: Tensor
+
+
+class ChannelScan:
+    def __init__(self, g: Tensor) -> None:
+        _, self.chunk, self.width = g.shape
+        self.g, self.sums = g, g  # sums: total of each block, [n, blocks, K]
+        self.before, self.rest = torch.zeros_like(g), torch.zeros_like(g)
+
+    def up(self) -> Iterator[tuple[int, Midpoint]]:
+        """Sides 1, 2, ..., C/2, each with the factors of its seams."""
+        side = 1
+        while side < self.chunk:
+            before = halves(self.before, side)[:, :, 1]
+            rest = halves(self.rest, side)[:, :, 0]
+            after = before + halves(self.g, side)[:, :, 1]
+            yield side, Midpoint(after.exp_(), before.exp(), rest.exp())
+            sums = self.sums.view(self.sums.shape[0], -1, 2, self.width)
+            before += sums[:, :, 0, None]
+            rest += sums[:, :, 1, None]
+            self.sums = sums.sum(2)
+            side *= 2
+
+    def from_start(self) -> Tensor:
+        return (self.before + self.g).exp_()
+
+    def from_start_before(self) -> Tensor:
+        return self.before.exp()
+
+    def to_end(self) -> Tensor:
+        return self.rest.exp()
+
+    def total(self) -> Tensor:
+        return self.sums[:, 0]
+
+    # Down again: d* are gradients of the sums of the side reached, dg what is g's alone.
+
+    def start_down(self, dtotal: Tensor) -> None:
+        self.dsums = dtotal[:, None]
+        self.dbefore, self.drest = torch.zeros_like(self.g), torch.zeros_like(self.g)
+        self.dg = torch.zeros_like(self.g)
+
+    def leave(self, after: Tensor | None, before: Tensor | None, rest: Tensor) -> None:
+        """Adds gradients of the exponents of from_start, from_start_before and to_end."""
+        self._leave(self.dbefore, self.dg, self.drest, after, before, rest)
+
+    def leave_seam(
+        self, side: int, after: Tensor | None, before: Tensor | None, rest: Tensor
+    ) -> None:
+        """The same for the factors of a Seam."""
+        dbefore, dg = halves(self.dbefore, side)[:, :, 1], halves(self.dg, side)[:, :, 1]
+        self._leave(dbefore, dg, halves(self.drest, side)[:, :, 0], after, before, rest)
+
+    @staticmethod
+    def _leave(
+        dbefore: Tensor,
+        dg: Tensor,
+        drest: Tensor,
+        after: Tensor | None,
+        before: Tensor | None,
+        rest: Tensor,
+    ) -> None:
+        if after is not None:
+            dbefore += after
+            dg += after
+        if before is not None:
+            dbefore += before
+        drest += rest
+
+    def split(self, side: int) -> None:
+        """From blocks of 2 * side to blocks of side."""
+        earlier = self.dsums + halves(self.dbefore, side)[:, :, 1].sum(2)
+        later = self.dsums + halves(self.drest, side)[:, :, 0].sum(2)
+        self.dsums = torch.stack([earlier, later], dim=2).flatten(1, 2)
+
+    def gradient(self) -> Tensor:
+        return self.dg + self.dsums
+
 
 Rows = Sequence[Tensor]  # [n, C, K] each
 
@@ -156,7 +282,7 @@ class ChannelGate:
     The lower triangle of a chunk is halved again and again: the square of the tokens of the later
     half of a block against those of the earlier one factors at the seam between them,
     exp(G_i - G_seam) exp(G_seam - G_j), both at most 1. Squares of side C/2, C/4, ..., 1 cover all
-    j < i, each one product of matrices (gate_cumsum.py has the exponents).
+    j < i, each one product of matrices (ChannelScan has the exponents).
     """
 
     def __init__(self, g: Tensor, kinds: tuple[str, ...]) -> None:
@@ -194,9 +320,7 @@ class ChannelGate:
         out = read * self.from_start[self.kinds[r] == "before"]
         return out if lhs is None else lhs @ out
 
-    def _later(
-        self, reads: Rows, cut: slice, side: int, seam: gate_cumsum.Midpoint
-    ) -> list[Tensor]:
+    def _later(self, reads: Rows, cut: slice, side: int, seam: Midpoint) -> list[Tensor]:
         """The reads of the later halves, decayed from the seam, [n, m, side, K] each."""
         return [
             halves(read[cut], side)[:, :, 1] * (seam.before if kind == "before" else seam.after)
@@ -260,3 +384,76 @@ def _sum(tensors: list[Tensor]) -> Tensor:
     for x in tensors[1:]:
         total = total + x
     return total
+
+
+class ValueGate:
+    def __init__(self, gv: Tensor) -> None:
+        self.gv = gv
+        self.from_start, self.to_end = torch.empty_like(gv), torch.empty_like(gv)
+        self.total = gv.new_empty(gv.shape[0], 1, gv.shape[2])
+        for cut in self._slices():
+            scan = ChannelScan(gv[cut])
+            for _ in scan.up():
+                pass
+            self.from_start[cut] = scan.from_start()
+            self.to_end[cut] = scan.to_end()
+            self.total[cut] = scan.total().exp()[:, None]
+
+    def _slices(self):
+        n, C, V = self.gv.shape
+        return slices(n, 4 * C * V)
+
+    def forward(self, scores: Tensor, v: Tensor) -> Tensor:
+        """Scores [n, C, C], lower triangular, applied to v [n, C, V]."""
+        o = torch.diagonal(scores, dim1=1, dim2=2)[..., None] * v
+        for cut in self._slices():
+            for side, seam in ChannelScan(self.gv[cut]).up():
+                squares = squares_of(scores[cut], side)  # [n, m, s, s]
+                earlier = halves(v[cut], side)[:, :, 0] * seam.rest
+                halves(o[cut], side)[:, :, 1].add_((squares @ earlier) * seam.after)
+        return o
+
+    def backward(
+        self, scores: Tensor, v: Tensor, do: Tensor, leave: Tensor, enter: Tensor, dtotal: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of scores, v and gv.
+
+        Args:
+            do: gradient of forward's output, [n, C, V].
+            leave, enter: gradients of the exponents of from_start and to_end, [n, C, V].
+            dtotal: gradient of the exponent of total, [n, V].
+        """
+        dscores = torch.zeros_like(scores)
+        dv = torch.diagonal(scores, dim1=1, dim2=2)[..., None] * do
+        torch.diagonal(dscores, dim1=1, dim2=2).copy_((do * v).sum(-1))
+        dgv = torch.empty_like(self.gv)
+        for cut in self._slices():
+            scan = ChannelScan(self.gv[cut])
+            seams = list(scan.up())
+            scan.start_down(dtotal[cut])
+            scan.leave(leave[cut], None, enter[cut])
+            for side, seam in reversed(seams):
+                scan.split(side)
+                self._seam(scan, side, seam, scores[cut], v[cut], do[cut], dscores[cut], dv[cut])
+            dgv[cut] = scan.gradient()
+        return dscores, dv, dgv
+
+    @staticmethod
+    def _seam(
+        scan: ChannelScan,
+        side: int,
+        seam: Midpoint,
+        scores: Tensor,
+        v: Tensor,
+        do: Tensor,
+        dscores: Tensor,
+        dv: Tensor,
+    ) -> None:
+        earlier = halves(v, side)[:, :, 0] * seam.rest  # [n, m, s, V]
+        later = halves(do, side)[:, :, 1] * seam.after
+        squares = squares_of(scores, side)
+        out = squares @ earlier
+        dearlier = squares.mT @ later
+        scan.leave_seam(side, later * out, None, earlier * dearlier)
+        squares_of(dscores, side).copy_(later @ earlier.mT)
+        halves(dv, side)[:, :, 0].add_(dearlier.mul_(seam.rest))

@@ -28,9 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.common.linear_rows import ClassifierInputs, LinearRows
-from slipstream.kernels.loss.reference import LossInputs
+from slipstream.kernels.loss.eager import LossInputs
 from slipstream.kernels.primitives import logit_chunks
-from slipstream.kernels.primitives.activations import LN2, LOG2E
+from slipstream.kernels.primitives.device import LN2, LOG2E
 from slipstream.runtime import backends, launch_cache, token_ids_kernel
 
 

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.mixer_step.counters import counters_of
-from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
-from slipstream.kernels.mixer_step.sm90.plan import drafts_on_sm90
+from slipstream.kernels.mixer_step.inputs import (
+    StepInputs,
+    StepOptions,
+    counters_of,
+    drafts_on_sm90,
+)
 from slipstream.kernels.mixer_step.triton.step import mixer_step_kernel
-from slipstream.kernels.primitives.begin_ahead import PREFETCH_ROWS
+from slipstream.kernels.primitives.device import PREFETCH_ROWS
 from slipstream.runtime import backends, launch_cache, token_ids
 
 
@@ -190,7 +193,7 @@ def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepO
     common = arguments(out, inputs, counter, options)
     with backends.device_of(out.device):
         if drafts_on_sm90(inputs, options):
-            from slipstream.kernels.mixer_step.sm90 import launch as sm90
+            from slipstream.kernels.mixer_step import sm90_kernels as sm90
 
             sm90.drafts(common, inputs, options)
         else:

@@ -29,7 +29,7 @@ Drafts are verified without a copy of a state. A call has the drafts of the last
 `pending` of them, and how many of those were accepted; it takes these, writes the state and the
 window as they are then, and goes on with the new tokens, which leave no trace. So a rejected draft
 costs nothing, and what is accepted is taken by the same arithmetic as if there had been no drafts,
-but where sm90/drafts.py takes all tokens at once.
+but where ../sm90_kernels.py takes all tokens at once.
 
 The last one takes what was counted off again, so counters are 0 between launches. They belong to a
 slot of the pool, as what they guard does. So results do not depend on which program is last.
@@ -38,7 +38,7 @@ slot of the pool, as what they guard does. So results do not depend on which pro
 import triton
 import triton.language as tl
 
-from slipstream.kernels.mixer_step.triton.convolution import (
+from slipstream.kernels.mixer_step.triton.block_inputs import (
     activation,
     all_taps,
     channels_of,
@@ -48,8 +48,7 @@ from slipstream.kernels.mixer_step.triton.convolution import (
     row_of,
     windows,
 )
-from slipstream.kernels.primitives.activations import softplus
-from slipstream.kernels.primitives.begin_ahead import prefetch, wait_for_earlier
+from slipstream.kernels.primitives.device import prefetch, softplus, wait_for_earlier
 
 
 @triton.jit

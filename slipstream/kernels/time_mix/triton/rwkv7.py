@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.primitives.partial_sums import add_partial_sums
+from slipstream.kernels.primitives.device import add_partial_sums
 from slipstream.kernels.time_mix.inputs import (
     EPS,
     SLOWEST_LOG_DECAY,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.primitives.partial_sums import add_partial_sums
+from slipstream.kernels.primitives.device import add_partial_sums
 from slipstream.runtime import backends, launch_cache
 
 # Channels of a program at most, and programs at a time on each multiprocessor.

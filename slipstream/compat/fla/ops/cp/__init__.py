@@ -1,8 +1,8 @@
 """fla.ops.cp: context parallelism under fla's names, on slipstream.parallel."""
 
+from slipstream.compat.fixed import missing_names
 from slipstream.compat.fla.ops.cp.context import FLACPContext as FLACPContext
 from slipstream.compat.fla.ops.cp.context import build_cp_context as build_cp_context
-from slipstream.compat.missing import missing_names
 
 __getattr__ = missing_names(
     __name__,

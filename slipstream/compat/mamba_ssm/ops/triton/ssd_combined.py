@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.compat.fixed import fixed
-from slipstream.compat.missing import missing_names
+from slipstream.compat.fixed import fixed, missing_names
 from slipstream.integrations import linear_mixers
 from slipstream.ops.causal_conv1d import causal_conv1d_fn
 from slipstream.ops.norm import rms_norm_gated

@@ -23,7 +23,7 @@ from slipstream.kernels.linear.segments import (
     scanned_sm90,
     sequence_args,
 )
-from slipstream.kernels.linear.sm90.common import tma
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.delta import bwd_fused, bwd_schedule, dqkg, segment_launch
 from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.chunk_fwd import delta_chunk_fwd_sm90_kernel
@@ -57,10 +57,10 @@ class Sm90Delta(delta.DeltaBackend):
     saves = reuses_w = True
 
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
-        return super().to_kernel_layout(tma.align_for_tma(terms))
+        return super().to_kernel_layout(common.align_for_tma(terms))
 
     def contiguous(self, x: Tensor) -> Tensor:
-        return tma.align16(x).contiguous()
+        return common.align16(x).contiguous()
 
     def empty_checkpoints(
         self, terms: LinearInputs, exchange: backend.Exchange | None
@@ -105,8 +105,8 @@ class Sm90Delta(delta.DeltaBackend):
             lognorm = beta_gate.new_empty(*size[:2], CHUNK // segment_launch.BASE)
         launch: Any = cached(delta_solve_tril_sm90_kernel)[(size[0] * HV,)]
         launch(
-            k_desc=tma.token_tiles(terms.k, K),
-            r_desc=tma.token_tiles(r, CHUNK),
+            k_desc=common.token_tiles(terms.k, K),
+            r_desc=common.token_tiles(r, CHUNK),
             r_ptr=r,
             g_ptr=terms.g,
             beta_ptr=terms.beta,
@@ -146,13 +146,13 @@ class Sm90Delta(delta.DeltaBackend):
             del args["segment"], args["SPLIT"]
         launch: Any = cached(kernel)[delta_grid(terms, segments, tile)]
         launch(
-            q_desc=tma.token_tiles(terms.q, K) if states is None else None,
-            k_desc=tma.token_tiles(terms.k, K),
-            v_desc=tma.token_tiles(terms.v, TILE_V),
-            r_desc=tma.token_tiles(wy.r, CHUNK),
-            o_desc=tma.token_tiles(out, TILE_V),
-            states_desc=tma.tma_descriptor(states, K, TILE_V, K),
-            checkpoints_desc=tma.tma_descriptor(saved_states, K, TILE_V, K),
+            q_desc=common.token_tiles(terms.q, K) if states is None else None,
+            k_desc=common.token_tiles(terms.k, K),
+            v_desc=common.token_tiles(terms.v, TILE_V),
+            r_desc=common.token_tiles(wy.r, CHUNK),
+            o_desc=common.token_tiles(out, TILE_V),
+            states_desc=common.tma_descriptor(states, K, TILE_V, K),
+            checkpoints_desc=common.tma_descriptor(saved_states, K, TILE_V, K),
             o_ptr=out,
             beta_gates_ptr=wy.beta_gate,
             scale=scale,
@@ -186,13 +186,13 @@ class Sm90Delta(delta.DeltaBackend):
         K = terms.q.shape[-1]
         launch: Any = cached(delta_chunk_dstate_sm90_kernel)[delta_grid(terms, segments)]
         launch(
-            q_desc=tma.token_tiles(terms.q, K),
-            k_desc=tma.token_tiles(terms.k, K),
-            do_desc=tma.token_tiles(do, TILE_V),
-            r_desc=tma.token_tiles(wy.r, CHUNK),
+            q_desc=common.token_tiles(terms.q, K),
+            k_desc=common.token_tiles(terms.k, K),
+            do_desc=common.token_tiles(do, TILE_V),
+            r_desc=common.token_tiles(wy.r, CHUNK),
             beta_gates_ptr=wy.beta_gate,
-            dv_desc=tma.token_tiles(dv, TILE_V),
-            states_desc=tma.tma_descriptor(dstates, K, TILE_V, K),
+            dv_desc=common.token_tiles(dv, TILE_V),
+            states_desc=common.tma_descriptor(dstates, K, TILE_V, K),
             dv_ptr=dv,
             lognorm_ptr=None,
             scale=scale,
@@ -218,15 +218,15 @@ class Sm90Delta(delta.DeltaBackend):
             semaphores = w.new_zeros(states.shape[0] * heads, dtype=torch.int32)
         launch: Any = cached(dqkg.delta_dqkg_sm90_kernel)[(states.shape[0] * HV,)]
         launch(
-            q_desc=tma.token_tiles(terms.q, TILE_K),
-            k_desc=tma.token_tiles(terms.k, TILE_K),
-            do_desc=tma.token_tiles(do, V),
-            w_desc=tma.token_tiles(w, V),
-            dv_desc=tma.token_tiles(dv, V),
-            states_desc=tma.tma_descriptor(states, K, V, TILE_K),
-            dstates_desc=tma.tma_descriptor(dstates, K, V, TILE_K),
-            dq_desc=tma.token_tiles(grads["q"], TILE_K),
-            dk_desc=tma.token_tiles(grads["k"], TILE_K),
+            q_desc=common.token_tiles(terms.q, TILE_K),
+            k_desc=common.token_tiles(terms.k, TILE_K),
+            do_desc=common.token_tiles(do, V),
+            w_desc=common.token_tiles(w, V),
+            dv_desc=common.token_tiles(dv, V),
+            states_desc=common.tma_descriptor(states, K, V, TILE_K),
+            dstates_desc=common.tma_descriptor(dstates, K, V, TILE_K),
+            dq_desc=common.token_tiles(grads["q"], TILE_K),
+            dk_desc=common.token_tiles(grads["k"], TILE_K),
             dq_ptr=grads["q"],
             dk_ptr=grads["k"],
             beta_gates_ptr=wy.beta_gate,
@@ -380,16 +380,16 @@ class Sm90Delta(delta.DeltaBackend):
         states = w.new_empty(workspaces * max(schedule.interval - 2, 1), V, K)
         run: Any = cached(bwd_fused.delta_chunk_bwd_sm90_kernel)[(programs,)]
         run(
-            q_desc=tma.token_tiles(terms.q, K),
-            k_desc=tma.token_tiles(terms.k, K),
-            v_desc=tma.token_tiles(terms.v, V),
-            do_desc=tma.token_tiles(do, V),
-            r_desc=tma.token_tiles(wy.r, CHUNK),
-            dv_desc=tma.token_tiles(w, V),
-            states_desc=tma.tma_descriptor(states, K, V, K),
-            checkpoints_desc=tma.tma_descriptor(checkpoints, K, V, K),
-            dq_desc=tma.token_tiles(grads["q"], K),
-            dk_desc=tma.token_tiles(grads["k"], K),
+            q_desc=common.token_tiles(terms.q, K),
+            k_desc=common.token_tiles(terms.k, K),
+            v_desc=common.token_tiles(terms.v, V),
+            do_desc=common.token_tiles(do, V),
+            r_desc=common.token_tiles(wy.r, CHUNK),
+            dv_desc=common.token_tiles(w, V),
+            states_desc=common.tma_descriptor(states, K, V, K),
+            checkpoints_desc=common.tma_descriptor(checkpoints, K, V, K),
+            dq_desc=common.token_tiles(grads["q"], K),
+            dk_desc=common.token_tiles(grads["k"], K),
             dq_ptr=grads["q"],
             dk_ptr=grads["k"],
             dv_ptr=w,

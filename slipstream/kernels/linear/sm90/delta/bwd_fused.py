@@ -54,14 +54,14 @@ Four partitions of a program, which has all columns of V:
     dq, dk                        ST      1 / as q and k have it
 
 What a program is, and how far its scan is, all read where they want it
-(kernels/primitives/smem_scalars.py): registers are what there is least. Step j of a program is the
+(kernels/primitives/sm90_device.py): registers are what there is least. Step j of a program is the
 i-th back, where it has gone forward through j - i chunks.
 """
 
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.delta import delta_device
 from slipstream.kernels.linear.sm90.delta.delta_device import MIN_CROSSED
 from slipstream.kernels.linear.sm90.delta.dqkg import ROWS, release_next, row_products, store_or_add
@@ -75,7 +75,7 @@ from slipstream.kernels.primitives.semaphore import (
     wait_bulk_stores,
 )
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
-from slipstream.kernels.primitives.smem_scalars import alloc_scalars, load_scalar, store_scalars
+from slipstream.kernels.primitives.sm90_device import alloc_scalars, load_scalar, store_scalars
 
 # constants of a launch, for device functions
 Constants = namedtuple(
@@ -118,9 +118,9 @@ def recompute_states(
         is_last = at == count - 1
         mbarrier.wait(barriers.full.index(s), (j // c.ST) & 1)
         if num_rows < c.C:
-            device.zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K, c.WARPS)
-            device.zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V, c.WARPS)
-            device.zero_tail_rows(b_r, num_rows, c.C, c.C, c.WARPS)
+            common.zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K, c.WARPS)
+            common.zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V, c.WARPS)
+            common.zero_tail_rows(b_r, num_rows, c.C, c.C, c.WARPS)
             sm90.fence_async_shared()
             gl.thread_barrier()
         b_sb = b_s.to(tiles.k.dtype)
@@ -175,7 +175,7 @@ def recompute_states(
         mbarrier.arrive(barriers.empty.index(s), count=2)
 
 
-# Places of a program's numbers (kernels/primitives/smem_scalars.py): what it is from its beginning
+# Places of a program's numbers (kernels/primitives/sm90_device.py): what it is from its beginning
 # on, then how far the scan is.
 WORKSPACE = gl.constexpr(0)  # its memory
 ROW = gl.constexpr(1)  # the first token
@@ -317,7 +317,7 @@ def dqk_partition(
         sums = gl.zeros([c.C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
         row, v_col = load_scalar(pad, ROW, 4), load_scalar(pad, HEAD, 4) * c.V
         dv = buffers.dv.index(i >> 24)
-        device.store_tile(dv_desc, dv_ptr, dv, row + i_c * c.C, v_col, HV * c.V, num_rows, c.C, c.V)
+        common.store_tile(dv_desc, dv_ptr, dv, row + i_c * c.C, v_col, HV * c.V, num_rows, c.C, c.V)
         b_diag = diagonal_of(buffers.diagonal, al, c.C)
         b_beta = beta_of(rows, al, c.C)
         dks = ()
@@ -524,7 +524,7 @@ def load_partition(descs, beta_gates_ptr, tiles, barriers, pad, HV, every, c):
             back = at >= count
             i_c = gl.where(back, first + 2 * count - 1 - at, first + at)
             t = row + i_c * c.C
-            b_beta_gate = device.load_beta_gate(p_beta_gate + i_c * stride, c.C, c.HAS_GATE)
+            b_beta_gate = common.load_beta_gate(p_beta_gate + i_c * stride, c.C, c.HAS_GATE)
             mbarrier.wait(barriers.empty.index(s), ((j // c.ST) & 1) ^ 1)
             if back:
                 mbarrier.expect(barriers.full.index(s), nbytes + q_desc.block_type.nbytes)
@@ -646,10 +646,10 @@ def dstate_partition(tiles, buffers, barriers, b_s, gone, count, length, n, scal
         mbarrier.wait(barriers.full.index(s), (j // c.ST) & 1)
         mbarrier.wait(barriers.r_full.index(0), i & 1)
         if num_rows < c.C:
-            device.zero_tail_rows(tiles.q.index(s), num_rows, c.C, c.K, c.WARPS)
-            device.zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K, c.WARPS)
-            device.zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V, c.WARPS)
-            device.zero_tail_rows(tiles.r.index(o), num_rows, c.C, c.C, c.WARPS)
+            common.zero_tail_rows(tiles.q.index(s), num_rows, c.C, c.K, c.WARPS)
+            common.zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K, c.WARPS)
+            common.zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V, c.WARPS)
+            common.zero_tail_rows(tiles.r.index(o), num_rows, c.C, c.C, c.WARPS)
             sm90.fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
@@ -823,21 +823,21 @@ def delta_chunk_bwd_sm90_kernel(
     sum_buffers = gl.allocate_shared_memory(gl.float32, [1 + HAS_GATE, C], plain)
     zs = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
     pad = alloc_scalars(NUM_SCALARS)
-    full = device.alloc_mbarriers(2, ST)
-    empty = device.alloc_mbarriers(2, ST)
-    r_full = device.alloc_mbarriers(1, 1)
-    r_empty = device.alloc_mbarriers(1, 1)
-    w_full = device.alloc_mbarriers(1, 1)
-    s_full = device.alloc_mbarriers(1, 1)
-    done = device.alloc_mbarriers(1, 1)
-    early = device.alloc_mbarriers(1, 1)
-    late = device.alloc_mbarriers(1, 1)
-    written = device.alloc_mbarriers(1, ST)
-    entry_full = device.alloc_mbarriers(1, 1)
-    recomputed = device.alloc_mbarriers(1, 1)
+    full = common.alloc_mbarriers(2, ST)
+    empty = common.alloc_mbarriers(2, ST)
+    r_full = common.alloc_mbarriers(1, 1)
+    r_empty = common.alloc_mbarriers(1, 1)
+    w_full = common.alloc_mbarriers(1, 1)
+    s_full = common.alloc_mbarriers(1, 1)
+    done = common.alloc_mbarriers(1, 1)
+    early = common.alloc_mbarriers(1, 1)
+    late = common.alloc_mbarriers(1, 1)
+    written = common.alloc_mbarriers(1, ST)
+    entry_full = common.alloc_mbarriers(1, 1)
+    recomputed = common.alloc_mbarriers(1, 1)
     pid = gl.program_id(0)
     i_h = pid % HV
-    row, length, first, i_n, i_s, _ = device.locate_segment(
+    row, length, first, i_n, i_s, _ = common.locate_segment(
         cu_ptr, pid // HV, T, N, segment, C, PACKED, SPLIT
     )
     n = gl.cdiv(length, C)

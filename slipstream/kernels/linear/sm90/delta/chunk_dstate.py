@@ -23,14 +23,14 @@ V as the rows, as in chunk_fwd.py. Four partitions of a program:
 
 wy_partition is a chunk ahead of the chain, and zeroes what is past the end of a short chunk.
 
-With dv_desc None there is no save_partition: a segment's dE of segment_transition.py is all that is
+With dv_desc None there is no save_partition: a segment's dE of segment_launch.py is all that is
 wanted, the scan's end from a gradient of zero, or from the sequence's own after its last segment.
 """
 
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.delta import delta_device
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
@@ -82,7 +82,7 @@ def load_partition(
         + d_desc.block_type.nbytes
         + r_desc.block_type.nbytes
     )
-    b_beta_gate = device.load_beta_gate(
+    b_beta_gate = common.load_beta_gate(
         p_beta_gate + gl.maximum(n - 1, 0) * stride, c.C, c.HAS_GATE
     )
     for i in range(n):
@@ -96,7 +96,7 @@ def load_partition(
         sm90.copy_in(d_desc, [t, v_col], barriers.full.index(s), tiles.do.index(s))
         tiles.beta_gate.index(s).store(b_beta_gate)
         mbarrier.arrive(barriers.full.index(s), count=1)
-        b_beta_gate = device.load_beta_gate(
+        b_beta_gate = common.load_beta_gate(
             p_beta_gate + gl.maximum(n - 2 - i, 0) * stride, c.C, c.HAS_GATE
         )
 
@@ -119,10 +119,10 @@ def wy_partition(tiles, barriers, length, n, scale, c):
         num_rows = length - (n - 1 - i) * c.C
         mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)
         if num_rows < c.C:
-            device.zero_tail_rows(tiles.q.index(s), num_rows, c.C, c.K)
-            device.zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K)
-            device.zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.BV)
-            device.zero_tail_rows(tiles.r.index(s), num_rows, c.C, c.C)
+            common.zero_tail_rows(tiles.q.index(s), num_rows, c.C, c.K)
+            common.zero_tail_rows(tiles.k.index(s), num_rows, c.C, c.K)
+            common.zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.BV)
+            common.zero_tail_rows(tiles.r.index(s), num_rows, c.C, c.C)
             sm90.fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
@@ -245,7 +245,7 @@ def save_partition(
             sm90.copy_out(y_desc, [row + t, v_col], copies.dv.index(0))
             sm90.store_wait(1)
         else:
-            device.store_rows_masked(
+            common.store_rows_masked(
                 y_ptr, copies.dv.index(0), row + t, v_col, y_row, length - t, c.C, c.BV
             )
             sm90.store_wait(0)
@@ -275,7 +275,7 @@ def delta_chunk_dstate_sm90_kernel(
     EVERY: gl.constexpr = False,
 ):  # fmt: skip
     """grid (V / BV * HV * segments,), 4 warps: as delta_chunk_fwd_sm90_kernel, from the end; dE as
-    E of segment_transition.py, EVERY too."""
+    E of segment_launch.py, EVERY too."""
     TRANSITION_ONLY: gl.constexpr = dv_desc is None
     dtype: gl.constexpr = k_desc.dtype
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
@@ -289,16 +289,16 @@ def delta_chunk_dstate_sm90_kernel(
     if not TRANSITION_ONLY:
         ss = gl.allocate_shared_memory(dtype, [1, BV, K], states_desc.layout)
         ys = gl.allocate_shared_memory(dtype, [1, C, BV], dv_desc.layout)
-    full = device.alloc_mbarriers(2, ST)
-    empty = device.alloc_mbarriers(1, ST)
-    wz_full = device.alloc_mbarriers(1, 2)
-    wz_empty = device.alloc_mbarriers(1, 2)
+    full = common.alloc_mbarriers(2, ST)
+    empty = common.alloc_mbarriers(1, ST)
+    wz_full = common.alloc_mbarriers(1, 2)
+    wz_empty = common.alloc_mbarriers(1, 2)
     s_full, s_empty, y_full, y_empty = wz_full, wz_full, wz_full, wz_full
     if not TRANSITION_ONLY:
-        s_full = device.alloc_mbarriers(1, 1)
-        s_empty = device.alloc_mbarriers(1, 1)
-        y_full = device.alloc_mbarriers(1, 1)
-        y_empty = device.alloc_mbarriers(1, 1)
+        s_full = common.alloc_mbarriers(1, 1)
+        s_empty = common.alloc_mbarriers(1, 1)
+        y_full = common.alloc_mbarriers(1, 1)
+        y_empty = common.alloc_mbarriers(1, 1)
     i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = delta_device.program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
     )

@@ -34,7 +34,7 @@ moves 232 KB a chunk.
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.delta import delta_device
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
@@ -83,7 +83,7 @@ def load_partition(
     nbytes: gl.constexpr = (
         k_desc.block_type.nbytes + v_desc.block_type.nbytes + r_desc.block_type.nbytes
     )
-    b_beta_gate = device.load_beta_gate(p_beta_gate, c.C, c.HAS_GATE)
+    b_beta_gate = common.load_beta_gate(p_beta_gate, c.C, c.HAS_GATE)
     for i in range(n):
         s = i % c.ST
         mbarrier.wait(barriers.empty.index(s), ((i // c.ST) & 1) ^ 1)
@@ -93,7 +93,7 @@ def load_partition(
         sm90.copy_in(v_desc, [v_row + i * c.C, v_col], barriers.full.index(s), tiles.v.index(s))
         tiles.beta_gate.index(s).store(b_beta_gate)
         mbarrier.arrive(barriers.full.index(s), count=1)
-        b_beta_gate = device.load_beta_gate(
+        b_beta_gate = common.load_beta_gate(
             p_beta_gate + gl.minimum(i + 1, n - 1) * stride, c.C, c.HAS_GATE
         )
         if HAS_Q:
@@ -114,9 +114,9 @@ def wy_partition(tiles, barriers, length, n, c):
         w = i % 2
         mbarrier.wait(barriers.full.index(s), (i // c.ST) & 1)
         if length - i * c.C < c.C:
-            device.zero_tail_rows(tiles.k.index(s), length - i * c.C, c.C, c.K)
-            device.zero_tail_rows(tiles.v.index(s), length - i * c.C, c.C, c.BV)
-            device.zero_tail_rows(tiles.r.index(s), length - i * c.C, c.C, c.C)
+            common.zero_tail_rows(tiles.k.index(s), length - i * c.C, c.C, c.K)
+            common.zero_tail_rows(tiles.v.index(s), length - i * c.C, c.C, c.BV)
+            common.zero_tail_rows(tiles.r.index(s), length - i * c.C, c.C, c.C)
             sm90.fence_async_shared()
             gl.thread_barrier()
         b_r = tiles.r.index(s).load(ra)
@@ -156,7 +156,7 @@ def state_partition(tiles, copies, barriers, state_refs, pool, width, reads, wri
     if c.TRANSITION_ONLY:
         b_s = gl.where((o_v + unit)[:, None] == o_k[None, :], 1.0, b_s)
     zero = gl.zeros([c.BV, c.C], gl.float32, xl)
-    if c.TRANSITION_ONLY and pool.ptr is not None:  # segment_transition.py
+    if c.TRANSITION_ONLY and pool.ptr is not None:  # segment_launch.py
         p_start = pool.ptr
         start = 0
     for i in range(n):
@@ -204,7 +204,7 @@ def state_partition(tiles, copies, barriers, state_refs, pool, width, reads, wri
         b_s = sm90.warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(barriers.empty.index(s), count=1)
         if pool.rows is not None:
-            device.store_to_pool(pool, to, b_s, o_v[:, None] * c.K + o_k[None, :])
+            common.store_to_pool(pool, to, b_s, o_v[:, None] * c.K + o_k[None, :])
     if c.HAS_S_OUT:
         o_out = state_refs.out_offset + o_k[None, :] * width + o_v[:, None]
         gl.store(state_refs.out_ptr + o_out, b_s, mask=(o_k >= 0)[None, :] & writes)
@@ -332,10 +332,10 @@ def delta_chunk_fwd_sm90_kernel(
     )
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
-    full = device.alloc_mbarriers(2, ST)
-    w_full = device.alloc_mbarriers(1, 2)
-    x_full = device.alloc_mbarriers(1, 2)
-    x_empty = device.alloc_mbarriers(1, 2)
+    full = common.alloc_mbarriers(2, ST)
+    w_full = common.alloc_mbarriers(1, 2)
+    x_full = common.alloc_mbarriers(1, 2)
+    x_empty = common.alloc_mbarriers(1, 2)
     i_v, i_h, i_seg, row, length, n, chunk, i_n, i_s, last = delta_device.program_coords(
         cu_ptr, T, N, HV, segment, V // BV, BV, C, PACKED, SPLIT
     )
@@ -347,13 +347,13 @@ def delta_chunk_fwd_sm90_kernel(
     o_out = delta_device.state_offset(i_n, i_h, HV, K, V) + i_v
     tiles = Tiles(ks, vs, rs, gs, ws)
     state_refs = delta_device.StateRefs(s_in_ptr, s_out_ptr, o_in, o_out)
-    pool = device.PoolRefs(None, None, None)
+    pool = common.PoolRefs(None, None, None)
     if to_ptr is not None:
         at = (i_h * V + i_v) * K
-        pool = device.pool_refs_of(pool_ptr, to_ptr, i_n, i_s, at, HV, T, segment, K * V, C)
+        pool = common.pool_refs_of(pool_ptr, to_ptr, i_n, i_s, at, HV, T, segment, K * V, C)
     if SAVE_STATES:
         xs = gl.allocate_shared_memory(dtype, [2, C, BV], v_desc.layout)
-        empty = device.alloc_mbarriers(1, ST)
+        empty = common.alloc_mbarriers(1, ST)
         copies = Copies(ss, xs)
         barriers = Barriers(full, empty, w_full, x_full, x_empty)
         gl.warp_specialize(
@@ -375,9 +375,9 @@ def delta_chunk_fwd_sm90_kernel(
         qs = gl.allocate_shared_memory(dtype, [2, C, K], q_desc.layout)
         xs = gl.allocate_shared_memory(dtype, [2, BV, C], r_desc.layout)
         os = gl.allocate_shared_memory(dtype, [C, BV], o_desc.layout)
-        empty = device.alloc_mbarriers(2, ST)
-        q_full = device.alloc_mbarriers(1, 2)
-        q_empty = device.alloc_mbarriers(1, 2)
+        empty = common.alloc_mbarriers(2, ST)
+        q_full = common.alloc_mbarriers(1, 2)
+        q_empty = common.alloc_mbarriers(1, 2)
         copies = Copies(ss, xs)
         barriers = Barriers(full, empty, w_full, x_full, x_empty)
         queries = delta_device.Queries(qs, q_full, q_empty)

@@ -31,7 +31,7 @@ q.
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.delta import delta_device
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
@@ -131,10 +131,10 @@ def state_partition(tiles, barriers, state_refs, pool, length, n, tile: gl.const
         if length - i * c.C < c.C:
             # the other state partition the rest
             if tile == 0:
-                device.zero_tail_rows(tiles.k.index(s), length - i * c.C, c.C, c.K)
+                common.zero_tail_rows(tiles.k.index(s), length - i * c.C, c.C, c.K)
             else:
-                device.zero_tail_rows(tiles.r.index(s), length - i * c.C, c.C, c.C)
-            device.zero_tail_rows(tiles.v.index(2 * s + tile), length - i * c.C, c.C, c.BV)
+                common.zero_tail_rows(tiles.r.index(s), length - i * c.C, c.C, c.C)
+            common.zero_tail_rows(tiles.v.index(2 * s + tile), length - i * c.C, c.C, c.BV)
             sm90.fence_async_shared()
             mbarrier.arrive(barriers.cleared.index(0), count=1)
             mbarrier.wait(barriers.cleared.index(0), 0)
@@ -182,7 +182,7 @@ def state_partition(tiles, barriers, state_refs, pool, length, n, tile: gl.const
         b_s = sm90.warpgroup_mma_wait(0, deps=(b_s,))
         mbarrier.arrive(barriers.empty.index(s), count=1)
         if pool.rows is not None:
-            device.store_to_pool(pool, to, b_s, (tile * c.BV + o_v)[:, None] * c.K + o_k[None, :])
+            common.store_to_pool(pool, to, b_s, (tile * c.BV + o_v)[:, None] * c.K + o_k[None, :])
     if not c.SAVE_STATES:
         if tile == 0:
             # o_state again, which the default part would keep: length >> 31 is 0, but no compiler
@@ -258,8 +258,8 @@ def output_partition(
         gl.thread_barrier()
         t = row + i * c.C
         num_rows = length - i * c.C
-        device.store_tile(o_desc, o_ptr, os.index(none), t, v_col, o_row, num_rows, c.C, c.BV)
-        device.store_tile(
+        common.store_tile(o_desc, o_ptr, os.index(none), t, v_col, o_row, num_rows, c.C, c.BV)
+        common.store_tile(
             o_desc, o_ptr, os.index(none + 1), t, v_col + c.BV, o_row, num_rows, c.C, c.BV
         )
     sm90.store_wait(0)
@@ -288,7 +288,7 @@ def save_partition(
             mbarrier.wait(barriers.w_full.index(tile), i & 1)
             t = row + i * c.C
             at = v_col + tile * c.BV
-            device.store_tile(
+            common.store_tile(
                 w_desc, w_ptr, tiles.w.index(tile), t, at, o_row, length - i * c.C, c.C, c.BV
             )
     sm90.store_wait(0)
@@ -328,22 +328,22 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         k_desc, v_desc, r_desc, 2, 4 if HAS_GATE else 1, K, BV, C, ST
     )
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
-    full = device.alloc_mbarriers(2, ST)
-    empty = device.alloc_mbarriers(2 if SAVE_STATES else 3, ST)
-    s_full = device.alloc_mbarriers(1 if SAVE_STATES else 2, 2 if SAVE_STATES else 1)
-    s_empty = device.alloc_mbarriers(1, 2 if SAVE_STATES else 1)
-    x_full = device.alloc_mbarriers(1 if SAVE_STATES else 2, 2 if SAVE_STATES else 1)
-    x_empty = device.alloc_mbarriers(1, 2 if SAVE_STATES else 1)
-    cleared = device.alloc_mbarriers(2, 1)
+    full = common.alloc_mbarriers(2, ST)
+    empty = common.alloc_mbarriers(2 if SAVE_STATES else 3, ST)
+    s_full = common.alloc_mbarriers(1 if SAVE_STATES else 2, 2 if SAVE_STATES else 1)
+    s_empty = common.alloc_mbarriers(1, 2 if SAVE_STATES else 1)
+    x_full = common.alloc_mbarriers(1 if SAVE_STATES else 2, 2 if SAVE_STATES else 1)
+    x_empty = common.alloc_mbarriers(1, 2 if SAVE_STATES else 1)
+    cleared = common.alloc_mbarriers(2, 1)
     i_v, i_h, i_seg, row, length, n, chunk, _, _, _ = delta_device.program_coords(
         cu_ptr, T, N, HV, T, V // (2 * BV), 2 * BV, C, PACKED, False
     )
     o_state = delta_device.state_offset(i_seg, i_h, HV, K, V) + i_v
     state_refs = delta_device.StateRefs(s_in_ptr, s_out_ptr, o_state, o_state)
-    pool = device.PoolRefs(None, None, None)
+    pool = common.PoolRefs(None, None, None)
     if to_ptr is not None:
         at = (i_h * V + i_v) * K
-        pool = device.pool_refs_of(pool_ptr, to_ptr, i_seg, 0, at, HV, T, T, K * V, C)
+        pool = common.pool_refs_of(pool_ptr, to_ptr, i_seg, 0, at, HV, T, T, K * V, C)
     k_col = i_h // (HV // (H + (n >> 31))) * K  # 0, or HV // H would be made at once, and kept
     v_col = i_h * V + i_v
     p_beta_gate, stride = delta_device.beta_gate_ptr(beta_gates_ptr, chunk, HV, C, HAS_GATE)
@@ -369,8 +369,8 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         qs = gl.allocate_shared_memory(dtype, [2, C, K], q_desc.layout)
         xs = gl.allocate_shared_memory(dtype, [2, BV, C], r_desc.layout)
         os = gl.allocate_shared_memory(dtype, [2, C, BV], o_desc.layout)
-        q_full = device.alloc_mbarriers(1, 2)
-        q_empty = device.alloc_mbarriers(1, 2)
+        q_full = common.alloc_mbarriers(1, 2)
+        q_empty = common.alloc_mbarriers(1, 2)
         queries = delta_device.Queries(qs, q_full, q_empty)
         tiles = Tiles(ks, vs, rs, gs, ss, xs)
         checkpoints = state_refs

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common.device import locate_segment
+from slipstream.kernels.linear.sm90.common import locate_segment
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 

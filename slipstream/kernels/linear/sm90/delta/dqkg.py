@@ -11,7 +11,7 @@ same chunk, is done when one begins, and its tiles are still in the L2 cache.
 """
 
 from slipstream.kernels.linear.segments import NUM_SMS
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.delta.delta_device import strong_gates
 from slipstream.kernels.primitives import semaphore, sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
@@ -61,13 +61,13 @@ def store_or_add(
     col, stride = cols
     if GROUPED_HEADS:
         if rank == 0:
-            device.store_tile(desc, p, tile, row, col, stride, num_rows, C, BK)
+            common.store_tile(desc, p, tile, row, col, stride, num_rows, C, BK)
         elif num_rows >= C:
             semaphore.tma_reduce_add(desc, [row, col], tile)
         else:
-            device.add_rows_masked(p, tile, row, col, stride, num_rows, C, BK)
+            common.add_rows_masked(p, tile, row, col, stride, num_rows, C, BK)
     else:
-        device.store_tile(desc, p, tile, row, col, stride, num_rows, C, BK)
+        common.store_tile(desc, p, tile, row, col, stride, num_rows, C, BK)
 
 
 @gluon.jit
@@ -158,12 +158,12 @@ def delta_dqkg_sm90_kernel(
     ks = gl.allocate_shared_memory(dtype, [NK, C, BK], k_desc.layout)
     ss = gl.allocate_shared_memory(dtype, [1, V, BK], states_desc.layout)
     ds = gl.allocate_shared_memory(dtype, [1, V, BK], dstates_desc.layout)
-    bars = device.alloc_mbarriers(1, 3)
+    bars = common.alloc_mbarriers(1, 3)
     heads = HV // G  # of dq and dk
     i_chunk, i_sum, rank = locate_chunk(heads, G, GROUPED_HEADS)
     i_h = i_sum * G + rank
     i_chunk_head = i_chunk * HV + i_h
-    row, num_rows, _ = device.locate_sequence(cu_ptr, i_chunk, T, N, C, C, PACKED, True)
+    row, num_rows, _ = common.locate_sequence(cu_ptr, i_chunk, T, N, C, C, PACKED, True)
     col = i_h * V
     q_col = i_h // (HV // H) * K
     mbarrier.expect(bars.index(0), 3 * do_desc.block_type.nbytes)
@@ -183,13 +183,13 @@ def delta_dqkg_sm90_kernel(
     p_beta_gate = beta_gates_ptr + i_chunk_head.to(gl.int64) * ((1 + HAS_GATE) * C)
     mbarrier.wait(bars.index(0), 0)
     if num_rows < C:
-        device.zero_tail_rows(os.index(0), num_rows, C, V)
-        device.zero_tail_rows(ws.index(0), num_rows, C, V)
-        device.zero_tail_rows(vs.index(0), num_rows, C, V)
+        common.zero_tail_rows(os.index(0), num_rows, C, V)
+        common.zero_tail_rows(ws.index(0), num_rows, C, V)
+        common.zero_tail_rows(vs.index(0), num_rows, C, V)
         mbarrier.wait(bars.index(2), 0)
         for i in gl.static_range(NK):
-            device.zero_tail_rows(qs.index(i), num_rows, C, BK)
-            device.zero_tail_rows(ks.index(i), num_rows, C, BK)
+            common.zero_tail_rows(qs.index(i), num_rows, C, BK)
+            common.zero_tail_rows(ks.index(i), num_rows, C, BK)
         sm90.fence_async_shared()
         gl.thread_barrier()
     b_a, b_m, b_at, b_mt, diag = triangular_products(
@@ -276,5 +276,5 @@ def delta_dqkg_sm90_kernel(
     gl.store(dbeta_ptr + o_t, sums, mask=o_i < num_rows)
     if GROUPED_HEADS:
         release_next(semaphores_ptr + i_chunk * heads + i_sum, rank, G)
-    device.invalidate_mbarriers(bars)
+    common.invalidate_mbarriers(bars)
     sm90.store_wait(0)

@@ -2,12 +2,12 @@
 
     L[i, j] = [i = j] + [i > j] (k_i . k_j) exp(G_i - G_j) beta_j        R = L^-1        [C, C]
 
-by common/tril_inverse.py. A diagonal of beta k . k says how much longer than 1 the products of 16
+by ../common.py. A diagonal of beta k . k says how much longer than 1 the products of 16
 tokens' I - beta k k^T make a state at most: 0, as log2, for keys of norm 1 and beta up to 2. What
 gates leave of a state is bounded by that.
 """
 
-from slipstream.kernels.linear.sm90.common import device, tril_inverse
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
@@ -49,11 +49,11 @@ def delta_solve_tril_sm90_kernel(
     line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])
     ks = gl.allocate_shared_memory(k_desc.dtype, [C, K], k_desc.layout)
     betas = gl.allocate_shared_memory(gl.float32, [C], flat)
-    bar = device.alloc_mbarriers(1, 1)
+    bar = common.alloc_mbarriers(1, 1)
     pid = gl.program_id(0)
     i_h = pid % HV
     # a chunk is a segment of C tokens
-    row, num_rows, _ = device.locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    row, num_rows, _ = common.locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
     mbarrier.expect(bar.index(0), k_desc.block_type.nbytes)
     sm90.copy_in(k_desc, [row, i_h // (HV // H) * K], bar.index(0), ks)
     o_t = gl.arange(0, C, line)
@@ -71,7 +71,7 @@ def delta_solve_tril_sm90_kernel(
     gl.thread_barrier()
     mbarrier.wait(bar.index(0), 0)
     if num_rows < C:
-        device.zero_tail_rows(ks, num_rows, C, K)
+        common.zero_tail_rows(ks, num_rows, C, K)
         sm90.fence_async_shared()
         gl.thread_barrier()
     zero = gl.zeros([C, C], gl.float32, al)
@@ -82,7 +82,7 @@ def delta_solve_tril_sm90_kernel(
         G_j = sums.load(gl.SliceLayout(0, al))
         b_beta *= fast_exp2(G_i[:, None] - G_j[None, :])
     b_a = sm90.warpgroup_mma_wait(0, deps=(b_a,))
-    b_r, b_diag = tril_inverse.inverse(b_a * b_beta)
+    b_r, b_diag = common.inverse(b_a * b_beta)
     if HAS_GATE:
         b_grow = gl.sum(gl.log2(gl.maximum(gl.abs(b_diag - 1.0), 1.0)), 1)
         o_b = gl.arange(0, C // BASE, b_grow.type.layout)
@@ -91,6 +91,6 @@ def delta_solve_tril_sm90_kernel(
     out.store(b_r.to(r_desc.dtype))
     sm90.fence_async_shared()
     gl.thread_barrier()
-    device.store_tile(r_desc, r_ptr, out, row, i_h * C, HV * C, num_rows, C, C)
-    device.invalidate_mbarriers(bar)
+    common.store_tile(r_desc, r_ptr, out, row, i_h * C, HV * C, num_rows, C, C)
+    common.invalidate_mbarriers(bar)
     sm90.store_wait(0)

@@ -1,5 +1,5 @@
 """Delta rule on sm_90, sequences in segments: the state that each segment meets
-(segment_transition.py).
+(segment_launch.py).
 
     S = s_in        S <- M S + E        back from the last segment:        dS <- M^T dS + dE
 

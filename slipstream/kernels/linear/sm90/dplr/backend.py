@@ -22,7 +22,7 @@ from slipstream.kernels.linear.segments import (
     sequence_args,
     uses_fused_fwd,
 )
-from slipstream.kernels.linear.sm90.common import tma
+from slipstream.kernels.linear.sm90 import common as tma
 from slipstream.kernels.linear.sm90.delta import segment_launch
 from slipstream.kernels.linear.sm90.dplr import intra_safe, intra_safe_bwd, wy
 from slipstream.kernels.linear.sm90.dplr.chunk_dstate import dplr_chunk_dstate_sm90_kernel

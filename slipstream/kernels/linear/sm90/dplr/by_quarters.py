@@ -8,7 +8,7 @@ digit changes.
 
 from collections import namedtuple
 
-from slipstream.kernels.linear.sm90.common.device import exp2_by_parts
+from slipstream.kernels.linear.sm90.common import exp2_by_parts
 from slipstream.kernels.linear.sm90.dplr.solve_tril import put, put_late, ready, scores
 from slipstream.kernels.primitives.sm90 import gl, gluon
 

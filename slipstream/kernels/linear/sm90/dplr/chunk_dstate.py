@@ -19,7 +19,7 @@ of sequences in segments (SPLIT), first where the scan of each ends, alone.
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.dplr.chunk_fwd import store_output
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
@@ -112,7 +112,7 @@ def state_partition(
         do = tiles.do.index(s * c.NV + PARTITION)
         if length - i_c * c.C < c.C:
             # these rows are the next sequence's
-            device.zero_tail_rows(do, length - i_c * c.C, c.C, 64)
+            common.zero_tail_rows(do, length - i_c * c.C, c.C, 64)
             sm90.fence_async_shared()
             gl.thread_barrier()
         b_do = do.permute((1, 0))
@@ -187,9 +187,9 @@ def dplr_chunk_dstate_sm90_kernel(
         ss = gl.allocate_shared_memory(dtype, [NV, 64, K], states_desc.layout)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     tiles, copies = Tiles(dos, qs, ws, bs, qbs, rs, totals), Copies(ss, ys)
-    full = device.alloc_mbarriers(1 + HAS_GATE, ST)
-    empty = device.alloc_mbarriers(NV, ST)
-    i_h, i_seg, row, length, first, n = device.program_coords(
+    full = common.alloc_mbarriers(1 + HAS_GATE, ST)
+    empty = common.alloc_mbarriers(NV, ST)
+    i_h, i_seg, row, length, first, n = common.program_coords(
         cu_ptr, T, N, HV, segment, C, PACKED, SPLIT
     )
     # a sequence of no tokens may have a first chunk past the last one

@@ -35,7 +35,7 @@ that erases across channels moves what a weak one holds to a strong one and back
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
@@ -213,7 +213,7 @@ def state_partition(
         if not c.DELTA:
             v = tiles.v.index(s * c.NV + PARTITION)
             if length - i * c.C < c.C:
-                device.zero_tail_rows(v, length - i * c.C, c.C, 64)
+                common.zero_tail_rows(v, length - i * c.C, c.C, 64)
                 sm90.fence_async_shared()
                 gl.thread_barrier()
             b_v = v.permute((1, 0))
@@ -236,7 +236,7 @@ def state_partition(
             b_s, b_o = sm90.warpgroup_mma_wait(0, deps=(b_s, b_o))
             mbarrier.arrive(empty.index(s), count=1)
             if pool.rows is not None:
-                device.store_to_pool(pool, to, b_s, o_v[:, None] * c.K + o_k[None, :])
+                common.store_to_pool(pool, to, b_s, o_v[:, None] * c.K + o_k[None, :])
             write_o(
                 outs.o, outs.p_o, copies.x.index(PARTITION), b_o.to(tiles.w.dtype), row + i * c.C,
                 v_col + PARTITION * 64,
@@ -348,13 +348,13 @@ def dplr_chunk_fwd_sm90_kernel(
         if OUT:
             qks = gl.allocate_shared_memory(dtype, [ST, C, C], square)
     tiles, copies = Tiles(qs, ws, bs, ks, qbs, qks, vs, totals), Copies(os, ss)
-    full = device.alloc_mbarriers(1 + HAS_GATE, ST)
-    empty = device.alloc_mbarriers(NV, ST)
+    full = common.alloc_mbarriers(1 + HAS_GATE, ST)
+    empty = common.alloc_mbarriers(NV, ST)
     pid = gl.program_id(0)
     m_col = (pid % TILES - 1) * V
     i_h = (pid // TILES) % HV
     i_seg = pid // TILES // HV
-    row, length, first = device.locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
+    row, length, first = common.locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
     n = gl.cdiv(length, C)
     # a sequence of no tokens may have a first chunk past the last one
     chunk = gl.where(n > 0, first, 0) * HV + i_h
@@ -373,13 +373,13 @@ def dplr_chunk_fwd_sm90_kernel(
         chunk += skip * HV
         row += skip * C
         length -= skip * C
-    pool = device.PoolRefs(None, None, None)
+    pool = common.PoolRefs(None, None, None)
     if to_ptr is not None:
-        _, _, _, i_n, i_split, _ = device.locate_segment(
+        _, _, _, i_n, i_split, _ = common.locate_segment(
             cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT
         )
         at = i_h * V * K
-        pool = device.pool_refs_of(pool_ptr, to_ptr, i_n, i_split, at, HV, T, segment, K * V, C)
+        pool = common.pool_refs_of(pool_ptr, to_ptr, i_n, i_split, at, HV, T, segment, K * V, C)
     # past all rows TMA gives zeros: M has no v
     v_row = gl.where(m_col < 0, row, OOB_ROW)
     c: gl.constexpr = Constants(K, V, C, ST, NV, DELTA, HAS_GATE, HAS_S_IN, HAS_S_OUT, OUTPUT)

@@ -43,24 +43,285 @@ What goes to global memory is stored after a fence rather than before, which wou
 Chunks with quarters that decay further are left to intra_safe_bwd.py.
 """
 
-from slipstream.kernels.linear.sm90.common.device import alloc_mbarriers, locate_sequence
-from slipstream.kernels.linear.sm90.dplr import dqkg_device
-from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
-    DSTATE,
-    END,
-    GATES,
-    LOG2E,
-    OPERANDS,
-    READS,
-    REST,
-    SCORES,
-    START,
-    STATE,
-    TOTAL,
-    WRITES,
+from collections import namedtuple
+
+from slipstream.kernels.linear.sm90.common import alloc_mbarriers, locate_sequence
+from slipstream.kernels.primitives import sm90, sm90_device
+from slipstream.kernels.primitives.sm90 import copy_in, gl, gluon, mbarrier, warpgroup_mma
+
+# what the kernel of dqkg.py passes on: descriptors, pointers, shared memory, numbers, constants
+Descs = namedtuple("Descs", "q k a b g v do x y states dstates dqb dab dqk dak")
+Refs = namedtuple("Refs", "strong beta diag dq dk da db dg dbeta cu")
+Buffers = namedtuple(
+    "Buffers",
+    "ss ds os ys xs vs ops gs gate_terms gate_sums factors scores full empty",
 )
-from slipstream.kernels.primitives import bf16_halves, sm90
-from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
+Sizes = namedtuple("Sizes", "total tokens T N HV H")
+Constants = namedtuple("Constants", "K BK V C NK wide DELTA GATED PACKED")
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+# barriers of dplr_dqkg_sm90_kernel, full and empty: what a buffer holds
+STATE = gl.constexpr(0)  # S before the chunk
+DSTATE = gl.constexpr(1)  # dS' after it
+GATES = gl.constexpr(2)
+OPERANDS = gl.constexpr(3)  # q, k, a and b, two stages
+READS = gl.constexpr(5)  # do and y
+WRITES = gl.constexpr(6)  # x and v
+SCORES = gl.constexpr(7)  # gradients of the scores
+# rows of factors after those from a quarter to the next
+START = gl.constexpr(3)
+END = gl.constexpr(4)
+TOTAL = gl.constexpr(5)
+REST = gl.constexpr(6)
+
+
+@gluon.jit
+def fast_exp2(b):
+    """0 where that is not a normal number: fewer instructions."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [b], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def fast_reciprocal(b):
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [b], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def chunk_tiles(
+    states_desc, dstates_desc, do_desc, y_desc, x_desc,
+    V: gl.constexpr, K: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Shared memory for a chunk's S, dS', do, y and x, one of each.
+
+    Taken by an index that no compiler knows (seen), or addresses would take registers all the time.
+    """
+    dtype: gl.constexpr = do_desc.dtype
+    ss = gl.allocate_shared_memory(dtype, [1, V, K], states_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [1, V, K], dstates_desc.layout)
+    os = gl.allocate_shared_memory(dtype, [1, C, V], do_desc.layout)
+    ys = gl.allocate_shared_memory(dtype, [1, V, C], y_desc.layout)
+    xs = gl.allocate_shared_memory(dtype, [1, V, C], x_desc.layout)
+    return ss, ds, os, ys, xs
+
+
+@gluon.jit
+def load_before(states_desc, do_desc, y_desc, ss, os, ys, bar, n, row, i_h, i_k, V: gl.constexpr):
+    """S before a chunk, do and y."""
+    nbytes: gl.constexpr = (
+        states_desc.block_type.nbytes + do_desc.block_type.nbytes + y_desc.block_type.nbytes
+    )
+    mbarrier.expect(bar, nbytes)
+    copy_in(states_desc, [n * V, i_k], bar, ss.index(0))
+    copy_in(do_desc, [row, i_h * V], bar, os.index(0))
+    copy_in(y_desc, [n * V, 0], bar, ys.index(0))
+
+
+@gluon.jit
+def load_partition(descs, smem, refs, sizes, c):
+    """Barriers: 0 of S, 1 of dS', 2 of g, 3 and 4 of q, k, a and b, of a block of channels.
+
+    Of a chunk: 5 of do and y, 6 of x and v, 7 of scores.
+    """
+    total, _tokens, T, N, HV, H = sizes
+    ss, ds, os, ys, xs, vs, ops, gs, _terms, _sums, _factors, scores, full, empty = smem
+    do_bytes: gl.constexpr = descs.do.block_type.nbytes
+    before_bytes: gl.constexpr = do_bytes + descs.y.block_type.nbytes
+    after_bytes: gl.constexpr = descs.x.block_type.nbytes + (0 if c.DELTA else do_bytes)
+    input_bytes: gl.constexpr = descs.q.block_type.nbytes * ((2 if c.DELTA else 4) + c.GATED)
+    score_bytes: gl.constexpr = descs.dqb.block_type.nbytes * (2 if c.DELTA else 4)
+    BLOCKS: gl.constexpr = c.K // c.BK
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    i_tile = total * 0
+    strong_next = gl.load(refs.strong + pid)
+    for i in range(gl.cdiv(total - pid, programs)):
+        n = pid + i * programs
+        strong = strong_next
+        strong_next = gl.load(refs.strong + gl.minimum(n + programs, total - 1))  # from afar
+        if strong < 3:
+            row, _, _ = locate_sequence(refs.cu, n // HV, T, N, c.C, c.C, c.PACKED, True)
+            i_h = n % HV
+            # phases: of a chunk, of a block of channels, of a stage of two
+            was_chunk = (i_tile & 1) ^ 1
+            for block in range(BLOCKS):
+                unit = i_tile * BLOCKS + block
+                was = (unit & 1) ^ 1
+                i_k = block * c.BK
+                k_col = i_h // (HV // H) * c.K + i_k
+                stage = unit & 1
+                was_stage = ((unit >> 1) & 1) ^ 1
+                at = stage * (ops.shape[0] // 2)
+                # q, k, a and b have two stages: those of the next block may come early
+                mbarrier.wait(empty.index(OPERANDS + stage), was_stage)
+                mbarrier.expect(full.index(OPERANDS + stage), input_bytes)
+                copy_in(descs.q, [row, k_col], full.index(OPERANDS + stage), ops.index(at))
+                copy_in(descs.k, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 1))
+                if c.GATED:
+                    e_col = i_h * c.K + i_k
+                    copy_in(descs.b, [row, e_col], full.index(OPERANDS + stage), ops.index(at + 2))
+                if not c.DELTA:
+                    copy_in(descs.a, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 2))
+                    copy_in(descs.b, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 3))
+                # one stage each below, in the order in which the products want them
+                mbarrier.wait(empty.index(GATES), was)
+                mbarrier.expect(full.index(GATES), descs.g.block_type.nbytes)
+                copy_in(descs.g, [row, i_h * c.K + i_k], full.index(GATES), gs)
+                mbarrier.wait(empty.index(STATE), was)
+                mbarrier.expect(full.index(STATE), descs.states.block_type.nbytes)
+                copy_in(descs.states, [n * c.V, i_k], full.index(STATE), ss.index(0))
+                if block == 0:
+                    # once a chunk: all blocks of channels read the same do and y
+                    mbarrier.wait(empty.index(READS), was_chunk)
+                    mbarrier.expect(full.index(READS), before_bytes)
+                    copy_in(descs.do, [row, i_h * c.V], full.index(READS), os.index(0))
+                    copy_in(descs.y, [n * c.V, 0], full.index(READS), ys.index(0))
+                mbarrier.wait(empty.index(DSTATE), was)
+                mbarrier.expect(full.index(DSTATE), descs.dstates.block_type.nbytes)
+                copy_in(descs.dstates, [n * c.V, i_k], full.index(DSTATE), ds.index(0))
+                if block == 0:
+                    mbarrier.wait(empty.index(WRITES), was_chunk)
+                    mbarrier.expect(full.index(WRITES), after_bytes)
+                    copy_in(descs.x, [n * c.V, 0], full.index(WRITES), xs.index(0))
+                    if not c.DELTA:
+                        copy_in(descs.v, [row, i_h * c.V], full.index(WRITES), vs.index(0))
+                if block == 0:
+                    mbarrier.wait(empty.index(SCORES), was_chunk)
+                    mbarrier.expect(full.index(SCORES), score_bytes)
+                    copy_in(descs.dqb, [n * c.C, 0], full.index(SCORES), scores.index(0))
+                    copy_in(descs.dab, [n * c.C, 0], full.index(SCORES), scores.index(1))
+                    if not c.DELTA:
+                        copy_in(descs.dqk, [n * c.C, 0], full.index(SCORES), scores.index(2))
+                        copy_in(descs.dak, [n * c.C, 0], full.index(SCORES), scores.index(3))
+            i_tile += 1
+
+
+@gluon.jit
+def seen(C: gl.constexpr, layout: gl.constexpr, none, KIND: gl.constexpr):
+    """[C, C]: what G - h is of gates, around the "middle" or half of "quarters"; or "later" ones.
+
+    none: 0, and no compiler knows it; another one each turn, or it would take registers all the
+    time. Where an element of a left operand in registers is a constant, ptxas (12.8, 13.0) may give
+    it its value only after the first product that reads it.
+    """
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none
+    t = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
+    if KIND == "middle":
+        b_late = gl.where((t >= C // 2) & (t <= i), 1.0, 0.0)
+        b = gl.where((t < C // 2) & (t > i), -1.0, b_late)
+    elif KIND == "quarters":
+        b = gl.where(i // (C // 4) == t // (C // 4), gl.where(t > i, -0.5, 0.5), 0.0)
+    else:
+        b = gl.where(t > i, 1.0, 0.0)
+    return b.to(gl.bfloat16)
+
+
+@gluon.jit
+def clear(tile, num_rows, C: gl.constexpr, N: gl.constexpr, wide: gl.constexpr):
+    """Zeroes in rows `num_rows` and on of a tile [C, N]: what is there belongs to nobody."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, wide], [1, 0])
+    o_c = gl.arange(0, C, gl.SliceLayout(1, layout))
+    b = tile.load(layout)
+    tile.store(gl.where((o_c < num_rows)[:, None], b, gl.zeros_like(b)))
+
+
+@gluon.jit
+def put_factors(sums, factors, whole, wide: gl.constexpr):
+    """Stores factors of each channel from the sums of gates of quarters [4, BK]: exp(h + h') from a
+    quarter to the next, at least 2^-126, and the rest of that factor; exp(h) of the first and of
+    the last quarter; the chunk's decay. whole: the decay of either half in place of exp(h), and no
+    factors between."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4 * wide], [0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    sums = sums._reinterpret(gl.float32, sums.shape, plain)  # the same, to be indexed
+    b_first = sums.index(0).load(line)
+    b_second = sums.index(1).load(line)
+    b_third = sums.index(2).load(line)
+    b_fourth = sums.index(3).load(line)
+    b_early = b_first + b_second
+    b_late = b_third + b_fourth
+    factors.index(TOTAL).store(gl.exp2(b_early + b_third + b_fourth))
+    if not whole:
+        put_between(factors, 0, b_early)
+        put_between(factors, 1, b_second + b_third)
+        put_between(factors, 2, b_late)
+        b_early = 0.5 * b_first
+        b_late = 0.5 * b_fourth
+    factors.index(START).store(gl.exp2(b_early))
+    factors.index(END).store(gl.exp2(b_late))
+
+
+@gluon.jit
+def put_between(factors, quarter: gl.constexpr, b_sum):
+    b_next = 0.5 * b_sum
+    factors.index(quarter).store(gl.exp2(gl.maximum(b_next, -126.0)))
+    factors.index(REST + quarter).store(gl.exp2(gl.minimum(b_next + 126.0, 0.0)))
+
+
+@gluon.jit
+def towards(factors, quarter: gl.constexpr, zero, none, LATER: gl.constexpr, row: gl.constexpr):
+    """[C, BK]: from `quarter` to the next one for the rows after it, or back for the others, of the
+    factors' row; 1 for the rest."""
+    layout: gl.constexpr = zero.type.layout
+    C: gl.constexpr = zero.shape[0]
+    b_f = factors.index(row).load(gl.SliceLayout(0, layout))[None, :]
+    o_c = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None] + none
+    later = o_c >= (quarter + 1) * (C // 4)
+    if LATER:
+        b_f = gl.where(later, b_f, 1.0)
+    else:
+        b_f = gl.where(later, 1.0, b_f)
+    return b_f
+
+
+@gluon.jit
+def part_product(b, score, rhs, step: gl.constexpr, STEPS: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Starts b += score rhs, or score^T rhs, for the tokens of one step; the caller waits."""
+    COUNT: gl.constexpr = score.shape[0] // STEPS
+    if STEPS > 1:
+        rhs = rhs.slice(step * COUNT, COUNT)
+        score = score.slice(step * COUNT, COUNT, 0 if TRANSPOSED else 1)
+    if TRANSPOSED:
+        score = score.permute((1, 0))
+    return warpgroup_mma(score, rhs, b, is_async=True)
+
+
+@gluon.jit
+def products_of_states(ss, ds, V: gl.constexpr, K: gl.constexpr, wide: gl.constexpr):
+    """Sum over V of S dS' [K]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, wide], [1, 0])
+    b_z = gl.zeros([16, K], gl.float32, layout)
+    for i in gl.static_range(V // 16):
+        b_s = ss.slice(i * 16, 16).load(layout).to(gl.float32)
+        b_z += b_s * ds.slice(i * 16, 16).load(layout).to(gl.float32)
+    return gl.sum(b_z, 0)
+
+
+@gluon.jit
+def store_gates(dg_ptr, b_dg, first, num_rows, o_c, o_k, stride):
+    p = dg_ptr + first
+    b_dg = b_dg.to(dg_ptr.dtype.element_ty)
+    gl.store(p + (o_c[:, None] * stride + o_k[None, :]), b_dg, mask=(o_c < num_rows)[:, None])
+
+
+@gluon.jit
+def store_dbeta(p, b_dbeta, stride, m_c, NK: gl.constexpr):
+    """All of it in the first of NK shares."""
+    gl.store(p, b_dbeta, mask=m_c)
+    for j in gl.static_range(1, NK):
+        gl.store(p + j * stride, gl.zeros_like(b_dbeta), mask=m_c)
+
+
+@gluon.jit
+def erase_gradients(p, b_ds, b_k, b_erase, m):
+    """Gradients of how much each channel erases, and of k by b_ds, the gradient of its reads."""
+    gl.store(p, (-b_ds * b_k.to(gl.float32)).to(p.dtype.element_ty), mask=m)
+    return -b_ds * b_erase.to(gl.float32)
 
 
 @gluon.jit
@@ -74,23 +335,23 @@ def decays(
     o_k = gl.arange(0, c.BK, gl.SliceLayout(0, cl))
     mbarrier.wait(smem.full.index(GATES), now)
     if num_rows < c.C:
-        dqkg_device.clear(smem.gs, num_rows, c.C, c.BK, c.wide)
+        clear(smem.gs, num_rows, c.C, c.BK, c.wide)
     b_g = smem.gs.load(cl).to(gl.float32) * LOG2E
-    g_high, g_low = bf16_halves.halves(b_g)
+    g_high, g_low = sm90_device.halves(b_g)
     smem.gate_terms.index(0).store(g_high)
     smem.gate_terms.index(1).store(g_low)
     smem.gate_sums.store(gl.sum(gl.reshape(b_g, [4, c.C // 4, c.BK]), 1))
     sm90.fence_async_shared()
     gl.thread_barrier()
     # after a fence, which waits for what is being stored
-    dqkg_device.store_gates(dg_ptr, b_dg, was_first, was_num_rows, o_c + none, o_k, stride)
+    store_gates(dg_ptr, b_dg, was_first, was_num_rows, o_c + none, o_k, stride)
     if whole:
-        around = dqkg_device.seen(c.C, ca, none, "middle")
+        around = seen(c.C, ca, none, "middle")
     else:
-        around = dqkg_device.seen(c.C, ca, none, "quarters")
+        around = seen(c.C, ca, none, "quarters")
     b_e = warpgroup_mma(around, smem.gate_terms.index(1), zero, use_acc=False, is_async=True)
     b_e = warpgroup_mma(around, smem.gate_terms.index(0), b_e, is_async=True)
-    dqkg_device.put_factors(smem.gate_sums, smem.factors, whole, c.wide)
+    put_factors(smem.gate_sums, smem.factors, whole, c.wide)
     b_e = sm90.warpgroup_mma_wait(0, deps=(b_e,))
     mbarrier.arrive(smem.empty.index(GATES), count=1)
     return b_g, b_e
@@ -103,7 +364,7 @@ def decay_operands(ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, c):
     cl: gl.constexpr = b_g.type.layout
     if num_rows < c.C:
         for j in gl.static_range(3 if c.DELTA else 4):
-            dqkg_device.clear(ops.index(at + j), num_rows, c.C, c.BK, c.wide)
+            clear(ops.index(at + j), num_rows, c.C, c.BK, c.wide)
     b_q = ops.index(at).load(cl).to(gl.float32)
     b_k = ops.index(at + 1).load(cl)
     b_erase = b_k
@@ -116,7 +377,7 @@ def decay_operands(ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, c):
         else:
             ops.index(at + 2).store((b_s * b_sign).to(act))
     else:
-        b_f = dqkg_device.fast_exp2(b_e - b_g)
+        b_f = fast_exp2(b_e - b_g)
         b_a = ops.index(at + 2).load(cl).to(gl.float32)
         b_w = ops.index(at + 3).load(cl).to(gl.float32)
         ops.index(at + 2).store((b_a * b_f).to(act))
@@ -136,15 +397,15 @@ def reads_by_scores(
     w = ops.index(at + (1 if DELTA else 3))
     u = ops.index(at + 1)
     for step in gl.static_range(STEPS):
-        b_dr = dqkg_device.part_product(b_dr, scores.index(none), w, step, STEPS, False)
-        b_ds = dqkg_device.part_product(b_ds, scores.index(none + 1), w, step, STEPS, False)
+        b_dr = part_product(b_dr, scores.index(none), w, step, STEPS, False)
+        b_ds = part_product(b_ds, scores.index(none + 1), w, step, STEPS, False)
         if not DELTA:
-            b_dr = dqkg_device.part_product(b_dr, scores.index(none + 2), u, step, STEPS, False)
-            b_ds = dqkg_device.part_product(b_ds, scores.index(none + 3), u, step, STEPS, False)
+            b_dr = part_product(b_dr, scores.index(none + 2), u, step, STEPS, False)
+            b_ds = part_product(b_ds, scores.index(none + 3), u, step, STEPS, False)
         b_dr, b_ds = sm90.warpgroup_mma_wait(0, deps=(b_dr, b_ds))
         if step < STEPS - 1:
             for row in gl.static_range(step, REST + step + 1, REST):
-                b_f = dqkg_device.towards(factors, step, zero, none, True, row)
+                b_f = towards(factors, step, zero, none, True, row)
                 b_dr *= b_f
                 b_ds *= b_f
     return b_dr, b_ds
@@ -159,17 +420,17 @@ def writes_by_scores(
     r = ops.index(at)
     s = ops.index(at + 2)
     for step in gl.static_range(STEPS - 1, -1, -1):
-        b_dw = dqkg_device.part_product(b_dw, scores.index(none), r, step, STEPS, True)
-        b_dw = dqkg_device.part_product(b_dw, scores.index(none + 1), s, step, STEPS, True)
+        b_dw = part_product(b_dw, scores.index(none), r, step, STEPS, True)
+        b_dw = part_product(b_dw, scores.index(none + 1), s, step, STEPS, True)
         if DELTA:
             b_dw = sm90.warpgroup_mma_wait(0, deps=(b_dw,))
         else:
-            b_du = dqkg_device.part_product(b_du, scores.index(none + 2), r, step, STEPS, True)
-            b_du = dqkg_device.part_product(b_du, scores.index(none + 3), s, step, STEPS, True)
+            b_du = part_product(b_du, scores.index(none + 2), r, step, STEPS, True)
+            b_du = part_product(b_du, scores.index(none + 3), s, step, STEPS, True)
             b_dw, b_du = sm90.warpgroup_mma_wait(0, deps=(b_dw, b_du))
         if step > 0:
             for row in gl.static_range(step - 1, REST + step, REST):
-                b_f = dqkg_device.towards(factors, step - 1, zero, none, False, row)
+                b_f = towards(factors, step - 1, zero, none, False, row)
                 b_sum *= b_f
                 b_dw *= b_f
                 if not DELTA:
@@ -183,7 +444,7 @@ def gradients_of_reads(smem, at, whole, i_tile, last, none, scale, zero, c):
     ss, ds = smem.ss.index(none), smem.ds.index(none)
     os, ys = smem.os.index(none), smem.ys.index(none)
     line: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
-    b_z = dqkg_device.products_of_states(ss, ds, c.V, c.BK, c.wide)
+    b_z = products_of_states(ss, ds, c.V, c.BK, c.wide)
     b_z = gl.convert_layout(b_z, line) * smem.factors.index(TOTAL).load(line)
     b_dr = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
     b_ds = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
@@ -247,12 +508,12 @@ def gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C: gl.constexpr):
     """b_t + z + sums over later tokens of b_s, less b_x; under way."""
     ca: gl.constexpr = gl.DotOperandLayout(0, b_s.type.layout, 2)
     b_t -= b_x
-    s_high, s_low = bf16_halves.halves(b_s - b_x)
+    s_high, s_low = sm90_device.halves(b_s - b_x)
     sums.index(at).store(s_high)
     sums.index(at + 2).store(s_low)
     sm90.fence_async_shared()
     gl.thread_barrier()
-    later = dqkg_device.seen(C, ca, none, "later")
+    later = seen(C, ca, none, "later")
     b_dg = warpgroup_mma(later, sums.index(at + 2), b_t + b_z[None, :], is_async=True)
     return warpgroup_mma(later, sums.index(at), b_dg, is_async=True)
 
@@ -261,9 +522,9 @@ def gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, C: gl.constexpr):
 def clear_ends(smem, num_rows, none, c):
     """Past the chunk's tokens, do and v."""
     do, v = smem.os.index(none), smem.vs.index(none)
-    dqkg_device.clear(do, num_rows, c.C, c.V, c.wide)
+    clear(do, num_rows, c.C, c.V, c.wide)
     if not c.DELTA:
-        dqkg_device.clear(v, num_rows, c.C, c.V, c.wide)
+        clear(v, num_rows, c.C, c.V, c.wide)
     sm90.fence_async_shared()
     gl.thread_barrier()
 
@@ -318,8 +579,8 @@ def dqkg_partition(smem, refs, scale, sizes, c):
                     smem, now, none, num_rows, b_dg, was_first, was_num_rows, refs.dg, HV * c.K,
                     zero, strong == 0, c,
                 )  # fmt: skip
-                b_p = dqkg_device.fast_exp2(b_e)
-                b_n = dqkg_device.fast_exp2(-b_e)
+                b_p = fast_exp2(b_e)
+                b_n = fast_exp2(-b_e)
                 mbarrier.wait(full.index(OPERANDS + now), (unit >> 1) & 1)
                 b_k, b_f, b_erase = decay_operands(ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, c)
                 # by way of the state before the chunk, and what was written
@@ -344,13 +605,13 @@ def dqkg_partition(smem, refs, scale, sizes, c):
                 b_ds *= b_f
                 if GATED:
                     p_db = refs.db + first_k + o_o
-                    b_ds = dqkg_device.erase_gradients(p_db, b_ds, b_k, b_erase, m)
+                    b_ds = erase_gradients(p_db, b_ds, b_k, b_erase, m)
                 elif c.DELTA:
                     b_dbeta -= gl.sum(b_ds * b_k.to(gl.float32), 1)
                     if last:
                         stride = tokens.to(gl.int64) * HV
                         p_dbeta = refs.dbeta + stride + o_t
-                        dqkg_device.store_dbeta(p_dbeta, b_dbeta, stride, m_c, c.NK)
+                        store_dbeta(p_dbeta, b_dbeta, stride, m_c, c.NK)
                     b_ds *= b_sign
                 if c.DELTA:
                     b_t += b_s
@@ -367,7 +628,7 @@ def dqkg_partition(smem, refs, scale, sizes, c):
                     b_x += ops.index(at + 1).load(cl).to(gl.float32) * b_du
                 b_r = ops.index(at).load(cl)
                 b_dg = gradients_of_gates(sums, at, b_s, b_t, b_x, b_z, none, c.C)
-                b_n = dqkg_device.fast_reciprocal(b_p)
+                b_n = fast_reciprocal(b_p)
                 b_dw = (b_dw + b_qb * b_r) * b_n
                 if c.DELTA:
                     gl.store(refs.dk + first_k + o_o, (b_dw + b_ds).to(act), mask=m)
@@ -379,7 +640,7 @@ def dqkg_partition(smem, refs, scale, sizes, c):
                 was_first = first_k
                 was_num_rows = num_rows
             i_tile += 1
-    dqkg_device.store_gates(refs.dg, b_dg, was_first, was_num_rows, o_c, o_k, HV * c.K)
+    store_gates(refs.dg, b_dg, was_first, was_num_rows, o_c, o_k, HV * c.K)
 
 
 @gluon.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "H", "tokens"])
@@ -417,19 +678,17 @@ def dplr_dqkg_sm90_kernel(
 
     One block of BK channels after the other: no sum but dbeta is over channels.
     """
-    sizes = dqkg_device.Sizes(total, tokens, T, N, HV, H)
-    refs = dqkg_device.Refs(
+    sizes = Sizes(total, tokens, T, N, HV, H)
+    refs = Refs(
         strong_ptr, beta_ptr, diag_ptr, dq_ptr, dk_ptr, da_ptr, db_ptr, dg_ptr, dbeta_ptr, cu_ptr
     )
-    descs = dqkg_device.Descs(
+    descs = Descs(
         q_desc, k_desc, a_desc, b_desc, g_desc, v_desc, do_desc, x_desc, y_desc, states_desc,
         dstates_desc, dqb_desc, dab_desc, dqk_desc, dak_desc,
     )  # fmt: skip
     GATED: gl.constexpr = DELTA and beta_ptr is None
     dtype: gl.constexpr = q_desc.dtype
-    ss, ds, os, ys, xs = dqkg_device.chunk_tiles(
-        states_desc, dstates_desc, do_desc, y_desc, x_desc, V, BK, C
-    )
+    ss, ds, os, ys, xs = chunk_tiles(states_desc, dstates_desc, do_desc, y_desc, x_desc, V, BK, C)
     ops = gl.allocate_shared_memory(dtype, [6 if DELTA else 8, C, BK], q_desc.layout)
     gate_terms = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], q_desc.layout)
     if g_desc.dtype == gl.float32:
@@ -447,14 +706,14 @@ def dplr_dqkg_sm90_kernel(
     scores = gl.allocate_shared_memory(dtype, [2 if DELTA else 4, C, C], dqb_desc.layout)
     full = alloc_mbarriers(1, 8)
     empty = alloc_mbarriers(1, 8)
-    c: gl.constexpr = dqkg_device.Constants(K, BK, V, C, NK, WIDE, DELTA, GATED, PACKED)
-    smem = dqkg_device.Buffers(
+    c: gl.constexpr = Constants(K, BK, V, C, NK, WIDE, DELTA, GATED, PACKED)
+    smem = Buffers(
         ss, ds, os, ys, xs, vs, ops, gs, gate_terms, gate_sums, factors, scores, full, empty
     )
     gl.warp_specialize(
         [
             (dqkg_partition, (smem, refs, scale, sizes, c)),
-            (dqkg_device.load_partition, (descs, smem, refs, sizes, c)),
+            (load_partition, (descs, smem, refs, sizes, c)),
         ],
         [1],
         [24],

@@ -34,8 +34,8 @@ The first 64 channels of g come to where b goes. With STRONG, threads load gates
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common import device
-from slipstream.kernels.linear.sm90.common.tril_inverse import BASE, NB, by_blocks, substitute
+from slipstream.kernels.linear.sm90 import common
+from slipstream.kernels.linear.sm90.common import BASE, NB, by_blocks, substitute
 from slipstream.kernels.linear.sm90.delta import delta_device, solve_tril
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
@@ -229,7 +229,7 @@ def strong_scores(x, y, b_k, b_q, b_g, wl: gl.constexpr, c):
     b_p = b_a
     for within in gl.static_range(2):
         if within:
-            b_h = gl.reshape(device.at_least(b_g, LOWEST_WITHIN), [2 * NB, SUB, 64])
+            b_h = gl.reshape(common.at_least(b_g, LOWEST_WITHIN), [2 * NB, SUB, 64])
             b_h = gl.reshape(gl.associative_scan(b_h, 1, add), [NB, BASE, 64])
             # from the middle of what eight tokens can be apart
             b_h = gl.convert_layout(b_h, layout, assert_trivial=True) - 0.5 * SUB * LOWEST_WITHIN
@@ -347,7 +347,7 @@ def prepare_partition(
                     b_q = load_chunks(tiles.q.index(at), flat).to(gl.float32)
                     far = tiles.far.index(2 * half + h)
                     b_x, b_y, b_far = strong_scores(
-                        far, y, b_k, b_q, device.at_least(b_g, LOWEST), wl, c
+                        far, y, b_k, b_q, common.at_least(b_g, LOWEST), wl, c
                     )
                     put(far, b_far, c.C, 64)
                     b_a += b_x
@@ -486,7 +486,7 @@ def scan_partition(
         mbarrier.arrive(barriers.empty.index(s), count=1)
         sm90.fence_async_shared()
         gl.thread_barrier()
-        device.store_tile(
+        common.store_tile(
             o_desc, o_ptr, tiles.o.index(tile), seq.row + i * c.C, seq.v_col + 64 * tile, o_row,
             rows, c.C, 64,
         )  # fmt: skip
@@ -532,7 +532,7 @@ def kda_fused_fwd_sm90_kernel(
     total = gl.allocate_shared_memory(gl.float32, [2 * ST, NB, 64], line)
     mp = gl.allocate_shared_memory(dtype, [2, 2 * C, BASE], small)
     lines = gl.allocate_shared_memory(gl.float32, [2, 2 * NB, BASE], line)
-    v_full = device.alloc_mbarriers(1, 4)
+    v_full = common.alloc_mbarriers(1, 4)
     # each launch has what it uses alone: Triton gives the memory of an unused barrier away
     g, far, keep = q, b, total
     g_full, g_empty = v_full, v_full.index(0)
@@ -541,15 +541,15 @@ def kda_fused_fwd_sm90_kernel(
         keep = gl.allocate_shared_memory(gl.float32, [2 * ST, NB, 64], line)
     else:
         g = gl.allocate_shared_memory(gl.float32, [64, 64], g_desc.layout)
-        g_full, g_empty = device.alloc_mbarriers(1, 2), device.alloc_mbarriers(1, 1).index(0)
+        g_full, g_empty = common.alloc_mbarriers(1, 2), common.alloc_mbarriers(1, 1).index(0)
     tiles = Tiles(q, k, b, g, v, o, total, mp, lines, far, keep)
     barriers = Barriers(
-        device.alloc_mbarriers(1, ST), device.alloc_mbarriers(1, ST), device.alloc_mbarriers(2, ST),
+        common.alloc_mbarriers(1, ST), common.alloc_mbarriers(1, ST), common.alloc_mbarriers(2, ST),
         v_full, g_full, g_empty,
     )  # fmt: skip
     pid = gl.program_id(0)
     i_h = pid % HV
-    row, length, _, i_n, _, _ = device.locate_segment(cu_ptr, pid // HV, T, N, 1, C, PACKED, False)
+    row, length, _, i_n, _, _ = common.locate_segment(cu_ptr, pid // HV, T, N, 1, C, PACKED, False)
     # both prepare_partitions say of their blocks; neither waits for the other
     p_strong = strong_ptr + 2 * pid
     wanted = True

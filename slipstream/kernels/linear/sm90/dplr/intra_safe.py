@@ -21,7 +21,7 @@ there always, and rows that wy.py would take are made once more as it makes them
 
 from collections import namedtuple
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.dplr import blocks, by_quarters, gate_sums, wy
 from slipstream.kernels.linear.sm90.dplr.blocks import LOWEST
 from slipstream.kernels.linear.sm90.dplr.solve_tril import (
@@ -74,13 +74,13 @@ def block_operands(
     x, y, z, w = ops
     q, a, b, k = tile
     b_apart = gl.where(later > 0, APART, -APART)
-    b_f = blocks.flattened(device.exp2_by_parts(b_e + b_apart), flat)
+    b_f = blocks.flattened(common.exp2_by_parts(b_e + b_apart), flat)
     blocks.put_product(x, q.load(flat), b_f)
     if not DELTA:
-        b_f = blocks.flattened(device.exp2_by_parts(b_before + b_apart), flat)
+        b_f = blocks.flattened(common.exp2_by_parts(b_before + b_apart), flat)
     b_a = a.load(flat)
     blocks.put_product(y, erased(b_a, k, flat, GATED), b_f)
-    b_f = blocks.flattened(device.exp2_by_parts(-(b_e + b_apart)), flat)
+    b_f = blocks.flattened(common.exp2_by_parts(-(b_e + b_apart)), flat)
     if DELTA:
         blocks.put_product(z, b_a, b_f)
     else:
@@ -96,7 +96,7 @@ def level_operands(
     x, y, _, _ = ops
     q, a, b, k = tile
     reads = blocks.flattened(later + 0 * b_e.to(gl.int32), flat) > 0
-    b_f = blocks.flattened(device.exp2_or_least(gl.where(later > 0, b_e, -b_e)), flat)
+    b_f = blocks.flattened(common.exp2_or_least(gl.where(later > 0, b_e, -b_e)), flat)
     b_a = a.load(flat)
     if DELTA:
         blocks.put_product(x, gl.where(reads, q.load(flat), b_a), b_f)
@@ -104,7 +104,7 @@ def level_operands(
         blocks.put_product(y, b_a, b_f)
     else:
         blocks.put_product(x, gl.where(reads, q.load(flat), b.load(flat)), b_f)
-        b_f = blocks.flattened(device.exp2_or_least(gl.where(later > 0, b_before, -b_e)), flat)
+        b_f = blocks.flattened(common.exp2_or_least(gl.where(later > 0, b_before, -b_e)), flat)
         blocks.put_product(y, gl.where(reads, b_a, k.load(flat)), b_f)
 
 
@@ -126,7 +126,7 @@ def to_edges(
     b_start = gl.where(by_quarters.quarters(three) < 2, 1.0, 2.0 ** (-2 * APART))
     b_off = b_n - b_base
     b_f = blocks.flattened(gl.exp2(b_rest - b_e), flat)
-    b_r = blocks.flattened(device.exp2_or_least(b_e - b_off), flat)
+    b_r = blocks.flattened(common.exp2_or_least(b_e - b_off), flat)
     b_q = q.load(flat) * b_r * by_quarters.of_tokens(b_start * scale, flat)
     gl.store(q_out_ptr + o_w, b_q.to(q.dtype))
     b_a = a.load(flat)
@@ -136,7 +136,7 @@ def to_edges(
     else:
         gl.store(b_out_ptr + o_w, (b.load(flat) * b_f).to(a.dtype))
         gl.store(k_out_ptr + o_w, (k.load(flat) * b_f).to(a.dtype))
-        b_f = blocks.flattened(device.exp2_or_least(b_before - b_off), flat)
+        b_f = blocks.flattened(common.exp2_or_least(b_before - b_off), flat)
     blocks.put_product(a, erased(b_a, k, flat, GATED), b_f)
 
 
@@ -153,7 +153,7 @@ def whole_operands(
     b_e += b_base
     LOW: gl.constexpr = -(2 * LIMIT + 1)
     block_operands(
-        device.at_least(b_e, LOW), device.at_least(b_before + b_base, LOW), b_e.to(gl.int32) * 0,
+        common.at_least(b_e, LOW), common.at_least(b_before + b_base, LOW), b_e.to(gl.int32) * 0,
         tile, ops, flat, 0.0, DELTA, GATED,
     )  # fmt: skip
     return gl.convert_layout(gl.reshape(gl.min(b_e, 2), [64]), gl.SliceLayout(1, layout))
@@ -255,7 +255,7 @@ def load_gates(p, n, stride, num_rows, none, CHANNEL: gl.constexpr):
     o_n = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, None, :]
     p += o_t * stride + (n * 64 + o_n) * CHANNEL
     b_g = gl.load(p, mask=o_t < num_rows + 0 * o_n, other=0.0).to(gl.float32)
-    return device.at_least(b_g * LOG2E, LOWEST)
+    return common.at_least(b_g * LOG2E, LOWEST)
 
 
 @gluon.jit
@@ -364,7 +364,7 @@ def one_chunk(refs, scale, keep, pid, sizes, c):
     ops = Operands(xs, ys, zs, ws)
     tiles = by_quarters.Tiles(qs, reads, bs, keys)
     i_h = pid % HV
-    row, num_rows, _ = device.locate_sequence(refs.cu, pid // HV, T, N, C, C, c.PACKED, True)
+    row, num_rows, _ = common.locate_sequence(refs.cu, pid // HV, T, N, C, C, c.PACKED, True)
     index = gl.cast(pid, gl.int64)
     token = row.to(gl.int64) * token_heads + i_h
     # 0, another one each time: what is made of it is not kept for the next chunk, level or part

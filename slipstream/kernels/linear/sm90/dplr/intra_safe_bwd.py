@@ -22,8 +22,8 @@ can hold is above 1.
 
 from collections import namedtuple
 
-from slipstream.kernels.linear.sm90.common import device, tril_inverse
-from slipstream.kernels.linear.sm90.dplr.dqkg_device import (
+from slipstream.kernels.linear.sm90 import common
+from slipstream.kernels.linear.sm90.dplr.dqkg import (
     LOG2E,
     chunk_tiles,
     load_before,
@@ -274,9 +274,9 @@ def one_chunk(refs, unit, scale, sizes, c):
     ins = gl.allocate_shared_memory(act, [3 if c.DELTA else 4, c.C, c.BK], tile)
     buffers = Buffers(scores, ops, ins, sums, gates)
     tiles = Tiles(ss, ds, os, ys, xs, vs)
-    row, num_rows, _ = device.locate_sequence(refs.cu, n // HV, T, N, c.C, c.C, c.PACKED, True)
+    row, num_rows, _ = common.locate_sequence(refs.cu, n // HV, T, N, c.C, c.C, c.PACKED, True)
     i_h = n % HV
-    full = device.alloc_mbarriers(1, 2)
+    full = common.alloc_mbarriers(1, 2)
     sm90.fence_async_shared()
     gl.thread_barrier()
     load_chunk(refs, tiles, scores, full, n, row, i_h, i_k, c)
@@ -291,7 +291,7 @@ def one_chunk(refs, unit, scale, sizes, c):
     o_o = first * c.K + o_c[:, None] * (HV * c.K) + o_k[None, :]
     o_q = (row.to(gl.int64) * H + i_h // (HV // H)) * c.K + o_c[:, None] * (H * c.K) + o_k[None, :]
     b_g = gl.load(refs.g + o_o, mask=m, other=0.0).to(gl.float32) * LOG2E
-    b_g = device.at_least(b_g, LOWEST)
+    b_g = common.at_least(b_g, LOWEST)
     b_k = gl.load(refs.k + o_q, mask=m, other=0.0)
     ins.index(none).store(gl.load(refs.q + o_q, mask=m, other=0.0))
     p_diag = refs.diag + n.to(gl.int64) * (2 * c.C) + o_c
@@ -310,7 +310,7 @@ def one_chunk(refs, unit, scale, sizes, c):
         ins.index(none + 2).store(gl.load(refs.b + o_q, mask=m, other=0.0))
         ins.index(none + 3).store(b_k)
         b_qk = gl.load(p_diag + c.C)[:, None]
-    g_high, g_low = tril_inverse.halves(b_g)
+    g_high, g_low = common.halves(b_g)
     gates.index(none).store(g_high)
     gates.index(none + 1).store(g_low)
     sm90.fence_async_shared()
@@ -351,7 +351,7 @@ def one_chunk(refs, unit, scale, sizes, c):
         gl.store(refs.dk + o_o, (b_du + b_qk * b_q).to(act), mask=m)
     gl.store(refs.dq + o_o, b_dq.to(act), mask=m)
     gl.store(refs.dg + o_o, b_dg.to(refs.dg.dtype.element_ty), mask=m)
-    device.invalidate_mbarriers(full)
+    common.invalidate_mbarriers(full)
 
 
 @gluon.jit(do_not_specialize=["scale", "total", "T", "N", "HV", "H", "tokens"])

@@ -11,7 +11,7 @@ another computes; for that dS' comes into the memory of x and v, once the scores
 Calls that write by channel take Triton's kernel.
 """
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.dplr.solve_tril import put, ready
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
@@ -77,9 +77,9 @@ def dplr_scores_sm90_kernel(
     vs = gl.allocate_shared_memory(act, [C, V], v_desc.layout)
     os = gl.allocate_shared_memory(act, [C, V], do_desc.layout)
     ys = gl.allocate_shared_memory(act, [V, C], y_desc.layout)
-    full = device.alloc_mbarriers(1, 2)
+    full = common.alloc_mbarriers(1, 2)
     ready()
-    row, num_rows, _ = device.locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+    row, num_rows, _ = common.locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
     i_h = n % HV
     mbarrier.expect(full.index(0), 4 * do_desc.block_type.nbytes)
     sm90.copy_in(do_desc, [row, i_h * V], full.index(0), os)
@@ -131,7 +131,7 @@ def dplr_scores_sm90_kernel(
 
         # gradient of v
         if num_rows < C:
-            device.zero_tail_rows(os, num_rows, C, V)
+            common.zero_tail_rows(os, num_rows, C, V)
         ready()
         none = gl.zeros([C, V], gl.float32, vl)
         mbarrier.wait(full.index(1), 0)
@@ -142,4 +142,4 @@ def dplr_scores_sm90_kernel(
         gl.thread_barrier()
         os.store(b_dv.to(act))
         write_values(dv_desc, dv_ptr, os, row, i_h, num_rows, HV, V)
-    device.invalidate_mbarriers(full)
+    common.invalidate_mbarriers(full)

@@ -5,7 +5,7 @@ R = (I + b_a)^-1        W = -R beta A or R A        U^T = v^T (R beta)^T or v^T 
 
 from collections import namedtuple
 
-from slipstream.kernels.linear.sm90.common import device, tril_inverse
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, warpgroup_mma
 
@@ -95,7 +95,7 @@ def solve(b_a, aks, reads, middles, beta_ptr, refs, keep, num_rows, token_heads,
     b_v0 = gl.load(p_v, mask=o_r < num_rows, other=0.0)
     if NV > 1:
         b_v1 = gl.load(p_v + 64, mask=o_r < num_rows, other=0.0)
-    b_r, _ = tril_inverse.inverse(b_a)
+    b_r, _ = common.inverse(b_a)
     if keep != 0:
         put(refs.r, b_r.to(act), C, rows, none)
     if beta_ptr is not None:
@@ -117,7 +117,7 @@ def solve(b_a, aks, reads, middles, beta_ptr, refs, keep, num_rows, token_heads,
             b_back = 2.0**-HEADROOM
             if middles is not None:
                 b_m = middles.index(none + n).load(gl.SliceLayout(0, al))
-                b_back = device.exp2_of_whole(b_m + (c.APART - HEADROOM))[None, :]
+                b_back = common.exp2_of_whole(b_m + (c.APART - HEADROOM))[None, :]
             b_w = b_w * b_back
         if c.DELTA:
             b_w = -b_w

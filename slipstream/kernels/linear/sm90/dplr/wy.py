@@ -29,13 +29,13 @@ chunks are strong, and left to intra_safe.py.
     W = -R beta (k exp(G)) or R (a exp(G_prev))   U^T = v^T (R beta)^T or v^T (R ak)^T
 
 A chunk is a program of 4 warps that takes 64 channels at a time. Operands of products are tiles
-[C, 64] in shared memory, which later hold those of the inverse (common/tril_inverse.py) and v:
+[C, 64] in shared memory, which later hold those of the inverse (../common.py) and v:
 three programs fit a multiprocessor, and one loads while another computes.
 """
 
 from collections import namedtuple
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.dplr import gate_sums, solve_tril
 from slipstream.kernels.linear.sm90.dplr.by_quarters import (
     Scores,
@@ -158,14 +158,14 @@ def decay_operands(b_e, b_before, tile, c):
     b_q = q.load(c.flat)
     b_before = gl.convert_layout(gl.reshape(b_before, [64, 64]), c.flat)
     b_e = gl.convert_layout(gl.reshape(b_e, [64, 64]), c.flat)
-    b_read, b_write = device.exp2_and_inverse(b_e)
+    b_read, b_write = common.exp2_and_inverse(b_e)
     if c.DELTA:
         b_b = b_a * b_write
         if c.GATED:
             b_a = b_a.to(gl.float32) * k.load(c.flat).to(gl.float32)
         b_a = b_a * b_read
     else:
-        b_a = b_a * device.exp2_by_parts(b_before)
+        b_a = b_a * common.exp2_by_parts(b_before)
     a.store(b_a.to(a.dtype))
     b_q = b_q * b_read
     q.store(b_q.to(q.dtype))
@@ -201,7 +201,7 @@ def decay(b_g, strongest, farthest, by_quarters, tile, anchors, n, outs, p_total
         # b_b is up to 2^105, and what b^ takes of that may be less than float32 has
         b_end = of_tokens(gl.exp2(b_total - b_n + 70), c.flat)
         # n is down to -215, and 55 at most
-        b_start = gl.where(b_n < -196, 0.0, device.exp2_or_least(b_n + 70))
+        b_start = gl.where(b_n < -196, 0.0, common.exp2_or_least(b_n + 70))
         b_q = b_q * of_tokens(b_start, c.flat) * (scale * 2.0**-70)
         gl.store(outs.q + o_w, b_q.to(q.dtype))
         gl.store(outs.b + o_w, (b_b * b_end * 2.0**-70).to(b.dtype))
@@ -323,7 +323,7 @@ def dplr_wy_sm90_kernel(
         anchors = gl.allocate_shared_memory(gl.float32, [3 * NK if QUARTERS else NK, 64], plain)
     pid = gl.program_id(0)
     i_h = pid % HV
-    row, num_rows, _ = device.locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    row, num_rows, _ = common.locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
     i_chunk_head = pid.to(gl.int64)
     o_t = 16 * gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None]
     o_t += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, three)))[None, :, None]
@@ -331,7 +331,7 @@ def dplr_wy_sm90_kernel(
     o_line = gl.arange(0, 64, line)
     o_f = gl.arange(0, 64, gl.SliceLayout(1, flat))[:, None] * K + o_line[None, :]
     token = row.to(gl.int64) * token_heads + i_h
-    full = device.alloc_mbarriers(1, NK)
+    full = common.alloc_mbarriers(1, NK)
     solve_tril.ready()
     col = i_h // (HV // H) * K
     for n in gl.static_range(NK):
@@ -351,15 +351,15 @@ def dplr_wy_sm90_kernel(
             b_g = gl.load(p_g, mask=o_t < num_rows, other=0.0).to(gl.float32)
         mbarrier.wait(full.index(n), 0)
         if num_rows < C:
-            device.zero_tail_rows(qs.index(n), num_rows, C, 64)
-            device.zero_tail_rows(reads.index(n), num_rows, C, 64)
+            common.zero_tail_rows(qs.index(n), num_rows, C, 64)
+            common.zero_tail_rows(reads.index(n), num_rows, C, 64)
             if GATED or not DELTA:
-                device.zero_tail_rows(bs.index(n), num_rows, C, 64)
+                common.zero_tail_rows(bs.index(n), num_rows, C, 64)
             if not DELTA:
-                device.zero_tail_rows(keys.index(n), num_rows, C, 64)
+                common.zero_tail_rows(keys.index(n), num_rows, C, 64)
             gl.thread_barrier()
         if HAS_GATE:
-            b_g = device.at_least(b_g * LOG2E, LOWEST)
+            b_g = common.at_least(b_g * LOG2E, LOWEST)
             p_total = total_ptr + i_chunk_head * K + n * 64 + o_line
             before = by_quarters
             strongest, farthest, by_quarters = decay(
@@ -372,7 +372,7 @@ def dplr_wy_sm90_kernel(
                     to_quarters(anchors, j, tiles_at(tiles, j), c)
         else:
             without_gates(tiles_at(tiles, n), outs, o_w, scale, c)
-    device.invalidate_mbarriers(full)
+    common.invalidate_mbarriers(full)
     if HAS_GATE:
         gl.store(strong_ptr + i_chunk_head, strength_of(strongest, farthest, LIMIT, APART))
         if is_strong(strongest, farthest, LIMIT, APART, QUARTERS):

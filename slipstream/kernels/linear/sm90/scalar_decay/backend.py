@@ -19,7 +19,7 @@ from slipstream.kernels.linear.segments import (
     scan_args,
     scanned_sm90,
 )
-from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, token_tiles
+from slipstream.kernels.linear.sm90.common import align16, align_for_tma, token_tiles
 from slipstream.kernels.linear.sm90.scalar_decay import chunk_bwd, chunk_fwd, state_scan
 from slipstream.kernels.linear.triton.scalar_decay import backend as triton
 from slipstream.runtime.launch_cache import cached

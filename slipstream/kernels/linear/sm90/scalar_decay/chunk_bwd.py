@@ -26,7 +26,7 @@ dqkv_partition zeroes what is past the end of a short chunk, which the others se
 
 from collections import namedtuple
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.scalar_decay import chunk_fwd
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import HALF
 from slipstream.kernels.primitives import sm90
@@ -94,11 +94,11 @@ def dqkv_partition(
             b_g = chunk_fwd.load_gates(p_g, stride_g, gl.maximum(n - 2 - i, 0) * c.C, length, c.C)
         mbarrier.wait(full.index(s), (i // c.ST) & 1)
         if length - t < c.C:
-            device.zero_tail_rows(qs.index(s), length - t, c.C, c.D)
-            device.zero_tail_rows(ks.index(s), length - t, c.C, c.D)
+            common.zero_tail_rows(qs.index(s), length - t, c.C, c.D)
+            common.zero_tail_rows(ks.index(s), length - t, c.C, c.D)
             for half in gl.static_range(2):
-                device.zero_tail_rows(vs.index(2 * s + half), length - t, c.C, HALF)
-                device.zero_tail_rows(ds.index(2 * s + half), length - t, c.C, HALF)
+                common.zero_tail_rows(vs.index(2 * s + half), length - t, c.C, HALF)
+                common.zero_tail_rows(ds.index(2 * s + half), length - t, c.C, HALF)
             sm90.fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
@@ -209,13 +209,13 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     if HAS_GATE:
         factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
         sums = gl.allocate_shared_memory(gl.float32, [C], plain)
-    full = device.alloc_mbarriers(1, ST)
-    empty = device.alloc_mbarriers(3, ST)
-    a_full = device.alloc_mbarriers(1, 2)
-    a_empty = device.alloc_mbarriers(2, 2)
-    s_full = device.alloc_mbarriers(2, 1)
-    s_empty = device.alloc_mbarriers(1, 1)
-    i_h, i_seg, row, length, _, n = device.program_coords(
+    full = common.alloc_mbarriers(1, ST)
+    empty = common.alloc_mbarriers(3, ST)
+    a_full = common.alloc_mbarriers(1, 2)
+    a_empty = common.alloc_mbarriers(2, 2)
+    s_full = common.alloc_mbarriers(2, 1)
+    s_empty = common.alloc_mbarriers(1, 1)
+    i_h, i_seg, row, length, _, n = common.program_coords(
         cu_ptr, T, N, HV, segment, C, PACKED, SPLIT
     )
     k_col = i_h // (HV // H) * K
@@ -242,7 +242,7 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     to_half = HV.to(gl.int64) * num_anchors
     tiles = chunk_fwd.StateTiles(ks, qs, ds, ds, ss, scores, factors, dvs)
     barriers = chunk_fwd.StateBarriers(full, empty, full, empty, a_full, a_empty, s_full, s_empty)
-    pool = device.PoolRefs(None, None, None)
+    pool = common.PoolRefs(None, None, None)
     c: gl.constexpr = chunk_fwd.Constants(
         2, K, V, C, ST, ANCHOR_INTERVAL, True, False, HAS_GATE, HAS_DG, HAS_S_IN, HAS_S_OUT, True
     )

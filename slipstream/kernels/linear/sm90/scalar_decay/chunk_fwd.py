@@ -36,7 +36,7 @@ others see by a_full, and computes what the gates decay by.
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
@@ -188,10 +188,10 @@ def score_partition(
         t = (n - 1 - i if c.REVERSE else i) * c.C
         mbarrier.wait(full.index(s), (i // c.ST) & 1)
         if length - t < c.C:
-            device.zero_tail_rows(rs.index(s), length - t, c.C, c.D)
-            device.zero_tail_rows(ws.index(s), length - t, c.C, c.D)
+            common.zero_tail_rows(rs.index(s), length - t, c.C, c.D)
+            common.zero_tail_rows(ws.index(s), length - t, c.C, c.D)
             for half in gl.static_range(c.HALVES):
-                device.zero_tail_rows(xs.index(c.HALVES * s + half), length - t, c.C, HALF)
+                common.zero_tail_rows(xs.index(c.HALVES * s + half), length - t, c.C, HALF)
             sm90.fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
@@ -305,10 +305,10 @@ def state_partition(
         mbarrier.arrive(barriers.empty.index(s), count=1)
         mbarrier.arrive(barriers.a_empty.index(a), count=1)
         if refs.pool.rows is not None:
-            device.store_to_pool(refs.pool, to, b_s, o_x[:, None] * c.D + o_d[None, :])
+            common.store_to_pool(refs.pool, to, b_s, o_x[:, None] * c.D + o_d[None, :])
         b_y *= scale
         t = i_c * c.C
-        device.store_tile_transposed(
+        common.store_tile_transposed(
             y_desc, y_ptr, tiles.y.index(I), b_y, row + t, y_col, HV * c.X, length - t, c.C
         )
         if c.HAS_DG and not c.SHARED:
@@ -384,21 +384,21 @@ def scalar_decay_chunk_fwd_sm90_kernel(
     qs = xs
     factors = scores
     sums = scores
-    full = device.alloc_mbarriers(1, ST)
-    empty = device.alloc_mbarriers(1 + HALVES, ST)
-    a_full = device.alloc_mbarriers(1, 2)
-    a_empty = device.alloc_mbarriers(HALVES, 2)
+    full = common.alloc_mbarriers(1, ST)
+    empty = common.alloc_mbarriers(1 + HALVES, ST)
+    a_full = common.alloc_mbarriers(1, 2)
+    a_empty = common.alloc_mbarriers(HALVES, 2)
     q_full = full
     q_empty = empty
     if HAS_DG:
         qs = gl.allocate_shared_memory(dtype, [2 * HALVES, C, HALF], q_desc.layout)
-        q_full = device.alloc_mbarriers(1, 2)
-        q_empty = device.alloc_mbarriers(HALVES, 2)
+        q_full = common.alloc_mbarriers(1, 2)
+        q_empty = common.alloc_mbarriers(HALVES, 2)
     if HAS_GATE:
         factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
         sums = gl.allocate_shared_memory(gl.float32, [C], plain)
     if HALVES == 2:
-        i_h, i_seg, row, length, _, n = device.program_coords(
+        i_h, i_seg, row, length, _, n = common.program_coords(
             cu_ptr, T, N, HV, segment, C, PACKED, SPLIT
         )
         i_x = 0
@@ -407,7 +407,7 @@ def scalar_decay_chunk_fwd_sm90_kernel(
         i_x = pid % (X // HALF)
         i_h = pid // (X // HALF) % HV
         i_seg = pid // (X // HALF) // HV
-        row, length, _ = device.locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
+        row, length, _ = common.locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
         n = gl.cdiv(length, C)
     r_col = i_h // (HV // HR) * D
     x_col = i_h // (HV // HX) * X + i_x * HALF
@@ -432,13 +432,13 @@ def scalar_decay_chunk_fwd_sm90_kernel(
             p_later += (i_x * HV + i_h).to(gl.int64) * tokens + row
             p_z += (i_x * num_anchors).to(gl.int64) * HV + anchor
         p_anchor += anchor * (D * X)
-    pool = device.PoolRefs(None, None, None)
+    pool = common.PoolRefs(None, None, None)
     if to_ptr is not None:
-        _, _, _, i_n, i_split, _ = device.locate_segment(
+        _, _, _, i_n, i_split, _ = common.locate_segment(
             cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT
         )
         at = i_h * X * D
-        pool = device.pool_refs_of(pool_ptr, to_ptr, i_n, i_split, at, HV, T, segment, X * D, C)
+        pool = common.pool_refs_of(pool_ptr, to_ptr, i_n, i_split, at, HV, T, segment, X * D, C)
     tiles = StateTiles(rs, ws, xs, qs, state, scores, factors, ys)
     # S is not shared with others: its barriers are never waited for
     barriers = StateBarriers(full, empty, q_full, q_empty, a_full, a_empty, full, empty)

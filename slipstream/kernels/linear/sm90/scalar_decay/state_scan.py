@@ -20,7 +20,7 @@ bits therefore.
 
 from collections import namedtuple
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import HALF, add_up_gates, load_gates_of
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
@@ -80,8 +80,8 @@ def load_x(buffers, i, length, c, sl: gl.constexpr, xa: gl.constexpr):
     num_rows = length - i * c.C
     mbarrier.wait(full.index(s), (i // c.ST) & 1)
     if num_rows < c.C:
-        device.zero_tail_rows(ws.index(s), num_rows, c.C, c.BD)
-        device.zero_tail_rows(xs.index(s), num_rows, c.C, HALF)
+        common.zero_tail_rows(ws.index(s), num_rows, c.C, c.BD)
+        common.zero_tail_rows(xs.index(s), num_rows, c.C, HALF)
         sm90.fence_async_shared()
         gl.thread_barrier()
     b_x = xs.index(s).permute((1, 0)).load(xa)
@@ -158,7 +158,7 @@ def scalar_decay_state_scan_sm90_kernel(
     i_d = pid // NX % ND * BD
     i_h = pid // NX // ND % HV
     i_n = pid // NX // ND // HV
-    row, length, _, _, _, _ = device.locate_segment(cu_ptr, i_n, T, N, T, C, PACKED, False)
+    row, length, _, _, _, _ = common.locate_segment(cu_ptr, i_n, T, N, T, C, PACKED, False)
     n = gl.cdiv(length, C)
     first = row // segment + i_n if PACKED else i_n * gl.cdiv(T, segment)
     dtype: gl.constexpr = x_desc.dtype
@@ -166,12 +166,12 @@ def scalar_decay_state_scan_sm90_kernel(
     ws = gl.allocate_shared_memory(dtype, [ST, C, BD], w_desc.layout)
     xs = gl.allocate_shared_memory(dtype, [ST, C, HALF], x_desc.layout)
     factors = gl.allocate_shared_memory(gl.float32, [4, C], plain)
-    full = device.alloc_mbarriers(1, ST)
-    empty = device.alloc_mbarriers(1, ST)
+    full = common.alloc_mbarriers(1, ST)
+    empty = common.alloc_mbarriers(1, ST)
     # without gates these would be unused, and the compiler gives unused barriers' memory away
     g_full, g_empty = full, empty
     if HAS_GATE:
-        g_full, g_empty = device.alloc_mbarriers(1, 2), device.alloc_mbarriers(1, 2)
+        g_full, g_empty = common.alloc_mbarriers(1, 2), common.alloc_mbarriers(1, 2)
     w_col = i_h // (HV // HR) * D + i_d
     x_col = i_h // (HV // HX) * X + i_x
     o_s = (i_n.to(gl.int64) * HV + i_h) * (D * X)

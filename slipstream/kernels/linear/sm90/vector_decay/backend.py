@@ -24,7 +24,7 @@ from slipstream.kernels.linear.segments import (
     scan_args,
     vector_decay_sm90,
 )
-from slipstream.kernels.linear.sm90.common.tma import align16, align_for_tma, token_tiles
+from slipstream.kernels.linear.sm90.common import align16, align_for_tma, token_tiles
 from slipstream.kernels.linear.sm90.vector_decay import chunk_dqk, chunk_fwd
 from slipstream.kernels.linear.triton.vector_decay import backend as triton
 from slipstream.kernels.linear.vector_decay import IntraChunk, VectorDecayProblem

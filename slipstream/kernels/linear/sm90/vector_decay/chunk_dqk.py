@@ -28,7 +28,7 @@ boundary_partition zeroes what is past the end of a short chunk.
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import first_anchor
 from slipstream.kernels.linear.sm90.vector_decay import intra
 from slipstream.kernels.linear.sm90.vector_decay.intra import LOG2E
@@ -98,11 +98,11 @@ def boundary_partition(tiles, gates, until, full, flags_ready, ready, length, n,
         mbarrier.wait(full.index(s), (i // c.ST) & 1)
         q, k = tiles.q.index(s), tiles.k.index(s)
         if num_rows < c.C:
-            device.zero_tail_rows(q, num_rows, c.C, c.K)
-            device.zero_tail_rows(k, num_rows, c.C, c.K)
-            device.zero_tail_rows(tiles.g.index(s), num_rows, c.C, c.K)
-            device.zero_tail_rows(tiles.v.index(s), num_rows, c.C, c.V)
-            device.zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V)
+            common.zero_tail_rows(q, num_rows, c.C, c.K)
+            common.zero_tail_rows(k, num_rows, c.C, c.K)
+            common.zero_tail_rows(tiles.g.index(s), num_rows, c.C, c.K)
+            common.zero_tail_rows(tiles.v.index(s), num_rows, c.C, c.V)
+            common.zero_tail_rows(tiles.do.index(s), num_rows, c.C, c.V)
             gl.thread_barrier()
         intra.take_gates(tiles.g.index(s), gates, c.K, c.C)
         for h in gl.static_range(c.K // 64):
@@ -180,7 +180,7 @@ def state_partition(
             if (i_c % c.ANCHOR_INTERVAL == c.ANCHOR_INTERVAL - 1) | (i_c == n - 1):
                 p = refs.anchor + HV.to(gl.int64) * (i_c // c.ANCHOR_INTERVAL) * (c.K * c.V)
                 gl.store(p + o_a, b_s)
-        device.store_tile_transposed(
+        common.store_tile_transposed(
             y_desc, y_ptr, tiles.y.index(I), b_y, row + t, y_col, HV * c.K, length - t, c.C
         )
     sm90.store_wait(0)
@@ -222,11 +222,11 @@ def vector_decay_dqk_sm90_kernel(
     ys = gl.allocate_shared_memory(dtype, [2, C, 64], y_desc.layout)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     flags = gl.allocate_shared_memory(gl.float32, [ST, 1], plain)
-    full = device.alloc_mbarriers(1, ST)
-    flags_ready = device.alloc_mbarriers(1, ST)
-    ready = device.alloc_mbarriers(1, ST)
-    empty = device.alloc_mbarriers(2, ST)
-    i_h, i_n, row, length, first, n = device.program_coords(cu_ptr, T, N, HV, T, C, PACKED, False)
+    full = common.alloc_mbarriers(1, ST)
+    flags_ready = common.alloc_mbarriers(1, ST)
+    ready = common.alloc_mbarriers(1, ST)
+    empty = common.alloc_mbarriers(2, ST)
+    i_h, i_n, row, length, first, n = common.program_coords(cu_ptr, T, N, HV, T, C, PACKED, False)
     k_col = i_h // (HV // H) * K
     o_s = (i_n.to(gl.int64) * HV + i_h) * (K * V)
     # what is not given: something else, for only the first part takes None

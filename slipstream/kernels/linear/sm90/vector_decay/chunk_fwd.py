@@ -41,7 +41,7 @@ short chunk. For E key_partition, which makes w alone, is in its place, and q is
 from collections import namedtuple
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common import device
+from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.vector_decay import intra
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
@@ -140,9 +140,9 @@ def state_partition(
             b_s *= gl.where(strong, 1.0, totals.index(s).load(columns))[None, :]
         mbarrier.arrive(empty.index(s), count=1)
         if refs.pool.rows is not None:
-            device.store_to_pool(refs.pool, to, b_s, o_x[:, None] * c.K + o_k[None, :])
+            common.store_to_pool(refs.pool, to, b_s, o_x[:, None] * c.K + o_k[None, :])
         b_y *= scale
-        device.store_tile_transposed(
+        common.store_tile_transposed(
             y_desc, y_ptr, ys.index(I), b_y, row + t, y_col, HV * c.X, length - t, c.C
         )
     sm90.store_wait(0)
@@ -227,24 +227,24 @@ def vector_decay_chunk_fwd_sm90_kernel(
         free = gl.allocate_shared_memory(dtype, [2, C, 64], square_l)
     totals = gl.allocate_shared_memory(gl.float32, [ST, K], plain)
     flags = gl.allocate_shared_memory(gl.float32, [ST, 1], plain)
-    full = device.alloc_mbarriers(1, ST)
-    summed = device.alloc_mbarriers(1, ST)
-    ready = device.alloc_mbarriers(1, ST)
-    empty = device.alloc_mbarriers(2, ST)
-    i_h, i_n, row, length, _, n = device.program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
+    full = common.alloc_mbarriers(1, ST)
+    summed = common.alloc_mbarriers(1, ST)
+    ready = common.alloc_mbarriers(1, ST)
+    empty = common.alloc_mbarriers(2, ST)
+    i_h, i_n, row, length, _, n = common.program_coords(cu_ptr, T, N, HV, segment, C, PACKED, SPLIT)
     k_col = i_h // (HV // H) * K
     o_s = (i_n.to(gl.int64) * HV + i_h) * (K * X)
     # what is not given: something else, for only the first part takes None
     p_in = s_in_ptr if HAS_S_IN else y_ptr
     p_out = s_out_ptr if HAS_S_OUT else y_ptr
     p_u = u_ptr + i_h * K if HAS_U else y_ptr
-    pool = device.PoolRefs(None, None, None)
+    pool = common.PoolRefs(None, None, None)
     if to_ptr is not None:
-        _, _, _, i_m, i_split, _ = device.locate_segment(
+        _, _, _, i_m, i_split, _ = common.locate_segment(
             cu_ptr, i_n, T, N, segment, C, PACKED, SPLIT
         )
         at = i_h * X * K
-        pool = device.pool_refs_of(pool_ptr, to_ptr, i_m, i_split, at, HV, T, segment, X * K, C)
+        pool = common.pool_refs_of(pool_ptr, to_ptr, i_m, i_split, at, HV, T, segment, X * K, C)
     tiles = Tiles(rs, ws, xs, gs)
     refs = Refs(p_in, p_out, pool)
     if HAS_Y:

@@ -19,7 +19,7 @@ Where reads come before the write (u given) r_i leaves out its own gate, and A[i
 One warp sums up the chunk's gates beforehand, and says by a flag which of both it is.
 """
 
-from slipstream.kernels.linear.sm90.common.device import zero_tail_rows
+from slipstream.kernels.linear.sm90.common import zero_tail_rows
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 

@@ -12,8 +12,11 @@ from slipstream.kernels.linear.inputs import LinearInputs, pointers
 from slipstream.kernels.linear.segments import Segments, num_sequences, scan_args, sequence_args
 from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
-from slipstream.kernels.linear.triton.delta.plan import can_pass_states, segments_for_programs
-from slipstream.kernels.linear.triton.delta.tiles import KernelTile
+from slipstream.kernels.linear.triton.delta.plan import (
+    KernelTile,
+    can_pass_states,
+    segments_for_programs,
+)
 from slipstream.kernels.linear.triton.dplr import intra_safe_bwd, tiles, wy
 from slipstream.kernels.linear.triton.dplr.chunk import (
     dplr_chunk_dstate_kernel,

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from slipstream.kernels.linear.triton.common import gate_ones
 from slipstream.kernels.linear.triton.common.gate_ones import BASE, BLOCK, READS, START, WRITES
-from slipstream.kernels.primitives.activations import LOG2E
+from slipstream.kernels.primitives.device import LOG2E
 
 # 2^-256 is 0 in float32, and little enough for sums of it to keep the gates beside it
 LOWEST_GATE = tl.constexpr(-256.0)

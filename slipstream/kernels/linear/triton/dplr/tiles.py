@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.kernels.linear.triton.delta.tiles import KernelTile
+from slipstream.kernels.linear.triton.delta.plan import KernelTile
 from slipstream.kernels.linear.triton.scalar_decay.tiles import NARROWEST, ROWS, power_of_two
 
 

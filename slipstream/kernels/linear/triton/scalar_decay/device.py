@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from slipstream.kernels.primitives.activations import LOG2E
+from slipstream.kernels.primitives.device import LOG2E
 
 # exp2 of this is 0 in float32 times any state, and a chunk of it is still summed accurately.
 LOWEST_GATE = tl.constexpr(-128.0)

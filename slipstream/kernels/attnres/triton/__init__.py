@@ -1,1 +1,0 @@
-"""Attention over the depth in portable Triton; attnres.py is imported when chosen."""

@@ -1,1 +1,0 @@
-"""Portable Triton kernels of the short convolution; imported only when one is chosen."""

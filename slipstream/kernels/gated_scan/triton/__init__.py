@@ -1,1 +1,0 @@
-"""The scan in portable Triton; launch.py is imported when chosen."""

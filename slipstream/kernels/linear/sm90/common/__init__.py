@@ -1,1 +1,0 @@
-"""Device code that all sm_90 kernels of the linear family share."""

@@ -1,1 +1,0 @@
-"""The matmul for sm_90; imported only where it is chosen."""

@@ -1,1 +1,0 @@
-"""Portable Triton matmul; imported only where it is chosen."""

@@ -1,1 +1,0 @@
-"""Drafts of a mixer on sm_90, in Gluon."""

@@ -1,1 +1,0 @@
-"""Portable Triton kernels of the norms; imported only when one is chosen."""

@@ -1,1 +1,0 @@
-"""Portable Triton kernel of linear layers of a few rows."""

@@ -1,1 +1,0 @@
-"""The running mean in Triton; launch.py is imported when chosen."""

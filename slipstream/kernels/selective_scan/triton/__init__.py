@@ -1,1 +1,0 @@
-"""The selective scan in portable Triton; launch.py is imported when chosen."""
