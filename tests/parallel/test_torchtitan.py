@@ -126,4 +126,4 @@ def test_options_are_declared_as_torchtitans(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(TypeError, match="positional"):
             options(3)
         with pytest.raises(AttributeError):
-            options().widht = 3
+            options().breadth = 3
