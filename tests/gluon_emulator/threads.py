@@ -323,6 +323,7 @@ def _language() -> SimpleNamespace:
         constexpr_function=_jit,
         int32="int32", int64="int64", float32="float32",
         program_id=lambda axis: tensor(0 if axis else _LOCAL.program[0]),  # grids have one axis
+        num_warps=lambda: 4,
         num_programs=lambda axis: tensor(1 if axis else _LOCAL.program[1]),
         arange=lambda a, b, layout=None: tensor(np.arange(a, b)),
         full=lambda shape, x, dtype, layout=None: tensor(np.full(shape, x)),

@@ -48,9 +48,10 @@ MIN_SCANNED_SEGMENTS = 4
 # Value heads of all sequences from which on the fused backward takes whole sequences.
 FUSED_BWD_MIN_HEADS = 96
 FUSED_BWD_MIN_CHUNKS = 2  # of a segment there
-# Of packed sequences, chunks of a segment there, and in its chunks the time of the launches that
-# go before; a cut has to save a fifth.
-PACKED_BWD_CHUNKS, PACKED_BWD_COST = 16, 8
+# Of packed sequences, chunks of a segment there, half as many where a multiprocessor has fewer than
+# so many. The launches before take a chunk's time and a quarter of a multiprocessor's; a cut has to
+# save a fifth.
+PACKED_BWD_CHUNKS, PACKED_BWD_SHARE = 16, 12
 # Programs, one a head and sequence, from which on KDA's forward is one kernel. On an H200 96 take
 # 71 ns a token, however few there are, and the kernels of chunks 73 for 56 of them.
 FUSED_FWD_MIN_PROGRAMS = NUM_SMS * 16 // 33
@@ -295,11 +296,7 @@ def _num_fused_bwd(heads: int, chunks: int) -> int:
 
 def packed_bwd_chunks(terms: LinearInputs) -> int:
     """Chunks of a segment that this backward takes where heads are many but one packed sequence may
-    be so long that most multiprocessors wait for it; 0 for whole sequences.
-
-    Lengths are on the device. Those of documents are about log-normal: of N the longest has about
-    0.8 sqrt(N) times the mean.
-    """
+    be so long that most multiprocessors wait for it; 0 for whole sequences."""
     HV, V = terms.v.shape[2:]
     if terms.cu_seqlens is None or V != 2 * TILE_V:
         return 0
@@ -309,9 +306,31 @@ def packed_bwd_chunks(terms: LinearInputs) -> int:
 @by_sizes
 def _packed_bwd_chunks(heads: int, sequences: int, chunks: int) -> int:
     of_a_processor = heads * chunks // NUM_SMS
-    longest = 8 * chunks // isqrt(100 * sequences)
-    cut = of_a_processor + PACKED_BWD_CHUNKS + PACKED_BWD_COST
-    return PACKED_BWD_CHUNKS if 5 * cut < 4 * max(of_a_processor, longest) else 0
+    segment = PACKED_BWD_CHUNKS >> (of_a_processor < PACKED_BWD_SHARE)
+    cut = of_a_processor + segment + of_a_processor // 4 + 1
+    longest = max(of_a_processor, _longest(sequences, chunks))
+    return segment if 5 * cut < 4 * longest else 0
+
+
+def waits_for_longest(terms: LinearInputs, programs: int) -> bool:
+    """Whether a scan of few packed sequences, the longest first, lasts as long as that one: it has
+    more tokens than a multiprocessor's share of all. programs: of a head and sequence."""
+    if terms.cu_seqlens is None or consistent_scope.on:
+        return False
+    return _waits_for_longest(programs * terms.v.shape[2], terms.sequences)
+
+
+@by_sizes
+def _waits_for_longest(programs: int, sequences: int) -> bool:
+    # as _longest says, of as many as are sorted (sm90/common.py); by sequences alone, so
+    # that few sizes have all variants (size_ladder.py)
+    return sequences <= 64 and sequences * (5 * programs) ** 2 < (4 * NUM_SMS) ** 2
+
+
+def _longest(sequences: int, chunks: int) -> int:
+    """Chunks of the longest packed sequence, about: lengths are on the device. Those of documents
+    are about log-normal, and of N the longest has about 0.8 sqrt(N) times the mean."""
+    return 8 * chunks // isqrt(100 * sequences)
 
 
 def _chunks_of_a_sequence(terms: LinearInputs) -> int:

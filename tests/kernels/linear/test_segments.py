@@ -37,6 +37,32 @@ def test_segments_by_shapes(case: tuple[int, int, int, int]) -> None:
     assert num_dplr_sm90(*shape) == n
 
 
+# heads, packed sequences and chunks of all; chunks of a segment backward, and whether the delta
+# rule's forward takes one tile of V a program, of two
+PACKED = [
+    (8, 18, 128, 8, True),
+    (8, 29, 512, 16, True),
+    (11, 29, 512, 0, False),
+    (8, 43, 512, 0, True),
+    (8, 44, 512, 0, False),
+    (1, 64, 512, 8, True),
+    (1, 65, 512, 8, False),
+    (16, 32, 128, 0, False),  # a multiprocessor's share of all tokens is more than the longest has
+    (32, 4, 256, 0, False),
+    (8, 1, 128, 8, True),
+    (0, 1, 0, 0, True),
+]
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_packed_sequences_by_shapes(case: tuple[int, int, int, int, bool]) -> None:
+    from slipstream.kernels.linear import segments
+
+    heads, sequences, chunks, segment, one_tile = case
+    assert segments._packed_bwd_chunks(heads, sequences, chunks) == segment
+    assert segments._waits_for_longest(2 * heads, sequences) == one_tile
+
+
 # function, arguments that are just enough for a cut, tokens of its segments, and (value, place) of
 # one argument in turn with which there is none
 CUTS = [

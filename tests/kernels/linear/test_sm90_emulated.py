@@ -69,6 +69,7 @@ def two_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def many_programs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(backend("delta"), "NUM_SMS", 1)
+    monkeypatch.setattr(backend("delta"), "waits_for_longest", lambda *given: False)
     return {"solve_tril", "chunk_fwd_2tile", "chunk_dstate", "dqkg"}
 
 

@@ -1,6 +1,7 @@
 """Parts of the linear family's kernels on sm_90 as numpy: the inverse of a chunk, views of some
 heads, transitions that count as zero, blocks by levels."""
 
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -58,6 +59,22 @@ def test_blocks_are_as_large_as_their_decay_allows(level: int) -> None:
     for further, want in ((0.0, level), (2.0**-20, max(2, level - 1))):
         gates = np.full((4, 16, 64), -(1.0 + further) * 64 / 2 ** (level - 1))
         assert int(np.asarray(used(threads.tensor(gates), 0.0, 32.0))) == want
+
+
+def test_longest_first_gives_each_sequence_once_by_length() -> None:
+    used = launches.module(SM90 + "common", False).longest_first
+    threads._LOCAL.part = race_detector.Part(race_detector.Program(), "the program")
+    # with equal and empty ones, one that ends before it begins, more heads and more than are sorted
+    cases = ([0, 9], 2), ([0, 5, 5, 20, 25, 25, 26], 2), ([0, 40, 3, 60, 61], 1), ([0, 1, 9], 513)
+    for offsets, heads in (*cases, ([*range(0, 130, 2), 199], 1)):
+        N = len(offsets) - 1
+        cu = threads.Pointer(np.array(offsets, dtype=np.float64), np.array(0))
+        ends = [threads.tensor(i) for i in range(N)]
+        with mock.patch.dict(used.__globals__, {"sm90": mock.Mock(uniform=lambda n: n)}):
+            got = [int(used(cu, i, N, heads, True)) for i in ends]
+        lengths = [max(0, b - a) for a, b in pairwise(offsets)]
+        few = N <= 64 and N * heads <= 1024
+        assert got == (sorted(range(N), key=lambda n: -lengths[n]) if few else [*range(N)])
 
 
 @pytest.mark.parametrize("kind", ["kda", "dplr", "gdn2"])

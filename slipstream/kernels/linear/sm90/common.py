@@ -25,6 +25,8 @@ from slipstream.kernels.primitives.sm90 import LARGER_VIEWS, TensorDescriptor, g
 from slipstream.kernels.primitives.sm90_device import halves
 from slipstream.runtime.launch_cache import cache
 
+# Packed sequences that programs take by their lengths, and programs: each looks at all lengths.
+MAX_SORTED, MAX_SORTED_PROGRAMS = gl.constexpr(64), gl.constexpr(1024)
 WHOLE = gl.constexpr(1.5 * 2.0**23)  # float32 beside it are whole numbers, which its last bits are
 
 
@@ -107,6 +109,31 @@ def locate_segment(
 
 
 @gluon.jit
+def longest_first(cu_ptr, i_n, N, HV, PACKED: gl.constexpr):
+    """The i_n-th longest of few packed sequences, of others sequence i_n itself: the last program
+    to begin should be a short one, since all wait for it. As Triton's of the vector decay."""
+    if PACKED:  # noqa: SIM102
+        if (N <= MAX_SORTED) & (N * HV <= MAX_SORTED_PROGRAMS):
+            # each warp has all of them
+            layout: gl.constexpr = gl.BlockedLayout([MAX_SORTED // 32], [32], [gl.num_warps()], [0])
+            o = gl.arange(0, MAX_SORTED, layout)
+            m = o < N
+            length = gl.load(cu_ptr + o + 1, mask=m, other=0).to(gl.int32)
+            length -= gl.load(cu_ptr + o, mask=m, other=0).to(gl.int32)
+            # wrong offsets count as no tokens, and what is no sequence as fewer: it comes last
+            length = gl.where(m, gl.maximum(length, 0), -1)
+            before = gl.zeros([MAX_SORTED], gl.int32, layout)
+            begin = gl.load(cu_ptr).to(gl.int32)
+            for j in range(N):
+                end = gl.load(cu_ptr + j + 1).to(gl.int32)
+                other = gl.maximum(end - begin, 0)
+                before += ((other > length) | ((other == length) & (o > j))).to(gl.int32)
+                begin = end
+            i_n = sm90.uniform(gl.sum(gl.where(before == i_n, o, 0), 0))
+    return i_n
+
+
+@gluon.jit
 def program_coords(
     cu_ptr, T, N, HV, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
 ):
@@ -114,7 +141,7 @@ def program_coords(
     locate_sequence says of it, and its chunks."""
     pid = gl.program_id(0)
     i_h = pid % HV
-    i_seg = pid // HV
+    i_seg = longest_first(cu_ptr, pid // HV, N, HV, PACKED and not SPLIT)
     row, length, first = locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
     return i_h, i_seg, row, length, first, gl.cdiv(length, C)
 

@@ -22,6 +22,7 @@ from slipstream.kernels.linear.segments import (
     num_chunks,
     scanned_sm90,
     sequence_args,
+    waits_for_longest,
 )
 from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.delta import bwd_fused, bwd_schedule, dqkg, segment_launch
@@ -165,10 +166,13 @@ class Sm90Delta(delta.DeltaBackend):
         )
 
     def _use_2tile(self, terms: LinearInputs) -> bool:
-        """Whether a program takes two tiles of V: with one each they would not all run at once."""
+        """Whether a program takes two tiles of V: with one each they would not all run at once,
+        which matters where none is much longer than the others."""
         HV, V = terms.v.shape[2:]
         sequences = 1 if consistent.consistent_scope.on else terms.sequences
-        return V % (2 * TILE_V) == 0 and V // TILE_V * HV * sequences > NUM_SMS
+        if V % (2 * TILE_V) or V // TILE_V * HV * sequences <= NUM_SMS:
+            return False
+        return not waits_for_longest(terms, V // TILE_V)
 
     def chunk_dstate(
         self,

@@ -110,7 +110,7 @@ def load_partition(
 
 
 @gluon.jit
-def state_partition(tiles, barriers, state_refs, pool, length, n, tile: gl.constexpr, c):
+def state_partition(tiles, barriers, state_refs, pool, i_seg, HV, length, n, tile: gl.constexpr, c):
     i_bar: gl.constexpr = (
         tile if c.SAVE_STATES else 0
     )  # its barriers: output_partition takes both tiles at once
@@ -189,7 +189,8 @@ def state_partition(tiles, barriers, state_refs, pool, length, n, tile: gl.const
             # knows
             TILES: gl.constexpr = c.V // (2 * c.BV)
             pid = gl.program_id(0) + (length >> 31)
-            o_state = pid // TILES * gl.full([], c.K * c.V, gl.int64) + pid % TILES * (2 * c.BV)
+            o_state = delta_device.state_offset(i_seg, pid // TILES % HV, HV, c.K, c.V)
+            o_state += pid % TILES * (2 * c.BV)
             state_refs = delta_device.StateRefs(None, state_refs.out_ptr, None, o_state)
         delta_device.store_state(
             state_refs, b_s, length >> 30, o_k, tile * c.BV + o_v, c.V, c.HAS_S_OUT
@@ -353,8 +354,8 @@ def delta_chunk_fwd_2tile_sm90_kernel(
         tiles = Tiles(ks, vs, rs, gs, ss, xs)
         gl.warp_specialize(
             [
-                (state_partition, (tiles, barriers, state_refs, pool, length, n, 0, c)),
-                (state_partition, (tiles, barriers, state_refs, pool, length, n, 1, c)),
+                (state_partition, (tiles, barriers, state_refs, pool, i_seg, HV, length, n, 0, c)),
+                (state_partition, (tiles, barriers, state_refs, pool, i_seg, HV, length, n, 1, c)),
                 (save_partition, (
                     states_desc, o_desc, o_ptr, tiles, barriers, row, chunk, HV, HV * V, v_col, i_v,
                     length, n, c)),
@@ -380,8 +381,8 @@ def delta_chunk_fwd_2tile_sm90_kernel(
             )
         gl.warp_specialize(
             [
-                (state_partition, (tiles, barriers, state_refs, pool, length, n, 0, c)),
-                (state_partition, (tiles, barriers, state_refs, pool, length, n, 1, c)),
+                (state_partition, (tiles, barriers, state_refs, pool, i_seg, HV, length, n, 0, c)),
+                (state_partition, (tiles, barriers, state_refs, pool, i_seg, HV, length, n, 1, c)),
                 (output_partition, (
                     o_desc, o_ptr, tiles, barriers, queries, os, checkpoints, row, HV * V, v_col,
                     length, n, scale, c)),

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from slipstream.kernels.linear.sm90.common import locate_segment
+from slipstream.kernels.linear.sm90.common import locate_segment, longest_first
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
@@ -62,7 +62,7 @@ def program_coords(
     pid = gl.program_id(0)
     i_v = (pid % TILES) * BV
     i_h = (pid // TILES) % HV
-    i_seg = pid // TILES // HV
+    i_seg = longest_first(cu_ptr, pid // TILES // HV, N, TILES * HV, PACKED and not SPLIT)
     row, length, first, i_n, i_s, last = locate_segment(
         cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT
     )

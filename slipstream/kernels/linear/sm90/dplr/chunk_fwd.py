@@ -353,7 +353,7 @@ def dplr_chunk_fwd_sm90_kernel(
     pid = gl.program_id(0)
     m_col = (pid % TILES - 1) * V
     i_h = (pid // TILES) % HV
-    i_seg = pid // TILES // HV
+    i_seg = common.longest_first(cu_ptr, pid // TILES // HV, N, TILES * HV, PACKED and not SPLIT)
     row, length, first = common.locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
     n = gl.cdiv(length, C)
     # a sequence of no tokens may have a first chunk past the last one

@@ -407,6 +407,7 @@ def scalar_decay_chunk_fwd_sm90_kernel(
         i_x = pid % (X // HALF)
         i_h = pid // (X // HALF) % HV
         i_seg = pid // (X // HALF) // HV
+        i_seg = common.longest_first(cu_ptr, i_seg, N, X // HALF * HV, PACKED and not SPLIT)
         row, length, _ = common.locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
         n = gl.cdiv(length, C)
     r_col = i_h // (HV // HR) * D
