@@ -169,7 +169,7 @@ def step_logits(model: Any, calls: list[Any], monkeypatch: Any) -> list[torch.Te
     monkeypatch.setattr(op.inputs, "MMA_ROWS", 2)
     monkeypatch.setattr(op.backends, "supports_pdl", lambda device: True)
     run, ids, logits = op.run_norm, torch.randint(97, (3, 7)), []
-    monkeypatch.setattr(op, "run", lambda t, n: calls.append(t) or run(t, n))
+    monkeypatch.setattr(op, "run_norm", lambda t, n: calls.append(t) or run(t, n))
     for on_device in (False, True):
         monkeypatch.setattr(projections, "_on_device", lambda x, fused=on_device: fused)
         cache = StateCache(2)

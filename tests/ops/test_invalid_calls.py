@@ -183,6 +183,7 @@ FREE = {
     "flash_attn_with_kvcache:block_table latent_attention:table mixer_step:conv_state "
     "causal_conv1d_fn:weight causal_conv1d_update:conv_state causal_conv1d_update:weight "
     "cross_entropy:logits",
+    "a row less": "rotary_embedding:positions",  # one row for all
 }
 
 # arguments whose first dimension no other one has
