@@ -10,12 +10,9 @@ from tests.support.forked import run_code
 ROOT = Path(__file__).parents[1]
 # bytes for a token and channel, and without what is made again
 LIMITS = {
-    "attention": (22.5, 22.5),
-    "gated_deltanet": (25.5, 35.5),
-    "kda": (28.5, 42.5),
-    "mamba2": (30.5, 46.5),
-    "rwkv7": (57.5, 57.5),
-}
+    "attention": (22.5, 22.5), "gated_deltanet": (25.5, 35.5), "kda": (28.5, 42.5),
+    "mamba2": (30.5, 46.5), "rwkv7": (57.5, 57.5),
+}  # fmt: skip
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="kernels are chosen, though none runs")

@@ -11,16 +11,9 @@ ROOT = Path(str(slipstream.__file__)).parent
 # from the top; a part may import its own level and those below
 LEVELS = (
     {"cli"},
-    {"tools", "training", "integrations", "compat"},
-    {"models"},
-    {"layers"},
-    {"nn"},
-    {"ops", "parallel"},
-    {"kernels"},
-    {"runtime"},
-    {"compiler"},
-    {"common"},
-)
+    {"tools", "training", "integrations", "compat"}, {"models"}, {"layers"}, {"nn"},
+    {"ops", "parallel"}, {"kernels"}, {"runtime"}, {"compiler"}, {"common"},
+)  # fmt: skip
 LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 EXCEPTIONS = {
     # atomic writes, which verdicts about compilers and digests of sources need

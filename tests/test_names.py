@@ -33,20 +33,10 @@ BANNED_LINEAR = BANNED | {"left", "mark", "own", "part", "parts", "slot", "slots
 ALLOWED = {"cache_slot", "cache_slots"}
 # folders of slipstream whose locals are done; runtime is not among them yet
 FOLDERS = (
-    "compiler",
-    "kernels/attention",
-    "kernels/conv",
-    "kernels/elementwise",
-    "kernels/gated_scan",
-    "kernels/loss",
-    "kernels/matmul",
-    "kernels/mixer_step",
-    "kernels/norm",
-    "kernels/primitives",
-    "kernels/projection_step",
-    "kernels/running_mean",
-    "kernels/selective_scan",
-)
+    "compiler", "kernels/attention", "kernels/conv", "kernels/elementwise", "kernels/gated_scan",
+    "kernels/loss", "kernels/matmul", "kernels/mixer_step", "kernels/norm", "kernels/primitives",
+    "kernels/projection_step", "kernels/running_mean", "kernels/selective_scan",
+)  # fmt: skip
 ROOT = Path(slipstream.__file__).parent
 
 

@@ -179,14 +179,10 @@ def test_utilities() -> None:
 
 @pytest.mark.parametrize(
     ("hip", "capability", "families"),
-    [
-        (None, (8, 9), (False, False, True)),
-        (None, (9, 0), (True, False, True)),
-        (None, (12, 0), (False, True, True)),
-        (None, (7, 5), (False, False, False)),
-        ("7.0", (9, 4), (False, False, False)),
-    ],
-)
+    [(None, (8, 9), (False, False, True)), (None, (9, 0), (True, False, True)),
+        (None, (12, 0), (False, True, True)), (None, (7, 5), (False, False, False)),
+        ("7.0", (9, 4), (False, False, False))],
+)  # fmt: skip
 def test_constants_of_a_gpu(
     hip: str | None, capability: tuple, families: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,15 +21,12 @@ CASES: list[tuple[Any, tuple, dict[str, tuple[int, ...]]]] = [
         for what in ("", "Linear")
     ],
     (modules.GroupNorm, (3, C, True, True), {**WEIGHT, "bias": (C,)}),
-    (
-        modules.GatedMLP,
-        (C, None, 20),
-        {"gate_proj.weight": (20, C), "up_proj.weight": (20, C), "down_proj.weight": (C, 20)},
-    ),
+    (modules.GatedMLP, (C, None, 20),
+        {"gate_proj.weight": (20, C), "up_proj.weight": (20, C), "down_proj.weight": (C, 20)}),
     (modules.ShortConvolution, (C, 4), {"weight": (C, 1, 4)}),
     (modules.ShortConvolution, (C, 4, True), {"weight": (C, 1, 4), "bias": (C,)}),
     (modules.RotaryEmbedding, (C,), {}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "args", "names"), CASES, ids=lambda x: getattr(x, "__name__", ""))

@@ -413,19 +413,12 @@ def emulated() -> Iterator[None]:
         vars(gl).setdefault(name, name)
     names = {
         "gl": gl,
-        "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit),
-        "mbarrier": _mbarrier(),
-        "copy_in": _copy_in,
-        "copy_out": _copy_out,
-        "store_wait": _store_wait,
-        "fence_async_shared": _fence,
-        "LARGER_VIEWS": True,
-        "TensorDescriptor": None,
-        "threads_together": _nothing,
-        "uniform": lambda n: n,
-        "warpgroup_mma": _mma,
+        "gluon": SimpleNamespace(jit=_jit, constexpr_function=_jit), "mbarrier": _mbarrier(),
+        "copy_in": _copy_in, "copy_out": _copy_out, "store_wait": _store_wait,
+        "fence_async_shared": _fence, "LARGER_VIEWS": True, "TensorDescriptor": None,
+        "threads_together": _nothing, "uniform": lambda n: n, "warpgroup_mma": _mma,
         "warpgroup_mma_wait": _mma_wait,
-    }
+    }  # fmt: skip
     triton, language, sm90 = ModuleType("triton"), ModuleType("triton.language"), ModuleType("h")
     semaphore = ModuleType("semaphore")
     vars(semaphore).update(

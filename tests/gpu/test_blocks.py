@@ -37,12 +37,8 @@ WIDTHS |= {"rms_norm-residual": (3000, 8192), "l2_norm": (64, 128), "swiglu": (1
 WIDTHS |= {"rms_norm_gated": (2048, 20000), "rms_norm_gated-mamba2": (768, 12288)}
 WIDTHS |= {"group_norm": (4096,), "short_convolution": (4096,), "short_convolution-packed": (512,)}
 HALVES = (
-    "rms_norm",
-    "short_convolution",
-    "swiglu",
-    "rotary_embedding-positions",
-    "cross_entropy-mean",
-)
+    "rms_norm", "short_convolution", "swiglu", "rotary_embedding-positions", "cross_entropy-mean",
+)  # fmt: skip
 HALVES += ("linear_cross_entropy-mean",)
 CASES = [
     (x, 100, 30, dtype)

@@ -44,16 +44,11 @@ def test_model_in_a_way_is_the_same_on_cuda(ways: tuple[str, ...]) -> None:
 
 RUNS: dict[str, dict[str, Any]] = {
     "padded": {},
-    "accumulated, checkpointed": {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_checkpointing": True,
-    },
-    "bf16": {"bf16": True},
-    "fp16": {"fp16": True},
-    "smoothed": {"label_smoothing_factor": 0.1},
+    "accumulated, checkpointed": {"per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+    "bf16": {"bf16": True}, "fp16": {"fp16": True}, "smoothed": {"label_smoothing_factor": 0.1},
     "workers": {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork"},
-}
+}  # fmt: skip
 
 
 def assert_trains_as_plain_loop(

@@ -52,18 +52,11 @@ def small(*mixers: Any) -> SlipstreamForCausalLM:
 
 def arguments(folder: Path, cls: Any = TrainingArguments, **options: Any) -> Any:
     given: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
+        "output_dir": str(folder), "max_steps": 6, "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant", "per_device_train_batch_size": 2, "logging_steps": 1,
+        "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True,
         "bf16": False,
-    }
+    }  # fmt: skip
     return cls(**{**given, **options})
 
 
@@ -133,16 +126,13 @@ PLAIN: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.05, "max_grad_norm":
 PLAIN |= {"train_sampling_strategy": "sequential", "gradient_checkpointing": False, "max_steps": 3}
 SFT: dict[str, dict[str, Any]] = {
     "padding free": {"padding_free": True, "max_length": None},
-    "padding free, checkpointed": {
-        "padding_free": True,
-        "max_length": None,
-        "gradient_checkpointing": True,
-    },
+    "padding free, checkpointed": {"padding_free": True, "max_length": None,
+        "gradient_checkpointing": True},
     "loss of its own": {"loss_type": "nll"},
     "loss in chunks": {"loss_type": "chunked_nll"},
     "accumulated": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1},
     "bf16": {"bf16": True},
-}
+}  # fmt: skip
 
 
 @functools.cache

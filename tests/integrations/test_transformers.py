@@ -183,14 +183,9 @@ def test_generation_matches_eager(name: str, cache: str, padded: bool) -> None:
         mask[0, :4] = mask[2, :1] = 0
         ids[mask == 0] = 0
     options: dict[str, Any] = {
-        "attention_mask": mask,
-        "max_new_tokens": 14,
-        "do_sample": False,
-        "eos_token_id": None,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-        "disable_compile": True,
-    }
+        "attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "eos_token_id": None,
+        "return_dict_in_generate": True, "output_logits": True, "disable_compile": True,
+    }  # fmt: skip
     if cache == "static":
         options["cache_implementation"] = "static"
     want, got = (model.generate(ids, **options) for model in (eager, slip))

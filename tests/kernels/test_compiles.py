@@ -126,16 +126,13 @@ IN_LOOPS |= {"softmax_dq_sm90_kernel"}
 # No part of these programs waits at the barrier of all of them while it works: threads that meet.
 MEETS = {
     "delta_chunk_fwd_sm90_kernel": {"128"},
-    "delta_chunk_fwd_2tile_sm90_kernel": {"128"},
-    "delta_chunk_dstate_sm90_kernel": {"128"},
+    "delta_chunk_fwd_2tile_sm90_kernel": {"128"}, "delta_chunk_dstate_sm90_kernel": {"128"},
     "delta_segment_transition_sm90_kernel": {"128"},
     "delta_chunk_bwd_sm90_kernel": {"128", "256"},
     "scalar_decay_chunk_fwd_sm90_kernel": {"128", "256"},
-    "scalar_decay_chunk_bwd_sm90_kernel": {"128", "256"},
-    "kda_fused_fwd_sm90_kernel": {"128"},
-    "vector_decay_chunk_fwd_sm90_kernel": {"128"},
-    "vector_decay_dqk_sm90_kernel": {"128"},
-}
+    "scalar_decay_chunk_bwd_sm90_kernel": {"128", "256"}, "kda_fused_fwd_sm90_kernel": {"128"},
+    "vector_decay_chunk_fwd_sm90_kernel": {"128"}, "vector_decay_dqk_sm90_kernel": {"128"},
+}  # fmt: skip
 
 
 # Bytes of shared memory that let as many programs share a multiprocessor as a launch counts on.

@@ -26,12 +26,9 @@ from tests.support.consistent_models import LENGTH, differing, logits_of, model_
 
 # of all mixers that a consistent model takes
 PAIRS = [
-    ("gated_deltanet", "attention"),
-    ("rwkv7", "attention"),
-    ("kda", "mamba2"),
-    ("gla", "retention"),
-    ("delta_net", "lightning_attn"),
-]
+    ("gated_deltanet", "attention"), ("rwkv7", "attention"), ("kda", "mamba2"),
+    ("gla", "retention"), ("delta_net", "lightning_attn"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("mixer", CONSISTENT_MIXERS)

@@ -21,30 +21,15 @@ CUTS = {
 # what is computed, cut, chunks of a segment: 0 leaves sequences whole, -1 is one more call of the
 # sequence that goes on; whether the final state is wanted
 CASES = {
-    "sample": [
-        ("simple_gla", "packed", 1, True),
-        ("gla", "rows", 1, True),
-        ("gv", "packed", 0, True),
-        ("gated delta", "rows", 1, False),
-        ("kda", "packed", 1, True),
-        ("dplr", "two ranks", 0, True),
-        ("simple_gla", "rows", -1, True),
-    ],
-    "further": [
-        ("retention", "rows", 1, True),
-        ("delta", "packed", 1, True),
-        ("simple_gla", "one empty", 1, False),
-        ("rwkv6", "packed", 1, True),
-        ("gla", "one empty", 0, True),
-        ("delta", "one empty", 1, True),
-        ("delta", "rows", 0, True),
-        ("gated delta", "packed", -1, True),
-        ("kda", "two ranks", 1, False),
-        ("kda", "rows", 0, True),
-        ("dplr", "packed", 1, True),
-        ("iplr", "rows", 1, True),
-    ],
-}
+    "sample": [("simple_gla", "packed", 1, True), ("gla", "rows", 1, True),
+        ("gv", "packed", 0, True), ("gated delta", "rows", 1, False), ("kda", "packed", 1, True),
+        ("dplr", "two ranks", 0, True), ("simple_gla", "rows", -1, True)],
+    "further": [("retention", "rows", 1, True), ("delta", "packed", 1, True),
+        ("simple_gla", "one empty", 1, False), ("rwkv6", "packed", 1, True),
+        ("gla", "one empty", 0, True), ("delta", "one empty", 1, True), ("delta", "rows", 0, True),
+        ("gated delta", "packed", -1, True), ("kda", "two ranks", 1, False),
+        ("kda", "rows", 0, True), ("dplr", "packed", 1, True), ("iplr", "rows", 1, True)],
+}  # fmt: skip
 
 
 # The same bits for any number of ranks: tokens of ranks, which begin where segments do.

@@ -48,17 +48,12 @@ def run(folder: Path, ranks: int, context: int, *options: str) -> list[tuple[flo
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command += ["-m", "tests.support.torchtitan_on_a_cpu"]
     config = {
-        "module": "hybrid",
-        "config": "hybrid_debug",
-        "dump_folder": str(folder),
-        "training.seq_len": "64",
-        "training.steps": "3",
+        "module": "hybrid", "config": "hybrid_debug", "dump_folder": str(folder),
+        "training.seq_len": "64", "training.steps": "3",
         "training.mixed_precision_param": "float32",
-        "parallelism.context_parallel_degree": str(context),
-        "metrics.log_freq": "1",
-        "lr_scheduler.warmup_steps": "1",
-        "checkpoint.interval": "1000",
-    }
+        "parallelism.context_parallel_degree": str(context), "metrics.log_freq": "1",
+        "lr_scheduler.warmup_steps": "1", "checkpoint.interval": "1000",
+    }  # fmt: skip
     command += [x for name, value in config.items() for x in (f"--{name}", value)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "examples/torchtitan"), *sys.path])
     here = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -24,17 +24,11 @@ TOKENS = (1, 3, (1, 1, 1), (2, 0, 2))
 
 
 KINDS = {
-    "linear_attn": (),
-    "retention": ("g",),
-    "gla": ("gk",),
-    "gla both": ("gk", "gv"),
-    "rwkv6": ("gk", "u"),
-    "gated_delta_rule": ("g", "beta"),
-    "kda": ("gk", "beta"),
-    "comba": ("g", "beta", "p"),
-    "rwkv7": ("gk", "a", "b"),
+    "linear_attn": (), "retention": ("g",), "gla": ("gk",), "gla both": ("gk", "gv"),
+    "rwkv6": ("gk", "u"), "gated_delta_rule": ("g", "beta"), "kda": ("gk", "beta"),
+    "comba": ("g", "beta", "p"), "rwkv7": ("gk", "a", "b"),
     "all": ("gk", "gv", "beta wide", "p", "a", "b", "u"),
-}
+}  # fmt: skip
 
 
 def make(kind: str, tokens: Any, dtype: torch.dtype = torch.float32) -> LinearInputs:

@@ -230,9 +230,6 @@ def _second(problem: Problem, beside_first: bool = False) -> tuple[list[Tensor],
 
 
 WAYS: dict[str, Callable[[Problem], tuple[list[Tensor], list[Tensor]]]] = {
-    "grad": _grad,
-    "jvp": _jvp,
-    "dual": _dual,
-    "second": _second,
+    "grad": _grad, "jvp": _jvp, "dual": _dual, "second": _second,
     "second-beside-first": lambda problem: _second(problem, beside_first=True),
-}
+}  # fmt: skip

@@ -237,17 +237,10 @@ def tensor_parallel(model: SlipstreamForCausalLM) -> Step:
 
 WAYS: dict[str, Way] = {
     "checkpointed": partial(checkpointed, use_reentrant=False),
-    "reentrant": partial(checkpointed, use_reentrant=True),
-    "selective": selective,
-    "compiled": compiled,
-    "functional": functional,
-    "hooked": hooked,
-    "staged": staged,
-    "ddp": ddp,
-    "fsdp": fsdp,
-    "hsdp": hsdp,
-    "tensor parallel": tensor_parallel,
-}
+    "reentrant": partial(checkpointed, use_reentrant=True), "selective": selective,
+    "compiled": compiled, "functional": functional, "hooked": hooked, "staged": staged, "ddp": ddp,
+    "fsdp": fsdp, "hsdp": hsdp, "tensor parallel": tensor_parallel,
+}  # fmt: skip
 # those that go together, in the order in which trainers apply them
 TOGETHER = ("hooked", "tensor parallel", "checkpointed", "selective", "compiled", "fsdp", "hsdp")
 # ways that go together: what is raised, and why

@@ -209,12 +209,9 @@ def beta(*shape: int) -> Tensor:
 
 def householder(g: bool) -> dict[str, Any]:
     return {
-        "q": randn(B, T, H, K),
-        "k": unit(B, 3 * T, H, K),
-        "v": randn(B, 3 * T, HV, V),
-        "g": log_decay(*SCALAR) if g else None,
-        "beta": beta(B, 3 * T, HV),
-    }
+        "q": randn(B, T, H, K), "k": unit(B, 3 * T, H, K), "v": randn(B, 3 * T, HV, V),
+        "g": log_decay(*SCALAR) if g else None, "beta": beta(B, 3 * T, HV),
+    }  # fmt: skip
 
 
 def slots(heads: int = H) -> dict[str, Tensor]:

@@ -124,13 +124,10 @@ class Call:
         """With the gates made: g and beta."""
         g, beta = self.gates()
         return {
-            **{n: getattr(self, n) for n in ("q", "k", "v")},
-            "g": g[None],
-            "beta": beta[None],
-            "ssm_states": self.states,
-            "cache_indices": self.slots,
+            **{n: getattr(self, n) for n in ("q", "k", "v")}, "g": g[None], "beta": beta[None],
+            "ssm_states": self.states, "cache_indices": self.slots,
             "query_start_loc": self.offsets,
-        }
+        }  # fmt: skip
 
     def vllm(self) -> dict[str, Any]:
         given = {n: getattr(self, n) for n in ("q", "k", "v", "a", "b", "A_log", "dt_bias")}

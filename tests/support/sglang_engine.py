@@ -84,19 +84,16 @@ def engine_of(release: str) -> Iterator[SimpleNamespace]:
         f"{attention}__fla__fused_gdn_gating": gating,
         f"{attention}__linear__fused_gdn_gating": gating,
         f"{attention}__fla__chunk_delta_h": {"CHUNK_SIZE": 64},
-        f"{srt}__hybrid_linear_attn_backend": {
-            "MambaAttnBackendBase": Base,
-            "Mamba2AttnBackend": type("Mamba2AttnBackend", (), {}),
-        },
+        f"{srt}__hybrid_linear_attn_backend": {"MambaAttnBackendBase": Base,
+            "Mamba2AttnBackend": type("Mamba2AttnBackend", (), {})},
         "sglang__srt__mem_cache__memory_pool": {
-            "MambaPool": SimpleNamespace(State=Speculative, SpeculativeState=Speculative)
-        },
+            "MambaPool": SimpleNamespace(State=Speculative, SpeculativeState=Speculative)},
         "sglang__kernels__ops__mamba__triton_ops": {
             name: theirs_of_mamba(name)
             for name in ("mamba_chunk_scan_combined", "selective_state_update")
         },
         "sglang__srt__utils__common": {"get_eager_max_batch_size": lambda size: size},
-    }
+    }  # fmt: skip
     files = [f"{FOLDER}.{x}" for x in ("gdn_backend", "kda_backend", "utils", "kernels")]
     files += ["sglang.srt.plugins.hook_registry", "sglang.srt.configs.linear_attn_model_registry"]
     files += ["sglang.srt.plugins", *OTHERS]

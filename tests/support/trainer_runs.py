@@ -106,23 +106,12 @@ def own_loop(
 
 def arguments(folder: Path, **options: Any) -> TrainingArguments:
     given: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": STEPS,
-        "learning_rate": RATE,
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant",
-        "per_device_train_batch_size": ROWS,
-        "per_device_eval_batch_size": ROWS,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "bf16": False,
-        "train_sampling_strategy": "sequential",
-        **options,
-    }
+        "output_dir": str(folder), "max_steps": STEPS, "learning_rate": RATE, "optim": "sgd",
+        "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "per_device_train_batch_size": ROWS,
+        "per_device_eval_batch_size": ROWS, "logging_steps": 1, "save_strategy": "no",
+        "report_to": [], "use_cpu": True, "disable_tqdm": True, "bf16": False,
+        "train_sampling_strategy": "sequential", **options,
+    }  # fmt: skip
     made = TrainingArguments(**given)
     # with several GPUs DataParallel would give each of them a batch of this size
     made._n_gpu = min(made.n_gpu, 1)

@@ -20,19 +20,14 @@ MODEL = {"hidden_size": 16, "num_heads": 1, "mixers": ["retention"]}
 
 def raw(out: Path, steps: int = 2, **sections: Any) -> dict[str, Any]:
     return {
-        "output_dir": str(out),
-        "model": MODEL,
+        "output_dir": str(out), "model": MODEL,
         "tokenizer": {"vocab_size": 300, "train_bytes": 20000},
         "data": {"files": ["{stdlib}/json"], "held_out": 0.4, "row_tokens": 16, "eval_rows": 4},
-        "training": {
-            "max_steps": steps,
-            "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 256,
-            "eval_strategy": "no",
-            **sections.pop("training", {}),
-        },
+        "training": {"max_steps": steps, "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 256, "eval_strategy": "no",
+            **sections.pop("training", {})},
         **sections,
-    }
+    }  # fmt: skip
 
 
 def go(config: dict[str, Any], console: Console | None = None) -> Path:

@@ -69,13 +69,10 @@ def most_bytes(run: Callable[[], Any]) -> int:
 
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "causal, by torch": {},
-    "lse": {"return_lse": True},
-    "window": {"window_size": 300},
-    "softcap, full": {"softcap": 3.0, "causal": False},
-    "gate": {"g": True},
+    "causal, by torch": {}, "lse": {"return_lse": True}, "window": {"window_size": 300},
+    "softcap, full": {"softcap": 3.0, "causal": False}, "gate": {"g": True},
     "packed": {"cu_seqlens": True, "sinks": torch.zeros(2)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FEATURES)

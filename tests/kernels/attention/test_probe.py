@@ -83,14 +83,10 @@ def test_probes_heads_are_one_of_keys_and_its_queries(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("got", "want", "error"),
-    [
-        ([1.0, -torch.inf], [1.0, -torch.inf], 0.0),
-        ([1.5, -torch.inf], [1.0, -torch.inf], 0.5),
+    [([1.0, -torch.inf], [1.0, -torch.inf], 0.0), ([1.5, -torch.inf], [1.0, -torch.inf], 0.5),
         ([1.0, torch.inf], [1.0, -torch.inf], torch.nan),
-        ([1.0, 0.0], [1.0, -torch.inf], torch.nan),
-        ([torch.nan, 1.0], [1.0, 1.0], torch.nan),
-    ],
-)
+        ([1.0, 0.0], [1.0, -torch.inf], torch.nan), ([torch.nan, 1.0], [1.0, 1.0], torch.nan)],
+)  # fmt: skip
 def test_relative_error(got: list[float], want: list[float], error: float) -> None:
     found = torch.tensor(numeric_probe.relative_error(*map(torch.tensor, (got, want))))
     wanted: Tensor = torch.tensor(error)

@@ -31,16 +31,10 @@ def compile_step(kind: str, width: int, capability: int, v_first: bool, pool: bo
     scalars = dict.fromkeys(("T", "cache_slots", *rows), "i64")
     scalars |= dict.fromkeys(("stride_in", "in_head", "stride_out", "out_head"), "i32:16")
     constants = {
-        "K": width,
-        "V": width,
-        "BK": width,
-        "BV": min(tile.BV, width),
-        "PER_CHANNEL": terms.get("g") == 1,
-        "PER_COLUMN": terms.get("beta") == 1,
-        "IN_V_FIRST": v_first,
-        "OUT_V_FIRST": v_first,
-        "L2_NORM": pool,
-    }
+        "K": width, "V": width, "BK": width, "BV": min(tile.BV, width),
+        "PER_CHANNEL": terms.get("g") == 1, "PER_COLUMN": terms.get("beta") == 1,
+        "IN_V_FIRST": v_first, "OUT_V_FIRST": v_first, "L2_NORM": pool,
+    }  # fmt: skip
     return compile_kernel(
         "slipstream.kernels.linear.triton.decode:linear_decode_kernel",
         tensors,

@@ -21,21 +21,16 @@ SIZES = {
 }
 # size, gate, p, dtype, states
 CASES = {
-    "sample": [
-        ("one token", "none", False, "float32", True),
+    "sample": [("one token", "none", False, "float32", True),
         ("odd", "none", False, "float32", True),
         *((size, "mixed", False, "float32", True) for size in ("grouped", "packed")),
         *(("odd", gate, True, "float32", False) for gate in ("strong", "reset", "per head")),
-        ("odd", "weak", True, "float16", True),
-    ],
-    "further": [
-        *((size, "none", False, "float32", True) for size in ("grouped", "packed")),
+        ("odd", "weak", True, "float16", True)],
+    "further": [*((size, "none", False, "float32", True) for size in ("grouped", "packed")),
         *((size, "mixed", False, "float32", True) for size in ("one token", "odd")),
         *(("odd", gate, True, "float32", False) for gate in ("none", "weak", "mixed")),
-        ("packed", "weak", True, "float32", True),
-        ("grouped", "weak", True, "float16", True),
-    ],
-}
+        ("packed", "weak", True, "float32", True), ("grouped", "weak", True, "float16", True)],
+}  # fmt: skip
 # of two chunks each: size, gate, p, states
 SEGMENTS = {
     "sample": [("long packed", "weak", False, True)],

@@ -25,24 +25,17 @@ SIZES = {
 SHORT = [size for size in SIZES if "split" not in size]
 # size, gate, dtype, states
 CASES = {
-    "sample": [
-        ("one token", "mixed", "float32", True),
+    "sample": [("one token", "mixed", "float32", True),
         *(("odd", gate, "float32", True) for gate in ("none", "mixed", "reset", "per head")),
-        ("grouped", "per head", "float16", False),
-        ("packed", "weak", "float16", True),
-        ("split, packed", "mixed", "float32", True),
-    ],
-    "further": [
-        ("one token", "none", "float32", True),
+        ("grouped", "per head", "float16", False), ("packed", "weak", "float16", True),
+        ("split, packed", "mixed", "float32", True)],
+    "further": [("one token", "none", "float32", True),
         *(("odd", gate, "float32", True) for gate in ("weak", "strong")),
-        ("spans", "reset", "float32", False),
-        ("split", "none", "float32", False),
+        ("spans", "reset", "float32", False), ("split", "none", "float32", False),
         *((size, "none", "float32", True) for size in SHORT if size != "one token"),
         *((size, "mixed", "float32", True) for size in ("grouped", "spans", "packed", "split")),
-        ("spans", "weak", "float32", False),
-        ("grouped", "per head", "float32", False),
-    ],
-}
+        ("spans", "weak", "float32", False), ("grouped", "per head", "float32", False)],
+}  # fmt: skip
 
 
 def make(size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:

@@ -42,27 +42,13 @@ def pointers(
     sizes = {"BM": c.block_m, "BN": c.block_n, "BK": c.block_k, "GROUP": c.group_m}
     return compile_kernel(
         "slipstream.kernels.matmul.triton_kernels:matmul_kernel",
-        {
-            "a_ptr": f"*{name}",
-            "b_ptr": f"*{name}",
-            "out_ptr": "*fp32" if c.split_k > 1 else f"*{out}",
-            **extra,
-        },
-        {
-            **sizes,
-            **even,
-            "A_T": p.a_t,
-            "B_T": p.b_t,
-            "SPLIT": c.split_k > 1,
-            "PDL": c.split_k > 1 and arch == "sm_90",
-            "ACTIVATION": f,
-            "PRECISION": p.precision,
-        },
-        scalars=dict.fromkeys(("a_stride", "b_stride", "r_stride"), "i32:16"),
-        target=arch,
-        warps=c.num_warps,
-        stages=c.num_stages,
-    )
+        {"a_ptr": f"*{name}", "b_ptr": f"*{name}",
+            "out_ptr": "*fp32" if c.split_k > 1 else f"*{out}", **extra},
+        {**sizes, **even, "A_T": p.a_t, "B_T": p.b_t, "SPLIT": c.split_k > 1,
+            "PDL": c.split_k > 1 and arch == "sm_90", "ACTIVATION": f, "PRECISION": p.precision},
+        scalars=dict.fromkeys(("a_stride", "b_stride", "r_stride"), "i32:16"), target=arch,
+        warps=c.num_warps, stages=c.num_stages,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

@@ -226,13 +226,9 @@ def check_probe(impl: str) -> None:
 
 
 CHECKS = (
-    check_probe,
-    check_drafts,
-    check_verification,
-    check_one_head_of_q_for_each_of_v,
-    check_short_windows,
-    check_wide_heads,
-)
+    check_probe, check_drafts, check_verification, check_one_head_of_q_for_each_of_v,
+    check_short_windows, check_wide_heads,
+)  # fmt: skip
 CHECKS += (check_groups_of_heads, check_16_bits, check_strong_gates, check_padded_pools)
 CHECKS += (check_projection, check_nobody_lives, check_out_of_another_layout)
 CHECKS += (check_step_after_step, check_heads_of_one_column, check_heads_apart)

@@ -25,16 +25,10 @@ def inputs(
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
     shapes = {
-        "u": (B, T, D),
-        "delta": (B, T, D),
-        "A": (D, N),
-        "B": (B, T, G, N),
-        "C": (B, T, G, N),
-        "D": (D,),
-        "z": (B, T, D),
-        "delta_bias": (D,),
+        "u": (B, T, D), "delta": (B, T, D), "A": (D, N), "B": (B, T, G, N), "C": (B, T, G, N),
+        "D": (D,), "z": (B, T, D), "delta_bias": (D,),
         "initial_state": (B if S is None else S, D, N),
-    }
+    }  # fmt: skip
     args = {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
     return {**args, "A": -args["A"].abs()}
 

@@ -37,16 +37,10 @@ def outcome(args: dict[str, Tensor], weights: list[Tensor], **options) -> dict[s
 def inputs(size: str, dtype: torch.dtype, given: tuple[str, ...]) -> dict[str, Tensor]:
     B, T, D, N, G, lengths = SIZES[size]
     shapes = {
-        "u": (B, T, D),
-        "delta": (B, T, D),
-        "A": (D, N),
-        "B": (B, T, G, N),
-        "C": (B, T, G, N),
-        "D": (D,),
-        "z": (B, T, D),
-        "delta_bias": (D,),
+        "u": (B, T, D), "delta": (B, T, D), "A": (D, N), "B": (B, T, G, N), "C": (B, T, G, N),
+        "D": (D,), "z": (B, T, D), "delta_bias": (D,),
         "initial_state": (B if lengths is None else len(lengths), D, N),
-    }
+    }  # fmt: skip
     args = {x: torch.randn(shape) for x, shape in shapes.items() if x in given or x not in OPTIONAL}
     args |= {"A": -2 * args["A"].abs(), "delta": args["delta"].abs()}
     return {x: y.to(dtype) if y.dim() > 2 and x in given else y for x, y in args.items()}
