@@ -19,14 +19,10 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize(
     ("source", "most"),
-    [
-        ("", 500),
-        (KERNEL.format("one"), 1000),
-        (KERNEL.format("one") + KERNEL.format("other"), 500),
-        ("def one_kernel():\n    pass\n", 500),
-    ],
+    [("", 500), (KERNEL.format("one"), 1000), (KERNEL.format("one") + KERNEL.format("other"), 500),
+        ("def one_kernel():\n    pass\n", 500)],
     ids=["host", "partitions", "two kernels", "no partitions"],
-)
+)  # fmt: skip
 def test_length_of_a_file(sizes: ModuleType, tmp_path: Path, source: str, most: int) -> None:
     path = tmp_path / "file.py"
     for lines in (most, most + 1):

@@ -49,21 +49,13 @@ def test_readme_names_make_matrix() -> None:
 
 def row(status: str) -> Row:
     of: dict[str, Any] = {
-        "arch": "sm_80",
-        "triton": "3.6.0",
-        "ptxas": "12.8.93",
-        "kernel": "some_kernel",
-    }
+        "arch": "sm_80", "triton": "3.6.0", "ptxas": "12.8.93", "kernel": "some_kernel",
+    }  # fmt: skip
     return Row(
         **of,
-        module="slipstream.kernels.norm.triton_kernels",
-        operators=("rms_norm",),
-        status=status,
-        reason="",
-        warps=4,
-        stages=1,
-        constants={},
-    )
+        module="slipstream.kernels.norm.triton_kernels", operators=("rms_norm",), status=status,
+        reason="", warps=4, stages=1, constants={},
+    )  # fmt: skip
 
 
 EMPTY = '{"reasons": [], "releases": {}}'
@@ -116,11 +108,8 @@ def test_records_of_other_machines_are_merged(
     support_page.write(recorded["DATA"], {"3.6.0": {"sm_80": about}})
     now = compiler_state.families(False)
     old = {
-        "arch": "sm_80",
-        "triton": "3.6.0",
-        "ptxas": "12.8.93",
-        "families": {"norm": "as it was"},
-    }
+        "arch": "sm_80", "triton": "3.6.0", "ptxas": "12.8.93", "families": {"norm": "as it was"},
+    }  # fmt: skip
     recorded["VERIFIED"].write_text(json.dumps([old]))
     found = {"norm": now["norm"], "loss": "another"}
     new = {"arch": "sm_80", "triton": "3.7.1", "ptxas": "12.8.93", "families": found}

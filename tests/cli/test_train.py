@@ -64,11 +64,8 @@ def interrupted(config: Path, out: Path, number: signal.Signals, step: int) -> s
 
 
 MEASURED = (
-    "tokens_per_second",
-    "train_runtime",
-    "train_samples_per_second",
-    "train_steps_per_second",
-)
+    "tokens_per_second", "train_runtime", "train_samples_per_second", "train_steps_per_second",
+)  # fmt: skip
 
 
 def loss_log(run: Path) -> list[dict]:

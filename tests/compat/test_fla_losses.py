@@ -26,14 +26,9 @@ def close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
 def test_cross_entropy(reduction: str) -> None:
     logits, target = torch.randn(6, 9), torch.tensor([1, -100, 3, 8, 0, 2])
     made = modules.FusedCrossEntropyLoss(
-        reduction=reduction,
-        label_smoothing=0.1,
-        logit_scale=0.7,
-        lse_square_scale=0.01,
-        logit_softcapping=3.0,
-        inplace_backward=True,
-        return_z_loss=True,
-    )
+        reduction=reduction, label_smoothing=0.1, logit_scale=0.7, lse_square_scale=0.01,
+        logit_softcapping=3.0, inplace_backward=True, return_z_loss=True,
+    )  # fmt: skip
     capped = 3 * torch.tanh(logits * 0.7 / 3)
     z = (0.01 * capped.logsumexp(-1) ** 2).masked_fill(target == -100, 0)
     want = F.cross_entropy(capped, target, reduction="none", label_smoothing=0.1) + z

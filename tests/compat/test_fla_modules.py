@@ -191,13 +191,9 @@ def test_convolution_functions() -> None:
     state, parts = None, []
     for part in (slice(0, 2), slice(2, 5)):
         y, state = convolution.causal_conv1d(
-            x[:, part],
-            weight,
-            given["bias"],
-            given["residual"][:, part],
-            initial_state=state,
+            x[:, part], weight, given["bias"], given["residual"][:, part], initial_state=state,
             output_final_state=True,
-        )
+        )  # fmt: skip
         parts.append(y)
     close((torch.cat(parts, 1), state), whole)
     cache = torch.randn(2, 6, 4)

@@ -13,12 +13,9 @@ from slipstream.compat import flash_attn, flash_attn_interface, install
 from slipstream.compat.flash_attn import bert_padding
 from slipstream.compat.flash_attn.layers import rotary
 from slipstream.compat.flash_attn.losses.cross_entropy import CrossEntropyLoss
+from slipstream.compat.flash_attn.ops.triton import layer_norm
 from slipstream.compat.flash_attn.ops.triton.cross_entropy import cross_entropy_loss
-from slipstream.compat.flash_attn.ops.triton.layer_norm import (
-    layer_norm_fn,
-    layer_norm_linear_fn,
-    rms_norm_fn,
-)
+from slipstream.compat.flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
 from slipstream.compat.flash_attn.ops.triton.rotary import apply_rotary
 
 OFFSETS = torch.tensor([0, 5, 5, 14], dtype=torch.int32)
@@ -277,7 +274,7 @@ def test_norm_where_results_go() -> None:
     assert rms_norm_fn(x, weight, None, out_dtype=torch.bfloat16).dtype == torch.bfloat16
     linear, bias = torch.randn(5, 8), torch.randn(5)
     want = F.linear(rms_norm_fn(x, weight, None), linear, bias)
-    got = layer_norm_linear_fn(x, weight, None, linear, bias, is_rms_norm=True)
+    got = layer_norm.layer_norm_linear_fn(x, weight, None, linear, bias, is_rms_norm=True)
     torch.testing.assert_close(got, want)
 
 

@@ -9,22 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compat import install
-from slipstream.compat.mamba_ssm.ops.selective_scan_interface import (
-    mamba_inner_fn,
-    mamba_inner_ref,
-    selective_scan_fn,
-)
+from slipstream.compat.mamba_ssm.ops import selective_scan_interface
+from slipstream.compat.mamba_ssm.ops.selective_scan_interface import mamba_inner_fn, mamba_inner_ref
+from slipstream.compat.mamba_ssm.ops.triton import ssd_combined
 from slipstream.compat.mamba_ssm.ops.triton.layernorm_gated import RMSNorm
 from slipstream.compat.mamba_ssm.ops.triton.selective_state_update import (
     selective_state_update,
     selective_state_update_ref,
 )
-from slipstream.compat.mamba_ssm.ops.triton.ssd_combined import (
-    mamba_chunk_scan,
-    mamba_chunk_scan_combined,
-    mamba_split_conv1d_scan_combined,
-    ssd_selective_scan,
-)
+from slipstream.compat.mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
 
 def normal(*shape: int) -> Tensor:
@@ -35,7 +28,7 @@ def test_installs() -> None:
     with install("mamba_ssm"):
         import mamba_ssm  # pyright: ignore[reportMissingImports]
 
-        assert mamba_ssm.selective_scan_fn is selective_scan_fn
+        assert mamba_ssm.selective_scan_fn is selective_scan_interface.selective_scan_fn
         with pytest.raises(ImportError, match=r"Slipstream has no mamba_ssm\.Mamba2"):
             from mamba_ssm import Mamba2  # noqa: F401
         with pytest.raises(ModuleNotFoundError, match=r"Slipstream has no mamba_ssm\.models"):
@@ -53,9 +46,9 @@ def scan_inputs(G: int | None, B: int = 2, D: int = 6, N: int = 3, T: int = 40) 
 def test_selective_scan_refuses_by_name() -> None:
     args = scan_inputs(None)
     with pytest.raises(NotImplementedError, match="complex"):
-        selective_scan_fn(**{**args, "A": args["A"] * 1j})
+        selective_scan_interface.selective_scan_fn(**{**args, "A": args["A"] * 1j})
     with pytest.raises(TypeError, match="cu_seqlens"):
-        selective_scan_fn(**args, cu_seqlens=torch.tensor([0, 40]))
+        selective_scan_interface.selective_scan_fn(**args, cu_seqlens=torch.tensor([0, 40]))
 
 
 @pytest.mark.parametrize("constant", ["B", "C", "BC"])
@@ -148,8 +141,10 @@ def mamba2_inputs(B: int = 2, T: int = 40, H: int = 4, P: int = 5, N: int = 3) -
 def test_chunk_scan_is_a_selective_scan(limit: tuple[float, float]) -> None:
     args = mamba2_inputs()
     got = mamba_chunk_scan_combined(**args, chunk_size=16, dt_softplus=True, dt_limit=limit)
-    torch.testing.assert_close(got, ssd_selective_scan(**args, dt_softplus=True, dt_limit=limit))
-    plain = mamba_chunk_scan(**args, chunk_size=16, dt_softplus=True)
+    torch.testing.assert_close(
+        got, ssd_combined.ssd_selective_scan(**args, dt_softplus=True, dt_limit=limit)
+    )
+    plain = ssd_combined.mamba_chunk_scan(**args, chunk_size=16, dt_softplus=True)
     assert torch.allclose(got, plain) == (limit[0] == 0)
 
 
@@ -210,7 +205,7 @@ def test_split_conv1d_scan_is_its_parts(norm: bool, mlp: int) -> None:
     weight, bias, dt_bias, D = normal(conv, W), normal(conv), normal(H), normal(H)
     A, out, scale = -normal(H).abs(), normal(O, mlp + dim), normal(dim)
     state = normal(B, H, P, N)
-    got, final = mamba_split_conv1d_scan_combined(
+    got, final = ssd_combined.mamba_split_conv1d_scan_combined(
         zxbcdt, weight, bias, dt_bias, A, D, 16, state, return_final_states=True,
         rmsnorm_weight=scale if norm else None, outproj_weight=out, headdim=P, ngroups=G,
         norm_before_gate=False,
@@ -234,4 +229,4 @@ def test_split_conv1d_scan_is_its_parts(norm: bool, mlp: int) -> None:
     grads = [torch.autograd.grad(t.square().sum(), zxbcdt, retain_graph=True) for t in (got, want)]
     torch.testing.assert_close(*grads)
     with pytest.raises(ValueError, match="headdim: want it"):
-        mamba_split_conv1d_scan_combined(zxbcdt, weight, bias, dt_bias, A, D, 16)
+        ssd_combined.mamba_split_conv1d_scan_combined(zxbcdt, weight, bias, dt_bias, A, D, 16)

@@ -203,13 +203,9 @@ def compile_to_gpu_ir(sample: Sample, arch: str, shapes: Iterable[Shape], backwa
 
 @pytest.mark.parametrize(
     ("arch", "name", "shape"),
-    [
-        ("sm_80", "chunk_simple_gla", SHAPES[0]),
-        ("sm_100", "chunk_kda", SHAPES[0]),
-        ("sm_100", "chunk_gla", SHAPES[0]),
-        ("gfx942", "delta_rule_across_ranks", SHAPES[1]),
-    ],
-)
+    [("sm_80", "chunk_simple_gla", SHAPES[0]), ("sm_100", "chunk_kda", SHAPES[0]),
+        ("sm_100", "chunk_gla", SHAPES[0]), ("gfx942", "delta_rule_across_ranks", SHAPES[1])],
+)  # fmt: skip
 def test_forward_of_linear_attention_compiles_on(arch: str, name: str, shape: Shape) -> None:
     """sm_100: a product's minimum by one axis after the other; gfx942: it has no tf32x3."""
     compile_to_gpu_ir(LINEAR[name], arch, [shape], backward=False)

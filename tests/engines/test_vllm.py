@@ -79,14 +79,10 @@ def test_registered_layer_is_a_module(engine: SimpleNamespace, custom_ops: str) 
     # as QwenGatedDeltaNetAttention._forward_core calls it
     o, final = layer(
         **{n: given[n] for n in ("q", "k", "v", "g", "beta")},
-        initial_state=call.states[call.slots.long()],
-        output_final_state=True,
-        cu_seqlens=call.offsets,
-        chunk_indices=None,
-        chunk_offsets=None,
-        use_qk_l2norm_in_kernel=True,
-        core_attn_out=room,
-    )
+        initial_state=call.states[call.slots.long()], output_final_state=True,
+        cu_seqlens=call.offsets, chunk_indices=None, chunk_offsets=None,
+        use_qk_l2norm_in_kernel=True, core_attn_out=room,
+    )  # fmt: skip
     assert called == [1] and usage.site("vllm", "ChunkGatedDeltaRule").calls() == before + 1
     torch.testing.assert_close(o.double(), want, atol=2e-5, rtol=2e-5)
     final_states = torch.stack([x[-1] for x in states])

@@ -54,15 +54,11 @@ def channels(
     cu = offsets(lengths)
     b = -(a.float() * torch.rand(B, T, H, 1, device="cuda")).bfloat16()
     return LinearInputs(
-        torch.randn(B, T, H, K, **make),
-        k,
-        torch.randn(B, T, HV, 128, **make),
-        g=g.to(dtype),
+        torch.randn(B, T, H, K, **make), k, torch.randn(B, T, HV, 128, **make), g=g.to(dtype),
         beta=2 * torch.rand(B, T, HV, device="cuda") if kind == "kda" else None,
-        a=a if kind in ("dplr", "iplr") else None,
-        b=b if kind in ("dplr", "iplr") else None,
+        a=a if kind in ("dplr", "iplr") else None, b=b if kind in ("dplr", "iplr") else None,
         erase=torch.rand(B, T, HV, K, **make) if kind == "gdn2" else None,
         write=torch.rand(B, T, HV, 128, **make) if kind == "gdn2" else None,
         initial_state=torch.randn(B if cu is None else len(cu) - 1, HV, K, 128, device="cuda"),
         cu_seqlens=cu,
-    )
+    )  # fmt: skip

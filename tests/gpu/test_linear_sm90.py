@@ -14,17 +14,9 @@ from slipstream.kernels.linear.backend import SavedWY
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import CHUNK, TILE_V
 from slipstream.kernels.linear.sm90 import plan
+from tests.gpu import sm90_runs
 from tests.gpu.delta_runs import BARS, LIMIT, SIZES, channels, inputs
-from tests.gpu.sm90_runs import (
-    LENGTHS,
-    MARKS,
-    SCALE,
-    expect,
-    gradients_of_results,
-    offsets,
-    reference,
-    run,
-)
+from tests.gpu.sm90_runs import LENGTHS, MARKS, SCALE, expect, gradients_of_results, reference, run
 
 pytestmark = MARKS
 
@@ -293,7 +285,7 @@ def scalar_inputs(size: tuple, gated: bool, K: int) -> LinearInputs:
         torch.randn(B, T, HV, K, **make),
         g=torch.where(x < 0.1, -torch.inf, -x) if gated else None,
         initial_state=torch.randn(N, HV, K, K, device="cuda"),
-        cu_seqlens=offsets(lengths),
+        cu_seqlens=sm90_runs.offsets(lengths),
     )
 
 
@@ -339,7 +331,7 @@ def vector_inputs(size: tuple, kind: str) -> LinearInputs:
         g=g.bfloat16(),
         u=torch.randn(HV, 128, device="cuda") if before else None,
         initial_state=torch.randn(N, HV, 128, 128, device="cuda"),
-        cu_seqlens=offsets(lengths),
+        cu_seqlens=sm90_runs.offsets(lengths),
     )
 
 

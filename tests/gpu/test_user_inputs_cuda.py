@@ -6,14 +6,9 @@ import re
 import pytest
 import torch
 
+from tests.support import user_inputs
 from tests.support.derivatives import ON_CUDA, Case, Problem, assert_near
-from tests.support.user_inputs import (
-    LAYOUTS,
-    NAMED,
-    expect_any_layout,
-    expect_change_is_seen,
-    expect_changes_of_outputs,
-)
+from tests.support.user_inputs import LAYOUTS, NAMED, expect_any_layout, expect_change_is_seen
 
 pytestmark = pytest.mark.filterwarnings("ignore::slipstream.runtime.dispatch.FallbackWarning")
 # whose gradients are plain torch's
@@ -39,7 +34,7 @@ def test_inputs_of_any_layout_on_cuda(case: Case, layout: str) -> None:
 
 @every_case
 def test_outputs_change_in_place_on_cuda(case: Case) -> None:
-    expect_changes_of_outputs(case, NEAR)
+    user_inputs.expect_changes_of_outputs(case, NEAR)
 
 
 @every_case

@@ -209,15 +209,11 @@ def test_vllm_prompt_without_tokens_writes_nothing() -> None:
     x, weight, pool = torch.randn(6, 5), torch.randn(6, 4), torch.randn(5, 6, 3)
     before = pool.clone()
     y = vllm_calls.causal_conv1d_fn(
-        x,
-        weight,
-        None,
-        pool,
+        x, weight, None, pool,
         query_start_loc=torch.tensor([0, 5, 5, 5], dtype=torch.int32),
         cache_indices=torch.tensor([3, 2, 0], dtype=torch.int32),
-        has_initial_state=torch.tensor([True, False, False]),
-        activation=None,
-    )
+        has_initial_state=torch.tensor([True, False, False]), activation=None,
+    )  # fmt: skip
     tokens = torch.cat([before[3], x], 1)
     want = torch.nn.functional.conv1d(tokens[None], weight[:, None], groups=6)[0]
     torch.testing.assert_close(y, want, atol=1e-5, rtol=1e-5)

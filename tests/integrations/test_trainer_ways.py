@@ -9,17 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.trainer_runs import (
-    MODELS,
-    Padded,
-    assert_same_weights,
-    losses,
-    make,
-    own_loop,
-    row_loss,
-    rows,
-    trainer,
-)
+from tests.support import trainer_runs
+from tests.support.trainer_runs import MODELS, assert_same_weights, losses, make, own_loop, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch and transformers about one another
 
@@ -114,18 +105,18 @@ def test_trainer_resumes_to_the_bit(tmp_path: Path) -> None:
 def test_loss_of_rows_is_the_loss_of_each() -> None:
     """The loop above relies on this."""
     model = make("every").eval()
-    data = rows()[:4]
+    data = trainer_runs.rows()[:4]
     count = sum(len(x["input_ids"]) - 1 for x in data)
-    want = sum(float(row_loss(model, x["input_ids"]).detach()) for x in data) / count
+    want = sum(float(trainer_runs.row_loss(model, x["input_ids"]).detach()) for x in data) / count
     for side in ("left", "right"):
-        found = float(model(**Padded(side)(data)).loss.detach())
+        found = float(model(**trainer_runs.Padded(side)(data)).loss.detach())
         assert found == pytest.approx(want, rel=1e-4)
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_trainer_takes_batches_without_labels(accumulated: int, tmp_path: Path) -> None:
     """Such as prompts that are longer than the cut: a step of them leaves the weights alone."""
-    model, data = make("gla"), rows()
+    model, data = make("gla"), trainer_runs.rows()
     for row in data[4:8]:
         row["labels"] = torch.full_like(row["labels"], -100)
     options = {"per_device_train_batch_size": 4 // accumulated}

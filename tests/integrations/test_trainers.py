@@ -39,15 +39,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def small(*mixers: Any) -> SlipstreamForCausalLM:
     torch.manual_seed(0)
     return SlipstreamForCausalLM(
-        SlipstreamConfig(
-            vocab_size=257,
-            hidden_size=32,
-            num_heads=2,
-            mixers=list(mixers or ("gated_deltanet", "attention")),
-            eos_token_id=0,
-            pad_token_id=0,
-        )
-    )
+        SlipstreamConfig(vocab_size=257, hidden_size=32, num_heads=2,
+            mixers=list(mixers or ("gated_deltanet", "attention")), eos_token_id=0,
+            pad_token_id=0),
+    )  # fmt: skip
 
 
 def arguments(folder: Path, cls: Any = TrainingArguments, **options: Any) -> Any:
@@ -107,14 +102,9 @@ def test_trl_sft_with_packing(tmp_path: Path, strategy: str) -> None:
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
     data = datasets.Dataset.from_dict({"text": TEXTS * 4})
     args = arguments(
-        tmp_path,
-        trl.SFTConfig,
-        packing=True,
-        packing_strategy=strategy,
-        max_length=64,
-        gradient_checkpointing=strategy == "bfd",
-        dataset_num_proc=None,
-    )
+        tmp_path, trl.SFTConfig, packing=True, packing_strategy=strategy, max_length=64,
+        gradient_checkpointing=strategy == "bfd", dataset_num_proc=None,
+    )  # fmt: skip
     trainer = trl.SFTTrainer(small(), args, train_dataset=data, processing_class=tokenizer())
     trainer.train()
     found = losses(trainer)
@@ -271,15 +261,11 @@ def test_lm_eval_on_a_saved_run(tmp_path: Path) -> None:
     ]
     result = subprocess.run(
         command,
-        env={
-            **os.environ,
+        env={**os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "HF_HOME": str(tmp_path / "hf"),
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-    )
+            "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     (file,) = (tmp_path / "out").rglob("results_*.json")
     found = json.loads(file.read_text())["results"]

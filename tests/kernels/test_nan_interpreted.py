@@ -22,11 +22,8 @@ SAMPLE = ("chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule", "chunk_kda"
 ROWS = [x for x in OPERATORS if not x.random and x.variant != "heads"]
 # of which impl="triton" has no backward
 WITHOUT_GRADIENTS = (
-    "flash_attn_with_kvcache",
-    "latent_attention",
-    "short_convolution_update",
-    "recurrent_step",
-)
+    "flash_attn_with_kvcache", "latent_attention", "short_convolution_update", "recurrent_step",
+)  # fmt: skip
 
 
 def results(call: Callable[[Args], list[Tensor]], row: Sample, args: Args) -> list[Tensor]:

@@ -9,14 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.layers import (
-    RWKV7,
-    Attention,
-    GatedDeltaNet,
-    KimiDeltaAttention,
-    Mamba2,
-    MultiScaleRetention,
-)
+from slipstream import layers
+from slipstream.layers import RWKV7, Attention, GatedDeltaNet, KimiDeltaAttention, Mamba2
 
 # what reaches the internals of transformers warns about kernels that are not installed
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -156,7 +150,7 @@ def test_attention_matches_qwen2() -> None:
 def test_retention_matches_its_parallel_form() -> None:
     """RetNet, section 2.1: (Q K^T, with rotated Q and K, * gamma^(n - m)) V."""
     D, H, T = 16, 2, 20
-    layer = MultiScaleRetention(D, H)
+    layer = layers.MultiScaleRetention(D, H)
     randomised(layer)
     x = torch.randn(1, T, D)
     at = torch.arange(T)

@@ -115,18 +115,11 @@ def test_config_refuses_unknown_keys() -> None:
 
 def test_config_takes_the_keys_of_transformers() -> None:
     config = SlipstreamConfig(
-        mixers=["gla"],
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        num_labels=3,
-        torch_dtype="bfloat16",
-        name_or_path="here",
-        output_hidden_states=True,
-        attn_implementation="eager",
-        temperature=0.7,
-        id2label={0: "a", 1: "b", 2: "c"},
+        mixers=["gla"], num_hidden_layers=1, num_attention_heads=8, num_labels=3,
+        torch_dtype="bfloat16", name_or_path="here", output_hidden_states=True,
+        attn_implementation="eager", temperature=0.7, id2label={0: "a", 1: "b", 2: "c"},
         quantization_config=None,
-    )
+    )  # fmt: skip
     assert config.num_heads == 8 and config.dtype is torch.bfloat16 and config.num_labels == 3
     again = SlipstreamConfig(**config.to_dict())
     assert "AutoModelForCausalLM" in config.auto_map  # as TRL asks

@@ -9,13 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.models import (
-    PrefixCache,
-    SlipstreamConfig,
-    SlipstreamForCausalLM,
-    StateCache,
-    graphs,
-)
+from slipstream import models
+from slipstream.models import PrefixCache, SlipstreamConfig, StateCache, graphs
 from slipstream.models import consistent as consistent_models
 from slipstream.models.block_steps import OpenBlocks
 from slipstream.models.config import CONSISTENT_MIXERS
@@ -45,7 +40,7 @@ def test_options_keep_equal_bits() -> None:
     assert torch.equal(logits_of(model, sequences(1)), logits_of(trained_copy(model), sequences(1)))
 
 
-def trained_copy(model: SlipstreamForCausalLM, *, consistent: bool = True) -> Any:
+def trained_copy(model: models.SlipstreamForCausalLM, *, consistent: bool = True) -> Any:
     """Another model with its weights, in training."""
     config = copy.deepcopy(model.config)
     config.consistent = consistent

@@ -16,14 +16,8 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, StateCach
 from slipstream.models.cache import CACHE
 from slipstream.nn import decoding
 from slipstream.ops import rotary_tables
-from tests.support.language_models import (
-    MODELS,
-    assert_same,
-    generate,
-    model,
-    tokens,
-    without_graphs,
-)
+from tests.support import language_models
+from tests.support.language_models import assert_same, generate, model, tokens, without_graphs
 
 pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
 
@@ -61,7 +55,7 @@ def test_prompts_by_graphs_give_the_same_tokens(name: str, monkeypatch: pytest.M
     assert made == [key for key, x in cache.graphs.items() if key[0] == graphs.PROMPT and x]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", language_models.MODELS)
 def test_generate_captures_once_per_batch_size(name: str) -> None:
     m, ids = model(name), tokens(3, 6)
     want = without_graphs(m, ids)

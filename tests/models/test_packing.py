@@ -17,15 +17,9 @@ EVERY = [list(MIXERS)[i : i + 8] for i in range(0, len(MIXERS), 8)]
 def model(mixers: list[str]) -> SlipstreamForCausalLM:
     torch.manual_seed(0)
     m = SlipstreamForCausalLM(
-        SlipstreamConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            num_heads=2,
-            intermediate_size=16,
-            mixers=mixers,
-            initializer_range=0.3,
-        )
-    )
+        SlipstreamConfig(vocab_size=VOCAB, hidden_size=16, num_heads=2, intermediate_size=16,
+            mixers=mixers, initializer_range=0.3),
+    )  # fmt: skip
     with torch.no_grad():
         for p in m.model.layers.parameters():
             if p.dim() > 1:

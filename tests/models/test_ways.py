@@ -10,17 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.model_ways import (
-    MODELS,
-    TOGETHER,
-    VOCAB,
-    WAYS,
-    check,
-    gradients,
-    make,
-    round_products,
-    trained,
-)
+from tests.support import model_ways
+from tests.support.model_ways import MODELS, TOGETHER, VOCAB, WAYS, check, gradients, make, trained
 from tests.support.processes import in_processes
 
 pytestmark = [
@@ -104,7 +95,7 @@ def test_model_under_autocast_learns_the_same(name: str, way: str, dtype: torch.
         loss = step(ids)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, want, rtol=torch.finfo(dtype).eps, atol=0.0)
-    round_products(noisy, dtype)
+    model_ways.round_products(noisy, dtype)
     trained(noisy)(ids)
     got, want_grads, others = (gradients(x) for x in (model, plain, noisy))
     assert got.keys() == want_grads.keys() == others.keys()

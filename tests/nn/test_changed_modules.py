@@ -14,25 +14,10 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from slipstream.layers import Mixer
-from tests.support.small_modules import (
-    EXPECTED_WARNINGS,
-    LAYERS,
-    SUBJECTS,
-    Call,
-    Module,
-    Way,
-    assert_same,
-    every_subject,
-    flat,
-    is_sample,
-    leaves,
-    modules,
-    results,
-    sample,
-    total,
-)
+from tests.support import small_modules
+from tests.support.small_modules import Call, Module, assert_same, every_subject, modules, results
 
-pytestmark = EXPECTED_WARNINGS
+pytestmark = small_modules.EXPECTED_WARNINGS
 
 
 def owned(module: Module, matrices: bool = False) -> list[tuple[str, Module, str]]:
@@ -89,7 +74,7 @@ def pruned(plain: Module, changed: Module) -> Call:
 
 def averaged(plain: Module, changed: Module) -> Call:
     """The copy of an average, of a module that has been used."""
-    changed(*leaves(plain.given))  # pyright: ignore
+    changed(*small_modules.leaves(plain.given))  # pyright: ignore
     if not any(True for _ in changed.parameters()):
         return changed  # which torch's average refuses
     average = AveragedModel(changed, multi_avg_fn=get_ema_multi_avg_fn(0.5))
@@ -98,7 +83,7 @@ def averaged(plain: Module, changed: Module) -> Call:
     return average.module
 
 
-REMADE: dict[str, Way] = {
+REMADE: dict[str, small_modules.Way] = {
     "parametrized": parametrized,
     "weight_norm": partial(normed, norm=parametrizations.weight_norm),
     "hooked weight_norm": partial(normed, norm=torch.nn.utils.weight_norm),
@@ -110,7 +95,7 @@ REMADE: dict[str, Way] = {
 
 @every_subject
 @pytest.mark.parametrize("way", REMADE)
-@sample
+@small_modules.sample
 def test_module_with_weights_made_anew(name: str, way: str) -> None:
     """The outputs, the inputs' gradients, and one for every parameter that has one as it was."""
     plain, changed, given = modules(name)
@@ -133,12 +118,12 @@ def steps(layer: Any, x: Tensor, begin: int = 4) -> Tensor:
     return torch.cat([y, *later], 1)
 
 
-STEPPED = [n for n in LAYERS if isinstance(SUBJECTS[n].make(), Mixer)]
+STEPPED = [n for n in small_modules.LAYERS if isinstance(small_modules.SUBJECTS[n].make(), Mixer)]
 
 
 @pytest.mark.parametrize("name", STEPPED)
 @pytest.mark.parametrize("way", REMADE)
-@sample
+@small_modules.sample
 @torch.no_grad()
 def test_steps_with_weights_made_anew(name: str, way: str) -> None:
     plain, changed, given = modules(name)
@@ -189,14 +174,14 @@ QUANTIZED: dict[str, Callable[[Module], Module]] = {
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torchao.*")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-@pytest.mark.sample(which=lambda name, kind: is_sample(name) and kind != "torchao")
+@pytest.mark.sample(which=lambda name, kind: small_modules.is_sample(name) and kind != "torchao")
 def test_module_with_quantized_linears(name: str, kind: str) -> None:
     plain, changed, given = modules(name)
     if name == "Linear":
         return  # itself one
     changed = QUANTIZED[kind](changed)
     with torch.no_grad():
-        got, want = flat(changed(*given)), flat(plain(*given))
+        got, want = small_modules.flat(changed(*given)), small_modules.flat(plain(*given))
         if name in STEPPED:
             got.append(steps(changed, *given))
             want.append(want[0])
@@ -206,8 +191,8 @@ def test_module_with_quantized_linears(name: str, kind: str) -> None:
         assert x.dtype == y.dtype
         assert float((x - y).norm()) <= 0.3 * max(float(y.norm()), 1.0)
     if kind == "int8" and any(x.is_floating_point() for x in given):
-        inputs = leaves(given)
-        total(changed(*inputs)).backward()
+        inputs = small_modules.leaves(given)
+        small_modules.total(changed(*inputs)).backward()
         assert inputs[0].grad is not None
 
 
@@ -215,7 +200,7 @@ def test_module_with_quantized_linears(name: str, kind: str) -> None:
 
 
 @every_subject
-@sample
+@small_modules.sample
 def test_each_parameter_frozen_and_alone(name: str) -> None:
     plain, changed, given = modules(name)
     want = results(plain, plain, given)[1]
@@ -225,7 +210,7 @@ def test_each_parameter_frozen_and_alone(name: str) -> None:
         for n in learned:
             parameters[n].grad = None
             parameters[n].requires_grad_((n == one) is alone)
-        loss = total(changed(*given))
+        loss = small_modules.total(changed(*given))
         if loss.requires_grad:
             loss.backward()
         got = {n: p.grad for n, p in parameters.items() if p.grad is not None}
@@ -240,7 +225,7 @@ def test_each_parameter_frozen_and_alone(name: str) -> None:
 
 
 @every_subject
-@sample
+@small_modules.sample
 def test_parameters_of_one_shape_are_one(name: str) -> None:
     """Each pair of parameters that could be one: its gradient is the sum."""
     plain, changed, given = modules(name)
@@ -266,7 +251,9 @@ def test_parameters_of_one_shape_are_one(name: str) -> None:
 @every_subject
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("swapped", [False, True], ids=["data", "swapped"])
-@pytest.mark.sample(which=lambda name, dtype, swapped: is_sample(name) and not swapped)
+@pytest.mark.sample(
+    which=lambda name, dtype, swapped: small_modules.is_sample(name) and not swapped
+)
 def test_module_of_another_dtype(name: str, dtype: torch.dtype, swapped: bool) -> None:
     """Outputs in it, but for losses, which are wide; gradients in the parameters' own."""
     plain, changed, given = modules(name)

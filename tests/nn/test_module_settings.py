@@ -12,23 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.small_modules import (
-    EXPECTED_WARNINGS,
-    SUBJECTS,
-    Call,
-    Module,
-    Way,
-    assert_same,
-    every_subject,
-    flat,
-    leaves,
-    modules,
-    results,
-    sample,
-)
+from tests.support import small_modules
+from tests.support.small_modules import Call, Module, every_subject, flat, modules, results, sample
 from tests.support.user_inputs import default_dtype
 
-pytestmark = EXPECTED_WARNINGS
+pytestmark = small_modules.EXPECTED_WARNINGS
 
 
 def backward_hooks(plain: Module, changed: Module) -> Call:
@@ -77,11 +65,11 @@ def in_place_after(plain: Module, changed: Module) -> Call:
 
 def used_for_inference(plain: Module, changed: Module) -> Call:
     with torch.inference_mode():
-        changed(*leaves(plain.given))  # pyright: ignore
+        changed(*small_modules.leaves(plain.given))  # pyright: ignore
     return changed
 
 
-WAYS: dict[str, Way] = {
+WAYS: dict[str, small_modules.Way] = {
     "backward hooks": backward_hooks,
     "activations elsewhere": partial(within, kept_elsewhere),
     "flops counted": partial(within, lambda: FlopCounterMode(display=False)),
@@ -100,14 +88,14 @@ EXEMPT = {("LinearKLDivLoss", "backward hooks"): "a gradient of zeros where ther
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [x for x in itertools.product(SUBJECTS, WAYS) if x not in EXEMPT]
+    ("name", "way"), [x for x in itertools.product(small_modules.SUBJECTS, WAYS) if x not in EXEMPT]
 )
 @sample
 def test_module_is_the_same(name: str, way: str) -> None:
     plain, changed, given = modules(name)
     plain.given = given  # pyright: ignore
     call = WAYS[way](plain, changed)
-    assert_same(results(changed, call, given), results(plain, plain, given))
+    small_modules.assert_same(results(changed, call, given), results(plain, plain, given))
 
 
 @every_subject

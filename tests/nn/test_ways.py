@@ -26,19 +26,9 @@ from torch.utils.checkpoint import (
 )
 
 from slipstream import layers, nn
+from tests.support import small_modules
 from tests.support.processes import in_processes
-from tests.support.small_modules import (
-    LAYERS,
-    SAMPLE,
-    SUBJECTS,
-    Distillation,
-    Later,
-    assert_same,
-    flat,
-    is_sample,
-    modules,
-    results,
-)
+from tests.support.small_modules import LAYERS, SUBJECTS, Later, flat, is_sample, modules, results
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch without collectives"),
@@ -137,7 +127,7 @@ def copied_deeply(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
 
 
 def pickled(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
-    if isinstance(plain, Later | Distillation):
+    if isinstance(plain, Later | small_modules.Distillation):
         plain = copy.deepcopy(plain)
     return _as(changed, pickle.loads(pickle.dumps(plain)))
 
@@ -241,7 +231,7 @@ EXEMPT = {("Embedding", "reentrant"): "a reentrant checkpoint whose inputs have 
 def check(name: str, way: str) -> None:
     plain, changed, given = modules(name)
     call = (WAYS | TRACED)[way](plain, changed)
-    assert_same(results(changed, call, given), results(plain, plain, given))
+    small_modules.assert_same(results(changed, call, given), results(plain, plain, given))
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +251,7 @@ def test_every_module_is_a_subject() -> None:
         return found - {"Mixer"}  # which has no forward
 
     assert {n.partition("-")[0] for n in SUBJECTS} == classes(nn) | classes(layers)
-    assert SUBJECTS.keys() >= SAMPLE
+    assert SUBJECTS.keys() >= small_modules.SAMPLE
 
 
 @pytest.mark.usefixtures("process")
@@ -285,7 +275,7 @@ def test_module_exports_with_gradients(name: str) -> None:
     program = torch.export.export(changed, given, strict=True).module()
     with torch.no_grad():
         program.load_state_dict(changed.state_dict(), strict=False)
-    assert_same(results(program, program, given), results(plain, plain, given))
+    small_modules.assert_same(results(program, program, given), results(plain, plain, given))
 
 
 @every_subject

@@ -9,20 +9,9 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.ops import linear_attn as linear_attn_module
+from tests.support import recurrences
 from tests.support.mappings import both, near
-from tests.support.recurrences import (
-    HV,
-    B,
-    K,
-    T,
-    V,
-    grouped,
-    linear_attn,
-    log_decay,
-    qkv,
-    randn,
-    trace,
-)
+from tests.support.recurrences import HV, B, K, T, V, grouped, linear_attn, log_decay, qkv, randn
 
 
 def positive() -> dict[str, Tensor]:
@@ -34,7 +23,7 @@ def positive() -> dict[str, Tensor]:
 @pytest.mark.parametrize("v_first", [False, True])
 def test_linear_attn_normalize_divides_by_sum(fn: Callable, v_first: bool) -> None:
     args, kv, z = positive(), randn(B, HV, K, V), randn(B, 1, HV, K).exp()
-    numerator, want_kv = trace(linear_attn(**args, S=kv))
+    numerator, want_kv = recurrences.trace(linear_attn(**args, S=kv))
     q, k = grouped(args["q"], args["k"])
     sums = z + k.cumsum(1)
     scale = K**-0.5
@@ -84,13 +73,9 @@ def test_linear_attn_normalize_in_two_runs(
     for two in (False, True):
         monkeypatch.setattr(linear_attn_module, "_two_are_faster", lambda q, two=two: two)
         o, state = ops.chunk_linear_attn(
-            **args,
-            initial_state=(kv, z),
-            output_final_state=True,
-            state_v_first=v_first,
-            reverse=reverse,
-            cu_seqlens=cu_seqlens,
-        )
+            **args, initial_state=(kv, z), output_final_state=True, state_v_first=v_first,
+            reverse=reverse, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
         results = (o, *state)
         loss = sum((x * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in results)
         found.append((*results, *torch.autograd.grad(loss, leaves)))

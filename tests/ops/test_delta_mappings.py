@@ -8,26 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream import ops
+from tests.support import recurrences
 from tests.support.mappings import both, near, same
-from tests.support.recurrences import (
-    CHANNEL,
-    HV,
-    SCALAR,
-    B,
-    K,
-    T,
-    V,
-    arguments,
-    beta,
-    comba,
-    gated_delta_product,
-    householder,
-    log_decay,
-    qkv,
-    randn,
-    trace,
-    unit,
-)
+from tests.support.recurrences import CHANNEL, HV, SCALAR, K, V, arguments, beta, qkv, randn, unit
 
 
 @pytest.mark.parametrize("name", ["delta_rule", "gated_delta_rule", "kda", "comba"])
@@ -49,7 +32,7 @@ def test_fused_recurrent_delta_rule_beta_shapes() -> None:
     args = qkv(unit)
     one = ops.fused_recurrent_delta_rule(**args)[0]
     near(one, ops.chunk_delta_rule(**args, beta=torch.ones(*SCALAR).double())[0])
-    columns = beta(B, T, HV, V)
+    columns = beta(recurrences.B, recurrences.T, HV, V)
     o, _ = ops.fused_recurrent_delta_rule(**args, beta=columns)
     for j in range(V):
         alone = {**args, "v": args["v"][..., j : j + 1]}
@@ -71,13 +54,9 @@ def test_kda_gate_in_kernel_is_the_gate_outside(
     if least is not None:
         g = least * (rate * (raw + bias)).sigmoid()
     got, _ = fn(
-        **args,
-        g=raw,
-        use_gate_in_kernel=True,
-        A_log=A_log,
-        dt_bias=bias.flatten() if flat_bias else bias,
-        lower_bound=least,
-    )
+        **args, g=raw, use_gate_in_kernel=True, A_log=A_log,
+        dt_bias=bias.flatten() if flat_bias else bias, lower_bound=least,
+    )  # fmt: skip
     near(got, fn(**args, g=g)[0])
 
 
@@ -91,7 +70,7 @@ def test_kda_gate_in_kernel_without_rate_or_bias() -> None:
 
 
 def test_kda_safe_gate_is_checked() -> None:
-    args = {**qkv(unit), "beta": beta(*SCALAR), "g": log_decay(*CHANNEL)}
+    args = {**qkv(unit), "beta": beta(*SCALAR), "g": recurrences.log_decay(*CHANNEL)}
     plain, _ = ops.chunk_kda(**args)
     near(ops.chunk_kda(**args, safe_gate=True)[0], plain)
     near(ops.chunk_kda(**args, safe_gate=True, lower_bound=-5.0)[0], plain)
@@ -153,10 +132,10 @@ def test_comba_erases_what_was_there_before_the_decay(fn: Callable, impl: str, l
     """Also of a state that then decays to nothing, where dividing p by the decay has no answer."""
     args = arguments("comba")
     args["g"] = torch.where(torch.rand(SCALAR) < 0.3, low, args["g"])
-    args["initial_state"] = randn(B, HV, K, V)
+    args["initial_state"] = randn(recurrences.B, HV, K, V)
     inputs = [x.requires_grad_() for x in args.values()]
     S, rest = args["initial_state"], {x: y for x, y in args.items() if x != "initial_state"}
-    o, state = trace(comba(**rest, S=S))
+    o, state = recurrences.trace(recurrences.comba(**rest, S=S))
     want = K**-0.5 * o, state
     found = fn(**args, output_final_state=True, impl=impl)
     same(found, want, 1e-10)
@@ -171,20 +150,20 @@ def test_comba_erases_what_was_there_before_the_decay(fn: Callable, impl: str, l
 
 @pytest.mark.parametrize("fn", both("gated_delta_product"))
 def test_gated_delta_product_reverse_step_order(fn: Callable) -> None:
-    args = householder(True)
+    args = recurrences.householder(True)
 
     def turn(x: Tensor, n: int) -> Tensor:
-        return x.unflatten(1, (T, n)).flip(1).flatten(1, 2)
+        return x.unflatten(1, (recurrences.T, n)).flip(1).flatten(1, 2)
 
-    turned = {name: turn(x, x.shape[1] // T) for name, x in args.items()}
-    S = randn(B, HV, K, V)
-    want, state = trace(gated_delta_product(**turned, S=S))
+    turned = {name: turn(x, x.shape[1] // recurrences.T) for name, x in args.items()}
+    S = randn(recurrences.B, HV, K, V)
+    want, state = recurrences.trace(recurrences.gated_delta_product(**turned, S=S))
     got = fn(**args, num_householder=3, initial_state=S, output_final_state=True, reverse=True)
     same(got, (K**-0.5 * want.flip(1), state), 1e-11)
 
 
 def test_gated_delta_product_positional_steps() -> None:
-    args = householder(True)
+    args = recurrences.householder(True)
     near(
         ops.chunk_gated_delta_product(*args.values(), 3)[0],
         ops.chunk_gated_delta_product(**args, num_householder=3)[0],

@@ -12,21 +12,9 @@ from slipstream.kernels.gated_scan import eager as gated_scan
 from slipstream.kernels.linear.eager import gates as gate_cumsum
 from slipstream.kernels.linear.eager import layout
 from slipstream.tools.catalog import Sample, family, flat
+from tests.support import operators
 from tests.support.causality import changed_bits
-from tests.support.operators import (
-    EPS,
-    LINEAR,
-    Size,
-    assert_near,
-    budget,
-    cast,
-    has_time,
-    leaves,
-    offsets,
-    over_time,
-    packed,
-    with_grads,
-)
+from tests.support.operators import LINEAR, Size, assert_near, budget, leaves, over_time, packed
 
 # those that the default run takes over 1000 tokens, one of each transition
 TRANSITIONS = {"chunk_simple_gla", "chunk_kda", "chunk_rwkv7"}
@@ -48,7 +36,7 @@ PAIRS |= {(SIZES[3], "mixed"), (SIZES[3], "strong")}
 
 def run_with_grads(op: Sample, args: dict[str, Any], **options: Any):
     """Outputs, and gradients of all inputs for random gradients of output and final state."""
-    return with_grads(lambda args: flat(op(args, **options)), args)
+    return operators.with_grads(lambda args: flat(op(args, **options)), args)
 
 
 @every_operator
@@ -58,7 +46,7 @@ def run_with_grads(op: Sample, args: dict[str, Any], **options: Any):
 def test_operator_matches_reference(op: Sample, size: tuple, gate: str) -> None:
     T, H, HV, K, V = size
     args = op.inputs(Size(B=1, T=T, H=H, HV=HV, K=K, V=V, gate=gate))
-    want, want_grads = run_with_grads(op, cast(args, torch.float64), impl="reference")
+    want, want_grads = run_with_grads(op, operators.cast(args, torch.float64), impl="reference")
     got, grads = run_with_grads(op, args)
     assert_near(op, got, want, budget(torch.float32), "output")
     assert_near(op, grads, want_grads, 4 * budget(torch.float32), "gradient")
@@ -85,7 +73,7 @@ def test_operator_in_float64_matches_reference_closely(op: Sample) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_operator_in_16_bit_rounds_once(op: Sample, dtype: torch.dtype) -> None:
     args = op.inputs(Size(T=70, K=32, V=32, dtype=dtype))
-    want, want_grads = run_with_grads(op, cast(args, torch.float64), impl="reference")
+    want, want_grads = run_with_grads(op, operators.cast(args, torch.float64), impl="reference")
     got, grads = run_with_grads(op, args)
     assert got[0].dtype == dtype
     assert all(x.dtype == torch.float32 for x in got[1:])
@@ -161,7 +149,7 @@ def test_operator_is_batch_invariant(op: Sample) -> None:
             name: tuple(y[b : b + 1] for y in x)
             if isinstance(x, tuple)
             else x
-            if name in op.dims and not has_time(op, name)
+            if name in op.dims and not operators.has_time(op, name)
             else x[b : b + 1]
             for name, x in args.items()
         }
@@ -282,7 +270,7 @@ def test_operator_reverse_is_time_turned(op: Sample, lengths: tuple[int, ...] | 
         [(0, 20)] if lengths is None else [(0, 5), (5, 0), (5, 15)]
     ):
         cut = over_time(op, args, begin, begin + length)
-        cut = {k: x.flip(1) if has_time(op, k) else x for k, x in cut.items()}
+        cut = {k: x.flip(1) if operators.has_time(op, k) else x for k, x in cut.items()}
         state = args["initial_state"]
         if lengths is not None:
             rows = slice(n, n + 1)
@@ -301,14 +289,16 @@ def test_operator_under_autocast_takes_its_dtype(op: Sample) -> None:
     want, *want_states = flat(op(args))
     assert o.dtype == (torch.float32 if "hgrn" in op.name else torch.bfloat16)
     assert all(x.dtype == torch.float32 for x in states)
-    assert_near(op, [o, *states], [want, *want_states], 4 * EPS[torch.bfloat16], "autocast")
+    assert_near(
+        op, [o, *states], [want, *want_states], 4 * operators.EPS[torch.bfloat16], "autocast"
+    )
 
 
 @every_operator
 def test_operator_rejects_wrong_packing(op: Sample) -> None:
     args = op.inputs(packed(Size(), 12, 8))
     with pytest.raises(ValueError, match=r"cu_seqlens: want offsets from 0 to"):
-        op({**args, "cu_seqlens": offsets((12, 7))})
+        op({**args, "cu_seqlens": operators.offsets((12, 7))})
     with pytest.raises(ValueError, match=r"cu_seqlens: want offsets from 0 to"):
         op({**args, "cu_seqlens": torch.tensor([0])})
     with pytest.raises(ValueError, match=r"cu_seqlens: want offsets that never fall"):
@@ -318,7 +308,7 @@ def test_operator_rejects_wrong_packing(op: Sample) -> None:
     with pytest.raises(ValueError, match="cu_seqlens"):
         op({**args, "cu_seqlens": torch.tensor([[0, 12, 20]])})
     with pytest.raises(ValueError, match=r"cu_seqlens.*batch size 1"):
-        op({**op.inputs(Size(B=2, T=20)), "cu_seqlens": offsets((12, 8))})
+        op({**op.inputs(Size(B=2, T=20)), "cu_seqlens": operators.offsets((12, 8))})
 
 
 @operators_with(lambda op: "chunk" in op.name and family(op.op) not in ("hgrn", "rwkv4"))

@@ -8,17 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.tools.catalog import flat
+from tests.support import operators
 from tests.support.formulas import wanted
-from tests.support.operators import (
-    BLOCKS,
-    LINEAR,
-    Size,
-    assert_near,
-    block_size,
-    budget,
-    cast,
-    packed,
-)
+from tests.support.operators import BLOCKS, LINEAR, Size, assert_near, block_size, budget, cast
 
 
 def _operator(data: st.DataObject) -> None:
@@ -26,16 +18,12 @@ def _operator(data: st.DataObject) -> None:
     small, width = st.integers(1, 3), st.integers(1, 40)
     H = data.draw(small)
     size = Size(
-        B=data.draw(small),
-        T=data.draw(st.integers(1, 90)),
-        H=H,
-        HV=H * data.draw(small),
-        K=data.draw(width),
-        V=data.draw(width),
-    )
+        B=data.draw(small), T=data.draw(st.integers(1, 90)), H=H, HV=H * data.draw(small),
+        K=data.draw(width), V=data.draw(width),
+    )  # fmt: skip
     if data.draw(st.booleans()):
         lengths = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
-        size = packed(size, *lengths, 1)
+        size = operators.packed(size, *lengths, 1)
     gate = data.draw(st.sampled_from(["zero", "weak", "mixed", "strong"]))
     args = op.inputs(replace(size, gate=gate))
     want = flat(op(cast(args, torch.float64), impl="reference"))

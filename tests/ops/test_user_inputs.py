@@ -10,20 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.support import user_inputs
 from tests.support.derivatives import CASES, Case, Problem, assert_near
-from tests.support.user_inputs import (
-    LAYOUTS,
-    NAMED,
-    READS_OUTPUTS,
-    default_dtype,
-    expect_any_layout,
-    expect_change_is_seen,
-    expect_changes_of_outputs,
-    negated,
-    one_value,
-    stepped,
-    transposed,
-)
+from tests.support.user_inputs import LAYOUTS, NAMED, READS_OUTPUTS, default_dtype, negated, stepped
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*prototype stage.*:UserWarning")
 # those of the default run: one of each Function
@@ -58,7 +47,7 @@ def in_dtype(case: Case, dtype: torch.dtype) -> Case:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @sample
 def test_inputs_of_any_layout(case: Case, layout: str) -> None:
-    expect_any_layout(case, layout, 1e-9)
+    user_inputs.expect_any_layout(case, layout, 1e-9)
 
 
 @every_case
@@ -73,9 +62,9 @@ def test_gradients_of_any_layout_come_in(case: Case) -> None:
         return [x for x in found if x is not None]
 
     w = problem.weights
-    assert_near(grads(*(stepped(transposed(x)) for x in w)), grads(*w))
+    assert_near(grads(*(stepped(user_inputs.transposed(x)) for x in w)), grads(*w))
     ones = [torch.ones_like(x) for x in w]
-    for view in (one_value, negated):
+    for view in (user_inputs.one_value, negated):
         assert_near(grads(*map(view, ones)), grads(*ones))
 
 
@@ -117,14 +106,14 @@ def test_outputs_share_no_memory(case: Case) -> None:
 @every_case
 @sample
 def test_outputs_may_be_changed_in_place(case: Case) -> None:
-    expect_changes_of_outputs(case, 1e-8)
+    user_inputs.expect_changes_of_outputs(case, 1e-8)
 
 
 @every_case
 @pytest.mark.parametrize("of", ["input", "output"])
 @sample
 def test_change_before_backward_is_seen(case: Case, of: str) -> None:
-    expect_change_is_seen(case, of, 1e-8)
+    user_inputs.expect_change_is_seen(case, of, 1e-8)
 
 
 # ---- tensors of other kinds

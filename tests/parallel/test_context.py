@@ -17,22 +17,8 @@ from slipstream.models.config import MIXERS
 from slipstream.parallel import ContextParallel, shard, unshard
 from slipstream.runtime.context_share import Share
 from slipstream.tools.catalog import Sample, flat
-from tests.support.context_runs import (
-    CALLS,
-    CUTS,
-    MODEL_CUTS,
-    RANKS,
-    SHORT_CUTS,
-    Cut,
-    attention_bytes,
-    attention_lse,
-    bytes_exchanged,
-    compare_all,
-    compare_models,
-    deterministic,
-    mixed_options,
-    replayed,
-)
+from tests.support import context_runs
+from tests.support.context_runs import CALLS, CUTS, MODEL_CUTS, RANKS, SHORT_CUTS, Cut, compare_all
 from tests.support.operators import Size, packed
 from tests.support.processes import in_processes
 
@@ -81,29 +67,29 @@ def test_every_chunk_operator_takes_a_context() -> None:
 
 
 def test_reversed_time_v_first_states_and_bfloat16(tmp_path: Path) -> None:
-    assert in_processes(RANKS, tmp_path, mixed_options) == []
+    assert in_processes(RANKS, tmp_path, context_runs.mixed_options) == []
 
 
 def test_replayed_calls_exchange_too(tmp_path: Path) -> None:
     """Also where one rank compiles kernels, which exchanges nothing."""
-    assert in_processes(RANKS, tmp_path, replayed) == []
+    assert in_processes(RANKS, tmp_path, context_runs.replayed) == []
 
 
 def test_attention_lse_and_slopes(tmp_path: Path) -> None:
-    assert in_processes(RANKS, tmp_path, attention_lse) == []
+    assert in_processes(RANKS, tmp_path, context_runs.attention_lse) == []
 
 
 def test_deterministic_mode_equals_one_rank(tmp_path: Path) -> None:
-    assert in_processes(RANKS, tmp_path, deterministic) == []
+    assert in_processes(RANKS, tmp_path, context_runs.deterministic) == []
 
 
 def test_bytes_exchanged_do_not_depend_on_the_tokens(tmp_path: Path) -> None:
-    found = dict(in_processes(RANKS, tmp_path, bytes_exchanged))
+    found = dict(in_processes(RANKS, tmp_path, context_runs.bytes_exchanged))
     assert found and all(few == many > 0 for few, many in found.values()), found
 
 
 def test_attention_holds_some_heads_of_other_ranks(tmp_path: Path) -> None:
-    shares = in_processes(2, tmp_path, attention_bytes)
+    shares = in_processes(2, tmp_path, context_runs.attention_bytes)
     assert len(shares) == 2
     for forward, both in shares:
         assert 0.5 < forward <= 0.6 and 0.45 < both <= 0.5
@@ -111,7 +97,7 @@ def test_attention_holds_some_heads_of_other_ranks(tmp_path: Path) -> None:
 
 def test_model_across_ranks_equals_one_rank(tmp_path: Path) -> None:
     """Loss and gradients of every mixer, packed and in rows."""
-    assert in_processes(RANKS, tmp_path, compare_models, [*MIXERS], MODEL_CUTS) == []
+    assert in_processes(RANKS, tmp_path, context_runs.compare_models, [*MIXERS], MODEL_CUTS) == []
 
 
 @pytest.fixture
@@ -233,27 +219,20 @@ def test_wrong_plans_and_arguments_are_named() -> None:
         "layout: want 'contiguous', got 'ring'": lambda: ContextParallel(layout="ring"),
         "segment_tokens: want at least 1": lambda: ContextParallel(None, None, None, 0),
         "lengths: want 6 tokens in all": lambda: ContextParallel(None, [0, 6], [5]),
-        "context: rank 0 has 6 tokens, got 5": lambda: ops.chunk_linear_attn(
-            q[:, 1:], q[:, 1:], q[:, 1:], normalize=False, context=plan
-        ),
-        "cu_seqlens: want None with a context": lambda: ops.chunk_retention(
-            q, q, q, cu_seqlens=offsets, context=plan
-        ),
-        "impl: the reference runs": lambda: ops.chunk_retention(
-            q, q, q, context=plan, impl="reference"
-        ),
-        "initial_state: want shape": lambda: ops.chunk_retention(
-            q, q, q, initial_state=torch.zeros(1, 2, 16, 16), context=plan
-        ),
-        "key_lengths: want None with a context": lambda: ops.attention(
-            q, q, q, key_lengths=offsets[1:], context=plan
-        ),
-        "dropout_p: want 0 with a context": lambda: ops.attention(
-            q, q, q, dropout_p=0.5, context=plan
-        ),
-        "window_size: want no later keys with a context": lambda: ops.attention(
-            q, q, q, causal=False, window_size=3, context=plan
-        ),
+        "context: rank 0 has 6 tokens, got 5": lambda: ops.chunk_linear_attn(q[:, 1:], q[:, 1:],
+            q[:, 1:], normalize=False, context=plan),
+        "cu_seqlens: want None with a context": lambda: ops.chunk_retention(q, q, q,
+            cu_seqlens=offsets, context=plan),
+        "impl: the reference runs": lambda: ops.chunk_retention(q, q, q, context=plan,
+            impl="reference"),
+        "initial_state: want shape": lambda: ops.chunk_retention(q, q, q,
+            initial_state=torch.zeros(1, 2, 16, 16), context=plan),
+        "key_lengths: want None with a context": lambda: ops.attention(q, q, q,
+            key_lengths=offsets[1:], context=plan),
+        "dropout_p: want 0 with a context": lambda: ops.attention(q, q, q, dropout_p=0.5,
+            context=plan),
+        "window_size: want no later keys with a context": lambda: ops.attention(q, q, q,
+            causal=False, window_size=3, context=plan),
         "beta: want one value for each token and head with a context": lambda: (
             ops.fused_recurrent_delta_rule(q, q, q, q.sigmoid(), context=plan)
         ),
@@ -261,7 +240,7 @@ def test_wrong_plans_and_arguments_are_named() -> None:
         "batch: want batch size 1": lambda: shard(torch.zeros(2, 6), plan),
         "cu_seqlens: want offsets, got": lambda: ContextParallel(None, offsets.to("meta")),
         "context: want 6 tokens in all": lambda: shard(torch.zeros(1, 7), plan),
-    }
+    }  # fmt: skip
     for text, call in wrong.items():
         with pytest.raises((ValueError, TypeError, NotImplementedError), match=f"^{text}"):
             call()

@@ -101,11 +101,8 @@ def test_options_are_declared_as_torchtitans(monkeypatch: pytest.MonkeyPatch) ->
             width: int = 0
 
     names = (
-        "config.override",
-        "models.common.attention",
-        "models.qwen3_5.model",
-        "protocols.module",
-    )
+        "config.override", "models.common.attention", "models.qwen3_5.model", "protocols.module",
+    )  # fmt: skip
     for name in ("fla", "spmd_types", *(f"torchtitan.{x}" for x in names)):
         found: Any = ModuleType(name)
         found.__spec__ = ModuleSpec(name, None)

@@ -34,7 +34,6 @@ from slipstream.kernels.elementwise import (
     rotation,
     token_shift,
 )
-from slipstream.kernels.elementwise import glu as activation
 from slipstream.kernels.gated_scan import op as gated_scan
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.triton import plan as linear
@@ -173,7 +172,7 @@ CASES: dict[str, tuple[Callable, dict[str, Any], dict[str, Any]]] = {
             "groups": 2, "zero_centered": True}),
     "norm of a gate": (norm_kind, {"x": t(3, 8), "weight": t(8), "gate": t(3, 8)},
         {"x": t(3, 16), "weight": None, "activation": "sigmoid", "gate_first": True}),
-    "glu": (activation._kind, {"gate": t(3, 8), "f": "silu"}, {"gate": t(3, 16), "f": "gelu"}),
+    "glu": (glu._kind, {"gate": t(3, 8), "f": "silu"}, {"gate": t(3, 16), "f": "gelu"}),
     "glu again": (glu._call._kind, {"gate": t(3, 8), "f": "silu"},
         {"gate": narrow(3, 8), "f": "gelu"}),
     "glu again of a width": (glu._call._kind, {"gate": t(3, 8), "f": "silu"}, {"gate": t(3, 16)}),

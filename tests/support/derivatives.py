@@ -107,13 +107,10 @@ CASES = [
     # by other libraries' names
     Case("flash_attn_func", lambda args: [ops.flash_attn_func(**args, causal=True)], _heads(2, 5)),
     Case("flash_attn_varlen_func", _packed_attention, _heads(5)),
-    Case(
-        "causal_conv1d_fn",
-        lambda args: [ops.causal_conv1d_fn(**args, activation="silu")],
-        lambda: _wide(x=(2, 6, 5), weight=(6, 3), bias=(6,)),
-    ),
+    Case("causal_conv1d_fn", lambda args: [ops.causal_conv1d_fn(**args, activation="silu")],
+        lambda: _wide(x=(2, 6, 5), weight=(6, 3), bias=(6,))),
     Case("latent_attention", _latent, lambda: _wide(q=(2, 1, 2, 8), latent=(2, 5, 8))),
-]
+]  # fmt: skip
 
 
 def in_float32(case: Case, device: str = "cpu") -> Case:

@@ -48,14 +48,9 @@ def units(model: SlipstreamForCausalLM, which: str) -> list[Any]:
 def make(which: str, mixers: list[Any]) -> SlipstreamForCausalLM:
     torch.manual_seed(0)
     config = SlipstreamConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        num_heads=2,
-        intermediate_size=24,
-        mixers=mixers,
-        initializer_range=0.2,
-        tie_word_embeddings=which == "tied",
-    )
+        vocab_size=VOCAB, hidden_size=16, num_heads=2, intermediate_size=24, mixers=mixers,
+        initializer_range=0.2, tie_word_embeddings=which == "tied",
+    )  # fmt: skip
     return SlipstreamForCausalLM(config).train()
 
 

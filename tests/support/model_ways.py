@@ -35,14 +35,9 @@ MODELS["every"] = [*(layers[0] for n, layers in MODELS.items() if n != "hybrid")
 def make(name: str, device: str = "cpu", **options: Any) -> SlipstreamForCausalLM:
     torch.manual_seed(0)
     config = SlipstreamConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        num_heads=2,
-        intermediate_size=48,
-        mixers=MODELS[name],
-        initializer_range=0.2,
-        **options,
-    )
+        vocab_size=VOCAB, hidden_size=WIDTH, num_heads=2, intermediate_size=48,
+        mixers=MODELS[name], initializer_range=0.2, **options
+    )  # fmt: skip
     return SlipstreamForCausalLM(config).train().to(device)
 
 

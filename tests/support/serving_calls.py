@@ -45,18 +45,11 @@ class Call:
         total, gates = sum(lengths), HV * (K if is_kda else 1)
         pool = normal(SLOTS, 2, HV, V, K)[:, 0]
         return cls(
-            q=normal(1, total, H, K).to(dtype),
-            k=normal(1, total, H, K).to(dtype),
-            v=normal(1, total, HV, V).to(dtype),
-            a=normal(total, gates),
-            b=normal(total, HV),
-            A_log=normal(HV),
-            dt_bias=normal(gates),
-            states=pool,
-            slots=slots,
-            offsets=torch.tensor([0, *lengths]).cumsum(0).int(),
-            is_kda=is_kda,
-        )
+            q=normal(1, total, H, K).to(dtype), k=normal(1, total, H, K).to(dtype),
+            v=normal(1, total, HV, V).to(dtype), a=normal(total, gates), b=normal(total, HV),
+            A_log=normal(HV), dt_bias=normal(gates), states=pool, slots=slots,
+            offsets=torch.tensor([0, *lengths]).cumsum(0).int(), is_kda=is_kda,
+        )  # fmt: skip
 
     @classmethod
     def decode(cls, is_kda: bool, first_null: int = 0) -> "Call":

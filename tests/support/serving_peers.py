@@ -186,20 +186,13 @@ def compare_sglang(release: str, update: Callable[..., Any]) -> None:
         )
         call = made(Call.verify(is_kda))
         compare(
-            f"{kind} verify",
-            call,
-            lambda kernel=kernel, call=call, more=more: kernel.target_verify(
-                **call.sglang(), **call.sglang_verify(), **more
-            ),
-            lambda call=call, more=more, is_kda=is_kda: update(
-                **call.sglang_function(),
-                **call.sglang_verify(),
-                disable_state_update=True,
-                is_kda=is_kda,
-                **more,
-            ),
+            f"{kind} verify", call,
+            lambda kernel=kernel, call=call, more=more: kernel.target_verify(**call.sglang(),
+                **call.sglang_verify(), **more),
+            lambda call=call, more=more, is_kda=is_kda: update(**call.sglang_function(),
+                **call.sglang_verify(), disable_state_update=True, is_kda=is_kda, **more),
             1e-5,
-        )
+        )  # fmt: skip
     if INTERPRETED:
         return
     chunk = import_module("sglang.kernels.ops.attention.fla.chunk")

@@ -49,14 +49,10 @@ def torchtitan() -> Iterator[SimpleNamespace]:
             attention._compiled_create_block_mask = attention.create_block_mask
             attention.FlexAttention._compiled_flex_attn = staticmethod(by_mask)
             names = SimpleNamespace(
-                override=override,
-                qwen=qwen,
-                attention=attention,
-                distributed=distributed,
-                model=model,
-                config=sys.modules["torchtitan.config"],
+                override=override, qwen=qwen, attention=attention, distributed=distributed,
+                model=model, config=sys.modules["torchtitan.config"],
                 utils=sys.modules["torchtitan.distributed.utils"],
-            )
+            )  # fmt: skip
             names.utils.set_spmd_backend("partial_dtensor")
             # of which a model asks whether it is the one that reads configurations
             trainer: Any = ModuleType("torchtitan.trainer")
@@ -147,14 +143,10 @@ def on_a_rank(rank: int, shard: int, tensor: int, backend: str, weights: str, qu
         checkpoint: Any = import_module("torchtitan.distributed.activation_checkpoint")
 
         model = spec.parallelize_fn(
-            model,
-            parallel_dims=dims,
-            training=training,
-            parallelism=parallelism,
-            compile_config=config.CompileConfig(),
-            ac_config=checkpoint.FullAC.Config(),
+            model, parallel_dims=dims, training=training, parallelism=parallelism,
+            compile_config=config.CompileConfig(), ac_config=checkpoint.FullAC.Config(),
             dump_folder="",
-        )
+        )  # fmt: skip
         for unit in model.modules():
             if hasattr(unit, "set_force_sum_reduction_for_comms"):
                 unit.set_force_sum_reduction_for_comms(True)  # gloo has no other

@@ -36,16 +36,10 @@ def make(name: str, **options: Any) -> SlipstreamForCausalLM:
     """The same weights each time; no token ends a text."""
     torch.manual_seed(0)
     config = SlipstreamConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        num_heads=2,
-        intermediate_size=24,
-        mixers=(MODELS | PAIRS | HYBRID)[name],
-        initializer_range=0.1,
-        pad_token_id=0,
-        eos_token_id=None,
-        **options,
-    )
+        vocab_size=VOCAB, hidden_size=16, num_heads=2, intermediate_size=24,
+        mixers=(MODELS | PAIRS | HYBRID)[name], initializer_range=0.1, pad_token_id=0,
+        eos_token_id=None, **options
+    )  # fmt: skip
     return SlipstreamForCausalLM(config)
 
 
@@ -123,13 +117,9 @@ def trainer(
 ) -> Trainer:
     """others: arguments of Trainer itself."""
     return Trainer(
-        model,
-        arguments(folder, **options),
-        train_dataset=rows(),
-        eval_dataset=rows()[:6],
-        data_collator=Padded(side),
-        **(others or {}),
-    )
+        model, arguments(folder, **options), train_dataset=rows(), eval_dataset=rows()[:6],
+        data_collator=Padded(side), **others or {}
+    )  # fmt: skip
 
 
 def losses(t: Trainer) -> list[float]:

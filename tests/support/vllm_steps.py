@@ -217,15 +217,10 @@ def common_metadata(module: Any, rows: list[Row], drafts: int) -> Any:
     # a graph of decoding has a token for each row of padding
     padding = sum(x.sequence is None for x in rows)
     return module.CommonAttentionMetadata(
-        query_start_loc=offsets,
-        query_start_loc_cpu=offsets,
-        seq_lens=seq_lens,
+        query_start_loc=offsets, query_start_loc_cpu=offsets, seq_lens=seq_lens,
         num_reqs=len(rows),
-        num_actual_tokens=int(offsets[-1]) + padding,
-        max_query_len=int(lengths.max()),
+        num_actual_tokens=int(offsets[-1]) + padding, max_query_len=int(lengths.max()),
         max_seq_len=int(seq_lens.max()),
-        block_table_tensor=torch.tensor(blocks, dtype=torch.int32),
-        slot_mapping=torch.zeros(0),
-        is_prefilling=torch.tensor([x.is_prompt for x in rows]),
-        seq_lens_cpu_upper_bound=seq_lens,
-    )
+        block_table_tensor=torch.tensor(blocks, dtype=torch.int32), slot_mapping=torch.zeros(0),
+        is_prefilling=torch.tensor([x.is_prompt for x in rows]), seq_lens_cpu_upper_bound=seq_lens,
+    )  # fmt: skip

@@ -7,19 +7,9 @@ import torch
 
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from tests.gluon_emulator.threads import launch
+from tests.support import sm90_attention
 from tests.support.attention_calls import Call, check, incoming, want
-from tests.support.sm90_attention import (
-    _LN2,
-    CALLS,
-    at,
-    desc,
-    factors,
-    flags,
-    found,
-    offsets,
-    ptr,
-    sizes,
-)
+from tests.support.sm90_attention import CALLS, at, desc, factors, flags, found, offsets, ptr, sizes
 
 WIDE = [CALLS[i] for i in (1, 2, 6, 9, 10)]
 
@@ -80,7 +70,7 @@ def run(
     o, lse = forward(terms, options, programs).values()
     room = -(-T // 4) * 4
     base, delta = torch.full((2, B, H, room), torch.nan, dtype=torch.float64)
-    base[..., :T] = torch.where(lse == -torch.inf, torch.inf, lse / _LN2)
+    base[..., :T] = torch.where(lse == -torch.inf, torch.inf, lse / sm90_attention._LN2)
     delta[..., :T] = (o * do).sum(-1).transpose(1, 2) - dlse
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
     rest = (*offsets(terms), *factors(options), options.scale)

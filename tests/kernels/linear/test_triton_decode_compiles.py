@@ -36,13 +36,9 @@ def compile_step(kind: str, width: int, capability: int, v_first: bool, pool: bo
         "IN_V_FIRST": v_first, "OUT_V_FIRST": v_first, "L2_NORM": pool,
     }  # fmt: skip
     return compile_kernel(
-        "slipstream.kernels.linear.triton.decode:linear_decode_kernel",
-        tensors,
-        constants,
-        scalars,
-        target=f"sm_{capability}",
-        warps=tile.warps,
-    )
+        "slipstream.kernels.linear.triton.decode:linear_decode_kernel", tensors, constants,
+        scalars, target=f"sm_{capability}", warps=tile.warps,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", TERMS)

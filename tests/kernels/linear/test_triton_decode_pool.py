@@ -5,19 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.decode_pool import (
-    HV,
-    INDICES,
-    KINDS,
-    SLOTS,
-    TOKENS,
-    B,
-    K,
-    V,
-    expected,
-    make,
-    step,
-)
+from tests.support import decode_pool
+from tests.support.decode_pool import HV, INDICES, KINDS, SLOTS, TOKENS, K, V, expected, make, step
 from tests.support.interpreted import PARTS, interpreted
 from tests.support.operators import relative_error
 
@@ -50,7 +39,7 @@ def check_padded_pool(impl: str) -> None:
 
 
 def check_without_indices(impl: str) -> None:
-    terms, pool = make("kda", 1), torch.randn(B, HV, K, V)
+    terms, pool = make("kda", 1), torch.randn(decode_pool.B, HV, K, V)
     want, after = expected(terms, pool, (0, 1, 2))
     o = step(terms, pool, scale=0.3, impl=impl)
     assert relative_error(o, want) <= 2e-6

@@ -53,15 +53,9 @@ def make(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> 
     beta[:, ::7] = 0
     beta[:, 1::7] = 2
     return inputs(
-        SIZES[size],
-        dtype,
-        state,
-        q,
-        k,
-        g=GATES[gate](torch.rand(B, T, HV)),
-        beta=beta,
+        SIZES[size], dtype, state, q, k, g=GATES[gate](torch.rand(B, T, HV)), beta=beta,
         p=(0.7 * k + 0.3 * p).to(dtype) if has_p else None,
-    )
+    )  # fmt: skip
 
 
 def check(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> None:

@@ -68,15 +68,9 @@ def make(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Li
     b = -torch.rand(B, T, H, 1) * (a + 0.1 * torch.randn(B, T, H, K))
     free = {} if kind == "kda" else {"a": a.to(dtype), "b": b.to(dtype)}
     return inputs(
-        SIZES[size],
-        dtype,
-        state,
-        q,
-        k,
-        g=CHANNEL_GATES[gate](x),
-        beta=beta if kind == "kda" else None,
-        **free,
-    )
+        SIZES[size], dtype, state, q, k, g=CHANNEL_GATES[gate](x),
+        beta=beta if kind == "kda" else None, **free
+    )  # fmt: skip
 
 
 def check(

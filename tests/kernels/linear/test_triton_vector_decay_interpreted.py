@@ -7,15 +7,9 @@ import torch
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.backends import INTERPRETED
+from tests.support import linear_interpreted
 from tests.support.interpreted import PARTS, interpreted
-from tests.support.linear_interpreted import (
-    CHANNEL_GATES,
-    FORMS,
-    expect,
-    expect_all,
-    inputs,
-    reference,
-)
+from tests.support.linear_interpreted import CHANNEL_GATES, FORMS, expect, expect_all, inputs
 from tests.support.operators import relative_error
 
 if INTERPRETED:
@@ -101,7 +95,7 @@ def check_wide(size: str, gate: str) -> None:
 
     terms = make("gv", size, gate, torch.float16, True)
     got = forward(terms, 0.3, torch.float32)
-    want = reference(terms, 0.3, torch.zeros(terms.v.shape), None)
+    want = linear_interpreted.reference(terms, 0.3, torch.zeros(terms.v.shape), None)
     for name, x in zip(("o", "final"), got, strict=True):
         error = relative_error(x, want[name])
         assert error <= 1e-6, f"{size}, {gate}: {name} is off by {error:.1e}"

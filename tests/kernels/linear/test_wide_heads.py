@@ -8,13 +8,8 @@ from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.trace import PlainTorch, trace
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
-from slipstream.kernels.linear.modes.wide_heads import (
-    HeadGroups,
-    groups_of,
-    join_heads,
-    shapes_of_split,
-    split_heads,
-)
+from slipstream.kernels.linear.modes import wide_heads
+from slipstream.kernels.linear.modes.wide_heads import HeadGroups, groups_of, shapes_of_split
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.runtime.call_replay import record_decision
@@ -83,14 +78,14 @@ def test_heads_split_by_another_width_give_the_same_numbers(kind: str) -> None:
 def check_split(terms: LinearInputs, groups: HeadGroups, columns: int) -> None:
     assert groups.columns == columns
     whole, parts = differentiable(terms), differentiable(terms)
-    split = split_heads(parts, groups)
+    split = wide_heads.split_heads(parts, groups)
     for x, y in zip(split, shapes_of_split(terms, groups), strict=True):
         assert (x is None) == (y is None)
         assert x is None or y is None or (x.shape, x.dtype) == (y.shape, y.dtype)
     _, record = record_decision(lambda: shapes_of_split(terms, groups).v.shape[2], terms)
     assert record is not None  # a plan is not asked for again for each size
     want = linear_reference(whole, 0.3)
-    got = join_heads(*linear_reference(split, 0.3), parts, groups)
+    got = wide_heads.join_heads(*linear_reference(split, 0.3), parts, groups)
     weights = [torch.randn_like(x) for x in want]
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y)

@@ -7,19 +7,9 @@ import torch
 
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions, counters_of
 from slipstream.ops import mixer_step
+from tests.support import mixer_steps
 from tests.support.interpreted import PARTS, interpreted
-from tests.support.mixer_steps import (
-    INDICES,
-    KINDS,
-    LIMIT,
-    POOLS,
-    SLOTS,
-    B,
-    Sizes,
-    check,
-    expected,
-    make,
-)
+from tests.support.mixer_steps import INDICES, KINDS, LIMIT, POOLS, B, Sizes, check, expected, make
 from tests.support.operators import relative_error
 
 # arguments with a row for each token
@@ -78,7 +68,7 @@ def check_padded_pools(impl: str) -> None:
     wide, pools = {}, {}
     for name in POOLS:
         size = args[name][0].numel()
-        wide[name] = torch.randn(SLOTS, 2 * size + 5)
+        wide[name] = torch.randn(mixer_steps.SLOTS, 2 * size + 5)
         pools[name] = wide[name][:, 3 : size + 3].unflatten(1, args[name].shape[1:])
         pools[name].copy_(args[name])
     # channels next to each other, and a head of z after another's
