@@ -3,6 +3,7 @@
 bits per byte = nats of all predicted tokens / ln 2 / bytes of text they stand for
 """
 
+import gc
 import json
 import math
 import time
@@ -79,6 +80,23 @@ class StopWhenAsked(TrainerCallback):
         return control
 
 
+class FrozenObjects(TrainerCallback):
+    """Keeps what there is after the first step out of Python's collections of garbage, of which one
+    of all objects takes as long as several steps."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        if not self.done:
+            self.done = True
+            gc.collect()
+            gc.freeze()
+
+    def on_train_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        gc.unfreeze()
+
+
 class LMTrainer(Trainer):
     """Its batches are the Collator's, with a tally; its checkpoints remember the place.
 
@@ -91,7 +109,7 @@ class LMTrainer(Trainer):
 
     def __init__(self, *, place: Place, **options: Any) -> None:
         self.place = place
-        callbacks = [*options.pop("callbacks", []), place]
+        callbacks = [*options.pop("callbacks", []), place, FrozenObjects()]
         super().__init__(callbacks=callbacks, **options)
         # which of how many read rows of their own
         self.readers = self.args.process_index, self.args.world_size

@@ -23,6 +23,7 @@ SHORT = {name: SIZES[name] for name in ("odd", "packed")}
 # outputs, gradients: relative RMS error
 LIMITS = {torch.float32: (1e-4, 2e-4), torch.bfloat16: (0.006, 0.02)}
 IMPLS = ("triton", "eager")
+SEQUENCES = 70_000
 # all multiprocessors at work, and loops of several turns over columns
 FULL = {
     "128": Size(B=1, T=512, H=64, HV=64, K=128, V=128, M=128),
@@ -73,6 +74,30 @@ def test_operator_on_cuda_matches_reference(
     again, grads_again = run(op, moved, impl=chosen)
     for i, (x, y) in enumerate(zip([*got, *grads], [*again, *grads_again])):
         assert torch.equal(x, y), f"{op.name} {i}: other bits the second time"
+
+
+def halves(x: Tensor, sequences: int) -> tuple[Tensor, ...]:
+    return x.split(sequences // 2, x.shape.index(sequences))
+
+
+@pytest.mark.parametrize("impl", [None, "triton"])
+@pytest.mark.parametrize("name", ["retention", "gated_delta_rule", "gla", "kda", "rwkv7", "gsa"])
+def test_more_sequences_than_a_grid_axis(name: str, impl: str | None) -> None:
+    """Of one token each, more than the 65535 programs of any axis but the first: the second half
+    has what the first one has."""
+    width, dtype = (64, torch.bfloat16) if impl is None else (16, torch.float32)
+    size = Size(H=1, HV=1, K=width, V=width, M=width, dtype=dtype)
+    op = next(x for x in LINEAR if x.op == f"chunk_{name}")
+    args, inputs = leaves(on_cuda(op.inputs(packed(size, *[1] * SEQUENCES))))
+    with torch.no_grad():
+        for x in inputs:
+            first, second = halves(x, SEQUENCES)
+            second.copy_(first)
+    outputs = flat(op(args, impl=impl))
+    grads = torch.autograd.grad([x.float().square().sum() for x in outputs], inputs)
+    for x in (*outputs, *grads):
+        first, second = halves(x.detach(), SEQUENCES)
+        assert first.any() and torch.equal(first, second)
 
 
 @every_operator
