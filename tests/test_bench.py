@@ -121,12 +121,9 @@ def test_tables_take_new_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     # small runs record too
     monkeypatch.setattr(harness.Report, "keeps", property(lambda x: True, lambda x, y: None), False)
     for name, arguments in (
-        ("linear", "--only ^gla"),
-        ("attention", "--only ^4,4096,16,128"),
-        ("blocks", "--only l2_norm"),
-        ("matmul", "--only 128x"),
-        ("decode", "--only kda"),
-    ):
+        ("linear", "--only ^gla"), ("attention", "--only ^4,4096,16,128"),
+        ("blocks", "--only l2_norm"), ("matmul", "--only 128x"), ("decode", "--only kda"),
+    ):  # fmt: skip
         script(f"bench/{name}").main(["--small", *arguments.split()])
     tables.database.cache_clear()
     try:

@@ -1,12 +1,17 @@
-""".ci/run with a make that only writes down what it is asked for."""
+""".ci/run with a make that only writes down what it is asked for; titles of commits.
+
+Since the rule is kept these have at most 72 characters (CONTRIBUTING.md).
+"""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.scripts import ROOT
+
 STEPS = ["venv", "lint", "test", "test-avx2", "test-oldest"]
 IN_PARALLEL = "newest", "docs"  # to another step
 STAND_IN = """#!/bin/sh
@@ -60,3 +65,23 @@ def test_makefile_names_tests_that_are_there() -> None:
     words = (ROOT / "Makefile").read_text().split()
     files = {x.partition("::")[0] for x in words if x.startswith("tests/")}
     assert len(files) > 20 and not [x for x in files if not (ROOT / x).exists()]
+
+
+SINCE = "2026-11-28T19:50:00+00:00"  # a clone may be shallow: no commit is named
+LONGEST = 72
+
+
+def too_long(titles: list[str]) -> list[str]:
+    return [x for x in titles if len(x) > LONGEST and not re.match(r'Revert "', x)]
+
+
+def test_commit_titles_are_short() -> None:
+    command = ["git", "log", "--no-merges", f"--since={SINCE}", "--format=%s"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip("no git, or no repository")
+    assert too_long(found.stdout.splitlines()) == []
+
+
+def test_long_title_is_seen() -> None:
+    assert too_long(["x" * 72, "y" * 73, f'Revert "{"z" * 72}"']) == ["y" * 73]

@@ -1,15 +1,22 @@
-"""The Python of the documentation runs as it stands. `make docs` checks the links."""
+"""The documentation's Python runs as it stands; links of pages beside the site lead to files.
+
+`make docs` checks the links of the site. Files that comments, docstrings and pages name are there.
+"""
 
 import importlib
+import io
 import re
-from pathlib import Path
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import pytest
 import torch
 
-from tests.support.scripts import script
+from tests.support.scripts import ROOT, script
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = ROOT / "docs"
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = sorted(
     str(x.relative_to(DOCS)) for x in DOCS.rglob("*.md") if SNIPPET.search(x.read_text())
@@ -36,13 +43,11 @@ def test_code_fits_the_page() -> None:
     pages = [DOCS.parent / "README.md", *(x for x in DOCS.rglob("*.md") if "_build" not in x.parts)]
     blocks = re.compile(r"^```(?:python|console|shell|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
     wide = {
-        f"{page.name}: {line}"
-        for page in pages
+        f"{page.name}: {line}" for page in pages
         if "dev" not in page.relative_to(DOCS.parent).parts
         for block in blocks.findall(page.read_text(encoding="utf-8"))
-        for line in block.splitlines()
-        if len(line) > CODE_COLUMNS
-    }
+        for line in block.splitlines() if len(line) > CODE_COLUMNS
+    }  # fmt: skip
     assert not wide
 
 
@@ -111,3 +116,78 @@ def test_reference_has_every_operator(tmp_path: Path) -> None:
     reference.write(tmp_path)
     text = (tmp_path / "ops.rst").read_text()
     assert all(f"   {name}\n" in text for name, _ in reference.public("slipstream.ops"))
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_readme_has_snippets() -> None:
+    assert SNIPPETS
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_snippet_runs(snippet: str) -> None:
+    names: dict = {}
+    exec(compile(snippet, "README.md", "exec"), names)
+    floating = [x for x in names.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    assert floating
+    assert all(torch.isfinite(x).all() for x in floating)
+
+
+def test_readme_links_every_guide() -> None:
+    """But for the pages behind those on transformers, migrating and examples."""
+    pages = re.findall(r"^guides/(\w[\w-]*)$", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
+    pages = [x for x in pages if not x.startswith(("migrate_", "transformers_", "examples"))]
+    assert len(pages) > 10 and [x for x in pages if f"docs/guides/{x}.md" not in README] == []
+
+
+# `make docs` checks those of the site
+LINKING = [*ROOT.glob("*.md"), *(ROOT / x / "README.md" for x in ("examples", "bench"))]
+LINKING += (ROOT / "slipstream").rglob("*.md")
+
+
+@pytest.mark.parametrize("page", [str(x.relative_to(ROOT)) for x in sorted(LINKING)])
+def test_links_lead_to_files(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+    missing = [x for x in targets if "://" not in x and not ((ROOT / page).parent / x).exists()]
+    assert not missing
+
+
+NAMED = re.compile(r"(?<![\w/.<*{-])((?:[\w-]+/)*[\w-]+\.(?:py|md))\b")
+# files that are written, or other packages'
+ELSEWHERE = {"modeling_slipstream.py", "fla/layers/gdn2.py", "ssu_dispatch.py"}
+
+
+def _prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Line numbers and texts."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        yield from enumerate(text.splitlines(), 1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT or token.string.startswith(('"""', 'r"""')):
+            yield token.start[0], token.string
+
+
+def _is_placeholder(name: str) -> bool:
+    return PurePosixPath(name).stem.isupper()  # NAME.py
+
+
+def test_named_files_exist() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py", "*.md"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    paths = listed.stdout.split()
+    # a path as any folder sees it: tests/conftest.py, conftest.py
+    known = {path[i:] for path in paths for i in (0, *(m.end() for m in re.finditer("/", path)))}
+    # both keep the names of their time
+    read = [p for p in paths if not p.startswith("docs/dev/tried/") and p != "CHANGELOG.md"]
+    assert len(read) > 700
+    missing = [
+        f"{path}:{line}: {name}" for path in read for line, text in _prose(ROOT / path)
+        for name in NAMED.findall(text)
+        if name not in known | ELSEWHERE and not _is_placeholder(name)
+    ]  # fmt: skip
+    assert missing == []

@@ -125,11 +125,9 @@ def test_kernels_do_not_import_in_circles() -> None:
         named = [x.value for x in ast.walk(tree) if isinstance(x, ast.Constant)]
         given = {x.partition(":")[0] for x in named if isinstance(x, str)}
         from_packages = {
-            f"{node.module}.{x.name}"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom)
-            for x in node.names
-        }
+            f"{node.module}.{x.name}" for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) for x in node.names
+        }  # fmt: skip
         edges[name] = (given | from_packages | {*imports(path)}) & {*files}
     assert sum(map(len, edges.values())) > 400
     assert circles(edges) == []

@@ -166,11 +166,9 @@ def test_launches_name_their_arguments() -> None:
     """Kernels take up to 56: by place one of them is soon another."""
     sources = {p.relative_to(ROOT): p.read_text() for p in sorted(ROOT.rglob("*.py"))}
     launches = [
-        (path, call)
-        for path, source in sources.items()
-        if "cached(" in source
+        (path, call) for path, source in sources.items() if "cached(" in source
         for call in _launches(ast.parse(source))
-    ]
+    ]  # fmt: skip
     assert len(launches) > 80
     by_place = [
         f"{path}:{call.lineno}"

@@ -1,12 +1,10 @@
 """The public interface changes only where tests/public_api.txt changes with it."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.forked import run_code
+from tests.support.scripts import ROOT
 
-ROOT = Path(__file__).parents[1]
 OPERATORS = "operators of torch.library:"
 
 

@@ -1,17 +1,20 @@
-"""tools/sizes.py: how long files may be, and how much of the package imports may take."""
+"""tools/sizes.py and tools/road.py count what they say, and fail where a limit is passed."""
 
+import ast
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-TOOLS = Path(__file__).parents[1] / "tools"
+from tests.support.scripts import ROOT
+
 KERNEL = "def {}_kernel():\n    gl.warp_specialize([])\n\n\n"
 
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import sizes
 
     return sizes
@@ -87,7 +90,7 @@ def test_lines_of_code_are_host_or_device(sizes: ModuleType, tmp_path: Path) -> 
 def test_host_code_has_a_limit(
     sizes: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, name: str
 ) -> None:
-    monkeypatch.chdir(TOOLS.parent)
+    monkeypatch.chdir(ROOT)
     some = [x for x in sizes.tracked() if x.is_relative_to("slipstream/kernels/norm")]
     monkeypatch.setattr(sizes, "tracked", lambda: some)
     monkeypatch.setattr(sizes, "HOST_PER_DEVICE", {name: 0.5})
@@ -99,7 +102,7 @@ def test_host_code_has_a_limit(
 def test_import_share_has_a_limit(
     sizes: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, share: float
 ) -> None:
-    monkeypatch.chdir(TOOLS.parent)
+    monkeypatch.chdir(ROOT)
     some = [x for x in sizes.tracked() if x.is_relative_to("slipstream/runtime")]
     monkeypatch.setattr(sizes, "tracked", lambda: some)
     monkeypatch.setattr(sizes, "IMPORT_SHARE", share)
@@ -111,7 +114,7 @@ def test_import_share_has_a_limit(
 def test_package_has_ceilings(
     sizes: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, ceiling: str
 ) -> None:
-    monkeypatch.chdir(TOOLS.parent)
+    monkeypatch.chdir(ROOT)
     some = [x for x in sizes.tracked() if x.is_relative_to("slipstream/compiler")]
     count = {
         "PACKAGE_LINES": sum(x.read_text().count("\n") for x in some),
@@ -123,3 +126,47 @@ def test_package_has_ceilings(
         monkeypatch.setattr(sizes, ceiling, most)
         assert sizes.main() == (most < count)
         assert (f"at most {most}\n" in capsys.readouterr().out) == (most < count)
+
+
+SOURCE = """
+def f(x, y):
+    if x and y or not x:        # 1 if, 1 and, 1 or
+        return 1 if x else 2    # 1
+    for a in [b for b in y]:    # 2
+        while a:                # 1
+            pass
+    def inner():
+        if x:
+            pass
+    return lambda: 1 if x else 2
+"""
+
+
+@pytest.fixture
+def road(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import road
+
+    return road
+
+
+def test_branches_are_counted(road: ModuleType) -> None:
+    (function,) = ast.parse(SOURCE).body
+    assert road.branches(function) == 7
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "words"),
+    [("MAX_STAYS", 3, "functions take beta, at most 3"),
+        ("MAX_CLIMBS", 0, "calls go to a higher layer, at most 0")],
+)  # fmt: skip
+def test_check_fails_past_a_limit(
+    road: ModuleType, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, words: str
+) -> None:
+    monkeypatch.setattr(road, limit, most)
+    monkeypatch.setattr(
+        road.call_path, "CALLS", dict.fromkeys(road.call_path.CALLS, lambda device: None)
+    )
+    monkeypatch.setattr(sys, "argv", ["road.py", "--check"])
+    with pytest.raises(SystemExit, match=words):
+        road.main()

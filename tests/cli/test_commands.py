@@ -25,9 +25,8 @@ from slipstream.runtime.files import read_text
 from slipstream.tools.model_kernels import read
 from slipstream.training.config import load
 from tests.support.forked import run_code
-from tests.support.scripts import script
+from tests.support.scripts import ROOT, script
 
-ROOT = Path(__file__).parents[2]
 matrix, support_page = (script(f"tools/{x}") for x in ("matrix", "support_page"))
 
 
@@ -128,12 +127,10 @@ def test_records_of_other_machines_are_merged(
 
 @pytest.mark.parametrize(
     ("args", "words"),
-    [
-        (["--arch", "sm_91"], "arch: want one of sm_70"),
+    [(["--arch", "sm_91"], "arch: want one of sm_70"),
         (["--variants", "some"], "--variants: want one of auto"),
-        (["rms_nrm"], "operator: no 'rms_nrm'; did you mean rms_norm"),
-    ],
-)
+        (["rms_nrm"], "operator: no 'rms_nrm'; did you mean rms_norm")],
+)  # fmt: skip
 def test_matrix_rejects_wrong_options(args: list[str], words: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(words)):
         matrix.main(args)

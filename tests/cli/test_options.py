@@ -180,11 +180,9 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ran:
 def _options() -> set[str]:
     group: Any = typer.main.get_command(app)
     return {
-        f"{name} {option.opts[0]}"
-        for name, command in group.commands.items()
-        for option in command.params
-        if option.param_type_name == "option"
-    }
+        f"{name} {option.opts[0]}" for name, command in group.commands.items()
+        for option in command.params if option.param_type_name == "option"
+    }  # fmt: skip
 
 
 def test_every_option_is_in_the_table() -> None:

@@ -1,7 +1,11 @@
-"""slipstream.compat.fla has fla's names, positional order and defaults (fla_signatures.json)."""
+"""compat.fla has fla's names, positional order, defaults and parameters, and the page says so.
+
+fla_signatures.json has those of fla; docs/guides/migrate_fla.md is what tools/fla_page.py writes.
+"""
 
 import inspect
 import json
+import re
 import sys
 from functools import reduce
 from pathlib import Path
@@ -10,13 +14,16 @@ from typing import Any
 import pytest
 
 import slipstream.compat.fla
+from slipstream.compat.fla import modules
 from slipstream.compat.fla.adaptor import CONTEXT, HINTS, REFUSED, parse_signature
 from slipstream.compat.fla.operators import OPERATORS
 from slipstream.compat.fla.paths import ALIASES, FUNCTIONS, MISSING
+from tests.support.forked import run_code
+from tests.support.scripts import ROOT, script
 
 SNAPSHOT = json.loads((Path(__file__).parent / "fla_signatures.json").read_text())
 VERSION, _ = SNAPSHOT.pop("fla"), SNAPSHOT.pop("configs")
-ROOT = "slipstream.compat.fla"
+PACKAGE = "slipstream.compat.fla"
 # what is other on purpose, and why
 DIFFERENT = {
     # fla raises for any call
@@ -31,7 +38,7 @@ def _member(path: str) -> Any:
     """The member at a path such as modules.mlp.GatedMLP.forward."""
     parts = path.split(".")
     for i in range(len(parts), 0, -1):
-        module = sys.modules.get(".".join([ROOT, *parts[:i]]))
+        module = sys.modules.get(".".join([PACKAGE, *parts[:i]]))
         if module is not None and hasattr(module, parts[i]):
             return reduce(getattr, parts[i:], module)
     raise AssertionError(path)
@@ -83,19 +90,82 @@ def test_names_are_exported_by_the_parents() -> None:
     for row in OPERATORS:
         parts = row.path.split(".")
         for i in range(1, len(parts) + 1):
-            module = sys.modules[".".join([ROOT, *parts[:i]])]
+            module = sys.modules[".".join([PACKAGE, *parts[:i]])]
             assert hasattr(module, row.name), (module, row.name)
 
 
 def test_aliases_are_the_same_modules() -> None:
     for alias, path in ALIASES.items():
-        assert sys.modules[f"{ROOT}.{alias}"] is sys.modules[f"{ROOT}.{path}"]
+        assert sys.modules[f"{PACKAGE}.{alias}"] is sys.modules[f"{PACKAGE}.{path}"]
 
 
 def test_missing_names_are_missing() -> None:
     for path, names in MISSING.items():
-        module = sys.modules[f"{ROOT}.{path}"]
+        module = sys.modules[f"{PACKAGE}.{path}"]
         for name in names:
             assert name not in vars(module)
             with pytest.raises(ImportError, match=rf"no fla\.{path}\.{name}; .*\('fla'\) goes"):
                 getattr(module, name)
+
+
+C = 12
+WEIGHT = {"weight": (C,)}
+# class, arguments, and what the state dict of fla-core 0.6.0's has
+CASES: list[tuple[Any, tuple, dict[str, tuple[int, ...]]]] = [
+    *[
+        (getattr(modules, f"Fused{norm}{what}"), (C,), WEIGHT)
+        for norm in ("LayerNorm", "RMSNorm")
+        for what in ("Gated", "SwishGate", "SwishGateLinear")
+    ],
+    *[
+        (getattr(modules, f"{norm}{what}"), (*groups, C), WEIGHT)
+        for norm, *groups in (("LayerNorm",), ("RMSNorm",), ("GroupNorm", 3))
+        for what in ("", "Linear")
+    ],
+    (modules.GroupNorm, (3, C, True, True), {**WEIGHT, "bias": (C,)}),
+    (modules.GatedMLP, (C, None, 20),
+        {"gate_proj.weight": (20, C), "up_proj.weight": (20, C), "down_proj.weight": (C, 20)}),
+    (modules.ShortConvolution, (C, 4), {"weight": (C, 1, 4)}),
+    (modules.ShortConvolution, (C, 4, True), {"weight": (C, 1, 4), "bias": (C,)}),
+    (modules.RotaryEmbedding, (C,), {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "args", "names"), CASES, ids=lambda x: getattr(x, "__name__", ""))
+def test_modules_have_the_parameters_of_fla(
+    kind: Any, args: tuple, names: dict[str, tuple[int, ...]]
+) -> None:
+    found = {name: tuple(x.shape) for name, x in kind(*args).state_dict().items()}
+    assert found == names
+
+
+fla_page = script("tools/fla_page")
+PAGE = fla_page.PAGE.read_text("utf-8")
+
+
+def test_page_is_written_from_the_tables() -> None:
+    names = [x[2] for x in fla_page.PART.finditer(PAGE)]
+    assert sorted(names) == sorted(x.__name__ for x in fla_page.PARTS)
+    # a process of its own: other tests import modules that the page would list
+    made = run_code(ROOT / "tools/fla_page.py", "--check")
+    assert made.returncode == 0, made.stderr
+
+
+def test_changed_part_is_seen() -> None:
+    changed = PAGE.replace("`chunk_gsa`", "`chunk_none`")
+    assert changed != PAGE and "chunk_none" not in fla_page.written(changed)
+
+
+def test_page_names_the_release_that_it_follows() -> None:
+    version = slipstream.compat.fla.__version__
+    assert f"fla-core {version}," in PAGE and f"flash-linear-attention=={version} " in PAGE
+
+
+def test_page_names_the_layers_of_models_that_are_converted() -> None:
+    """Mamba-3's came without its row."""
+    pytest.importorskip("transformers")
+    from slipstream.models import MIXERS
+    from slipstream.models.convert import FAMILIES
+
+    for mixer in MIXERS.keys() & FAMILIES.keys():
+        assert re.search(rf"^\| `\w+` \| `\w+` \| `{mixer}` \|$", PAGE, re.M), mixer

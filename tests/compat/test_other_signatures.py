@@ -35,11 +35,9 @@ MISSING = {
     "mamba_ssm.ops.triton.layer_norm": ("config_prune", "layer_norm_ref", "rms_norm_ref"),
 }  # fmt: skip
 NAMES = [
-    (module, name)
-    for module, functions in SNAPSHOT.items()
-    for name in functions
+    (module, name) for module, functions in SNAPSHOT.items() for name in functions
     if name.partition(".")[0] not in MISSING.get(module, ())
-]
+]  # fmt: skip
 
 
 def member(module: str, name: str) -> Any:

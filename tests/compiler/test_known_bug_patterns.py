@@ -154,12 +154,10 @@ def hidden_products(source: str) -> list[int]:
     calls = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Call)]
     sums = [x for x in calls if ast.unparse(x.func) in ("tl.sum", "tl.reduce")]
     return [
-        x.lineno
-        for x in sums
-        for y in ast.walk(x)
+        x.lineno for x in sums for y in ast.walk(x)
         if isinstance(y, ast.BinOp) and isinstance(y.op, ast.Mult)
         if spread(y.left) and spread(y.right)
-    ]
+    ]  # fmt: skip
 
 
 def test_no_sum_of_float32_becomes_a_product_in_tf32() -> None:

@@ -25,13 +25,11 @@ def inputs(size: tuple, gated: bool) -> LinearInputs:
     x = torch.rand(B, T, HV, device="cuda")
     return LinearInputs(
         torch.randn(B, T, H, K, **make),
-        F.normalize(torch.randn(B, T, H, K, **make), dim=-1),
-        torch.randn(B, T, HV, V, **make),
+        F.normalize(torch.randn(B, T, H, K, **make), dim=-1), torch.randn(B, T, HV, V, **make),
         g=torch.where(x < 0.1, -torch.inf, -x) if gated else None,
         beta=2 * torch.rand(B, T, HV, device="cuda"),
-        initial_state=torch.randn(N, HV, K, V, device="cuda"),
-        cu_seqlens=offsets(lengths),
-    )
+        initial_state=torch.randn(N, HV, K, V, device="cuda"), cu_seqlens=offsets(lengths),
+    )  # fmt: skip
 
 
 BARS = {"o": 5e-3, "final": 5e-3, "g": 2e-2, "beta": 2e-2}  # of the others 8e-3

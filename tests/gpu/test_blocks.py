@@ -41,11 +41,9 @@ HALVES = (
 )  # fmt: skip
 HALVES += ("linear_cross_entropy-mean",)
 CASES = [
-    (x, 100, 30, dtype)
-    for x in TABLE
-    for dtype in LIMITS
+    (x, 100, 30, dtype) for x in TABLE for dtype in LIMITS
     if dtype != torch.float16 or x.name in HALVES
-]
+]  # fmt: skip
 CASES += [(x, 40, D, torch.bfloat16) for x in TABLE for D in WIDTHS.get(x.name, ())]
 CASES += [(x, 40, D, torch.float32) for x in TABLE for D in WIDTHS.get(x.name, ())[-1:]]
 every_block = pytest.mark.parametrize("block", TABLE, ids=lambda x: x.name)
@@ -230,11 +228,9 @@ CHOSEN = ("rms_norm", "short_convolution", "short_convolution-packed", "token_sh
 CHOSEN += ("cross_entropy-mean", "cross_entropy-none")
 NAMED = ("rotary_embedding-positions", "swiglu", "glu_linear", "token_shift-state")
 COMPILED = [
-    pytest.param(block, impl, id=block.name)
-    for block in BLOCKS
-    for impl, names in ((None, CHOSEN), ("triton", NAMED))
-    if block.name in names
-]
+    pytest.param(block, impl, id=block.name) for block in BLOCKS
+    for impl, names in ((None, CHOSEN), ("triton", NAMED)) if block.name in names
+]  # fmt: skip
 
 
 def both_compiled(call: Any, args: Args) -> list[Tensor]:

@@ -15,13 +15,11 @@ from tests.support.model_ways import WAYS, check
 from tests.support.trainer_runs import IDS, PAIRS, STEPS, generated, losses, make, own_loop, trainer
 
 pytestmark = [
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not dist.is_nccl_available(),
-        reason="needs a CUDA device and NCCL",
-    ),
+    pytest.mark.skipif(not torch.cuda.is_available() or not dist.is_nccl_available(),
+        reason="needs a CUDA device and NCCL"),
     pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
+]  # fmt: skip
 # float32 sums in another order, through 25 layers
 NEAR = 20.0
 TOGETHER = [("checkpointed", "compiled", "fsdp"), ("selective", "hsdp"), ("hooked", "checkpointed")]

@@ -100,11 +100,9 @@ def test_vllm_prefill() -> None:
     room = torch.zeros(200, HV, V)
     o, final = vllm.chunk_gated_delta_rule(
         *tensors,
-        initial_state=call.states[call.slots.long()],
-        output_final_state=True,
-        cu_seqlens=call.offsets,
-        core_attn_out=room,
-    )
+        initial_state=call.states[call.slots.long()], output_final_state=True,
+        cu_seqlens=call.offsets, core_attn_out=room,
+    )  # fmt: skip
     near(o, want)
     assert final is not None
     near(final, torch.stack([x[-1] for x in states]))
@@ -135,10 +133,8 @@ def test_vllm_mamba_of_packed_tokens_is_its_steps(drafts: bool) -> None:
     target = torch.tensor([[7, 1, 8], [3, 4, 6], [0, 0, 0]], dtype=torch.int32)
     accepted = torch.tensor([2, 1, 0], dtype=torch.int32) if drafts else None
     heads: dict[str, Any] = {
-        "A": -torch.rand(HV, V, K),
-        "D": torch.randn(HV, V),
-        "dt_bias": torch.randn(HV, V),
-    }
+        "A": -torch.rand(HV, V, K), "D": torch.randn(HV, V), "dt_bias": torch.randn(HV, V),
+    }  # fmt: skip
     heads["dt_softplus"] = True
     shapes = {"x": (HV, V), "dt": (HV, V), "z": (HV, V), "B": (HV, K), "C": (HV, K)}
     tokens = {name: torch.randn(4, *shape) for name, shape in shapes.items()}

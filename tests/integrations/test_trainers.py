@@ -28,9 +28,9 @@ from transformers import (
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from tests.support.byte_tokenizer import tokenizer
+from tests.support.scripts import ROOT
 from tests.support.trainer_runs import MODELS
 
-ROOT = Path(__file__).parents[2]
 TEXTS = [f"the {x} sat on the mat and the {x} ate the hat" for x in ("cat", "rat", "bat", "gnat")]
 # warnings of these libraries about one another
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -85,11 +85,9 @@ def test_trainer_on_flattened_rows(tmp_path: Path, kwargs: bool) -> None:
     for collator in (collate, padded):
         options = {"remove_unused_columns": False, "seed": 1}
         trainer = Trainer(
-            small(),
-            arguments(tmp_path, **options),
-            train_dataset=examples(),
+            small(), arguments(tmp_path, **options), train_dataset=examples(),
             data_collator=collator,
-        )
+        )  # fmt: skip
         trainer.train()
         found.append(losses(trainer))
     np.testing.assert_allclose(found[0], found[1], rtol=2e-4)

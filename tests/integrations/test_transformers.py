@@ -57,13 +57,9 @@ def test_model_matches_eager(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     # gpt_oss does not pass positions to its mask
-    [
-        (x, y)
-        for x in MODELS
-        for y in ("plain", "padded", "packed")
-        if (x, y) != ("gpt_oss", "packed")
-    ],
-)
+    [(x, y) for x in MODELS for y in ("plain", "padded", "packed")
+        if (x, y) != ("gpt_oss", "packed")],
+)  # fmt: skip
 def test_masks_read_nothing_while_a_graph_is_captured(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,12 +100,9 @@ def test_padded_batch_matches_eager(name: str, side: str) -> None:
     mask[1, columns] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     assert_same(
-        *make(name),
-        live=mask.bool(),
-        input_ids=torch.randint(1, 61, (3, 17)),
-        attention_mask=mask,
-        position_ids=positions,
-    )
+        *make(name), live=mask.bool(), input_ids=torch.randint(1, 61, (3, 17)),
+        attention_mask=mask, position_ids=positions,
+    )  # fmt: skip
 
 
 class _Apart:

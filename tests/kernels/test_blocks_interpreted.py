@@ -82,19 +82,13 @@ def test_blocks_match_formulas_interpreted(family: str) -> None:
     rows = [block for block in BLOCKS if block.op in FAMILIES[family]]
     assert {block.op for block in rows} == {*FAMILIES[family]}
     faults = [
-        fault
-        for block in rows
-        for T, D in SIZES
-        for dtype in (torch.float32, torch.float16)
-        if dtype == torch.float32 or T == 7
-        for fault in check(block, T, D, dtype)
-    ]
+        fault for block in rows for T, D in SIZES for dtype in (torch.float32, torch.float16)
+        if dtype == torch.float32 or T == 7 for fault in check(block, T, D, dtype)
+    ]  # fmt: skip
     faults += [
-        fault
-        for block in rows
-        for layout in ("stepped", "negated")
+        fault for block in rows for layout in ("stepped", "negated")
         for fault in check(block, 7, 12, torch.float32, layout)
-    ]
+    ]  # fmt: skip
     probed: set[KernelKey] = set()
     faults += [fault for block in rows for fault in refused(block, probed)]
     assert not faults, "\n".join(faults)

@@ -48,11 +48,9 @@ def _folder_of(path: Path) -> str:
 
 
 FOLDER_OF = {
-    name: _folder_of(path)
-    for path in sorted(ROOT.rglob("*.py"))
-    if HAS_GLUON or "sm90" not in _folder_of(path)
-    for name in _KERNEL.findall(path.read_text())
-}
+    name: _folder_of(path) for path in sorted(ROOT.rglob("*.py"))
+    if HAS_GLUON or "sm90" not in _folder_of(path) for name in _KERNEL.findall(path.read_text())
+}  # fmt: skip
 SM90 = sorted({x for x in FOLDER_OF.values() if "sm90" in x})
 TRITON = sorted({x for x in FOLDER_OF.values() if "sm90" not in x})
 # Folders of kernels with products, whose tiles differ between architectures.

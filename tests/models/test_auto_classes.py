@@ -37,13 +37,11 @@ def small() -> SlipstreamForCausalLM:
 
 @pytest.mark.parametrize(
     ("first", "then", "options"),
-    [
-        pytest.param("import slipstream", "", "", marks=()),
+    [pytest.param("import slipstream", "", "", marks=()),
         pytest.param("", "import slipstream", "", marks=pytest.mark.slow),
-        pytest.param("", "", ", trust_remote_code=True", marks=()),
-    ],
+        pytest.param("", "", ", trust_remote_code=True", marks=())],
     ids=["imported before", "imported after", "remote code"],
-)
+)  # fmt: skip
 def test_auto_classes_load_a_saved_model(
     tmp_path: Path, first: str, then: str, options: str
 ) -> None:

@@ -41,13 +41,11 @@ def test_residual_stream_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"mlps": ["swiglu"]}, "mlps: want the 2 entries that mixers has, got 1"),
+    [({"mlps": ["swiglu"]}, "mlps: want the 2 entries that mixers has, got 1"),
         ({"mlps": ["swiglu", "gelu"]}, r"mlps\[1\]: want one of swiglu, .*got 'gelu'"),
         ({"mlps": ["swiglu", {"intermediate_size": 8}]}, r"mlps\[1\]: want one of"),
-        ({"norm": "batch"}, "norm: want one of rms, .*got 'batch'"),
-    ],
-)
+        ({"norm": "batch"}, "norm: want one of rms, .*got 'batch'")],
+)  # fmt: skip
 def test_configs_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SlipstreamConfig(mixers=["gla", "gla"], **options)

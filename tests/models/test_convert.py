@@ -216,11 +216,9 @@ def test_models_without_a_place_are_refused(
 
 @pytest.mark.parametrize(
     ("drop", "rename", "message"),
-    [
-        ("lm_head.weight", None, "weights: missing in the checkpoint: lm_head.weight"),
-        (None, "model.other.weight", "weights: unexpected in the checkpoint: model.other.weight"),
-    ],
-)
+    [("lm_head.weight", None, "weights: missing in the checkpoint: lm_head.weight"),
+        (None, "model.other.weight", "weights: unexpected in the checkpoint: model.other.weight")],
+)  # fmt: skip
 def test_wrong_weights_are_refused(
     drop: str | None, rename: str | None, message: str, tmp_path: Path
 ) -> None:

@@ -42,11 +42,9 @@ def launches(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("mixers", "blocks"),
-    [
-        (("kda", "kda", "attention", "kda", "attention"), [0, 2]),
-        (("rwkv7", "rwkv7", "rwkv7"), [0, 1]),
-    ],
-)
+    [(("kda", "kda", "attention", "kda", "attention"), [0, 2]),
+        (("rwkv7", "rwkv7", "rwkv7"), [0, 1])],
+)  # fmt: skip
 def test_each_kind_of_block_runs_once(
     mixers: tuple[str, ...], blocks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

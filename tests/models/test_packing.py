@@ -148,15 +148,13 @@ def test_loss_does_not_cross_borders() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ({"cu_seqlens": [0, 2, 6], "cu_seq_lens_q": [0, 3, 6]}, r"cu_seq_lens_q.*\[0, 2, 6\]"),
+    [({"cu_seqlens": [0, 2, 6], "cu_seq_lens_q": [0, 3, 6]}, r"cu_seq_lens_q.*\[0, 2, 6\]"),
         ({"cu_seq_lens_q": [0, 2, 6], "cu_seq_lens_k": [0, 6]}, "cu_seq_lens_k"),
         ({"cu_seq_lens_q": [0, 2, 6], "seq_idx": [[0, 0, 0, 1, 1, 1]]}, "seq_idx"),
         ({"seq_idx": [[0, 0, 1]]}, r"seq_idx: want shape .*, got \(1, 3\)"),
         ({"position_ids": [[0, 1, 2]]}, r"position_ids: want shape \(1, 6\).*got \(1, 3\)"),
-        ({"position_ids": [[range(6)], [range(6)], [range(1, 7)]]}, r"position_ids.*\(3, 1, 6\)"),
-    ],
-)
+        ({"position_ids": [[range(6)], [range(6)], [range(1, 7)]]}, r"position_ids.*\(3, 1, 6\)")],
+)  # fmt: skip
 def test_contradictions_are_refused(arguments: dict, message: str) -> None:
     given = {name: torch.tensor([*map(_lists, x)]) for name, x in arguments.items()}
     for run in (model(HYBRID), model(HYBRID).model):

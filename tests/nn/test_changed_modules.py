@@ -87,10 +87,8 @@ REMADE: dict[str, small_modules.Way] = {
     "parametrized": parametrized,
     "weight_norm": partial(normed, norm=parametrizations.weight_norm),
     "hooked weight_norm": partial(normed, norm=torch.nn.utils.weight_norm),
-    "spectral_norm": spectral,
-    "pruned": pruned,
-    "averaged": averaged,
-}
+    "spectral_norm": spectral, "pruned": pruned, "averaged": averaged,
+}  # fmt: skip
 
 
 @every_subject

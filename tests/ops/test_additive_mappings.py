@@ -29,12 +29,9 @@ def test_linear_attn_normalize_divides_by_sum(fn: Callable, v_first: bool) -> No
     scale = K**-0.5
     want = scale * numerator / ((scale * q * sums).sum(-1, keepdim=True) + 1e-10)
     o, (got_kv, got_z) = fn(
-        **args,
-        initial_state=(kv.mT if v_first else kv, z),
-        output_final_state=True,
-        normalize=True,
-        state_v_first=v_first,
-    )
+        **args, initial_state=(kv.mT if v_first else kv, z), output_final_state=True,
+        normalize=True, state_v_first=v_first,
+    )  # fmt: skip
     near(o, want)
     near(got_kv.mT if v_first else got_kv, want_kv)
     near(got_z, sums[:, -1:])

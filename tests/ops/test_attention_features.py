@@ -11,7 +11,7 @@ from slipstream.ops.attention import attention
 CU, CU_K = torch.tensor([0, 5, 5, 20], dtype=torch.int32), torch.tensor([0, 9, 12, 26])
 
 
-def qkv(S: int = 20) -> tuple[Tensor, ...]:
+def inputs(S: int = 20) -> tuple[Tensor, ...]:
     return torch.randn(1, 20, 4, 8), torch.randn(1, S, 2, 8), torch.randn(1, S, 2, 6)
 
 
@@ -19,13 +19,13 @@ def test_attention_compiles_for_every_length() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
     for T, S in ((20, 20), (13, 13), (1, 20), (1, 1), (4, 20)):
-        q, k, _ = qkv(S)  # heads of one width, as torch's own attention takes them
+        q, k, _ = inputs(S)  # heads of one width, as torch's own attention takes them
         got, want = compiled(q[:, -T:], k, k + 1), attention(q[:, -T:], k, k + 1)
         torch.testing.assert_close(got, want)
 
 
 def test_attention_lse_joins_two_halves() -> None:
-    q, k, v = qkv()
+    q, k, v = inputs()
     o, lse = attention(q, k, v, causal=False, return_lse=True)
     halves = [
         attention(q, k[:, part], v[:, part], causal=False, return_lse=True)
@@ -49,7 +49,7 @@ def test_attention_gate_is_a_product() -> None:
 
 
 def test_attention_of_no_keys() -> None:
-    q, k, v = (x.requires_grad_() for x in (*qkv(3)[:2], torch.randn(1, 3, 2, 6)))
+    q, k, v = (x.requires_grad_() for x in (*inputs(3)[:2], torch.randn(1, 3, 2, 6)))
     o, lse = attention(q, k, v, return_lse=True)
     assert torch.equal(lse[..., :17], torch.full((1, 4, 17), -torch.inf))
     assert not o[:, :17].any()
@@ -68,7 +68,7 @@ def test_attention_of_nothing_takes_slopes(B: int, S: int, consistent: bool) -> 
 
 
 def test_attention_features_reject_faults_by_name() -> None:
-    q, k, v = qkv()
+    q, k, v = inputs()
     for options, error, word in [
         ({"g": torch.zeros(1, 20, 2)}, ValueError, "g: want shape"),
         ({"g": torch.zeros(1, 20, 4), "causal": False}, ValueError, "g: want causal"),

@@ -164,10 +164,8 @@ def test_gradients_under_autocast_are_those_of_16_bits(case: Case, dtype: torch.
 def test_vmap_without_gradients_matches_a_loop() -> None:
     x = torch.randn(3, 2, 5, 6)
     calls: list[Callable[[Tensor], Tensor]] = [
-        lambda x: ops.rms_norm(x),
-        lambda x: ops.swiglu(x, 2 * x),
-        lambda x: ops.token_shift(x)[0],
-    ]
+        lambda x: ops.rms_norm(x), lambda x: ops.swiglu(x, 2 * x), lambda x: ops.token_shift(x)[0],
+    ]  # fmt: skip
     for call in calls:
         want = torch.stack([call(y) for y in x])
         torch.testing.assert_close(torch.func.vmap(call)(x), want)

@@ -31,10 +31,8 @@ def _convolution(state: Tensor) -> Tensor:
 
 
 CASES: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
-    (_recurrent, (2, 2, 8, 8)),
-    (_mixer, (2, 2, 8, 8)),
-    (_convolution, (2, 6, 4)),
-]
+    (_recurrent, (2, 2, 8, 8)), (_mixer, (2, 2, 8, 8)), (_convolution, (2, 6, 4)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "shape"), CASES, ids=[call.__name__ for call, _ in CASES])

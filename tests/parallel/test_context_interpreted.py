@@ -13,11 +13,9 @@ from tests.support.operators import offsets, relative_error
 
 # Tokens of ranks, and of packed sequences: cut anywhere, or two rows through all ranks.
 CUTS = {
-    "rows": ((40, 50, 37), None),
-    "packed": ((70, 33, 61), (11, 140, 0, 13)),
-    "one empty": ((64, 0, 40), (104,)),
-    "two ranks": ((90, 38), None),
-}
+    "rows": ((40, 50, 37), None), "packed": ((70, 33, 61), (11, 140, 0, 13)),
+    "one empty": ((64, 0, 40), (104,)), "two ranks": ((90, 38), None),
+}  # fmt: skip
 # what is computed, cut, chunks of a segment: 0 leaves sequences whole, -1 is one more call of the
 # sequence that goes on; whether the final state is wanted
 CASES = {
@@ -39,12 +37,10 @@ BITS_SEQUENCES = (40, 0, 70, 18)
 BITS_PACKED = {1: (128,), 2: (72, 56), 4: (32, 40, 32, 24)}
 BITS = {
     "sample": [("simple_gla", True), ("gla", False), ("gated delta", True), ("kda", False)],
-    "further": [
-        ("gla of values", True),
+    "further": [("gla of values", True),
         *(("retention", False), ("gv", True), ("rwkv6", True), ("delta", False)),
-        *(("kda", True), ("dplr", True), ("iplr", False), ("simple_gla", False)),
-    ],
-}
+        *(("kda", True), ("dplr", True), ("iplr", False), ("simple_gla", False))],
+}  # fmt: skip
 
 
 def make(kind: str, cut: str) -> tuple:

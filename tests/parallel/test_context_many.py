@@ -3,12 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
+from tests.support.scripts import ROOT
 
 
 @pytest.mark.slow
@@ -18,12 +17,9 @@ def test_results_and_bits_of_many_ranks(ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     found = subprocess.run(
-        [*command, "tests/parallel/context_check.py", "--seeds", "1"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+        [*command, "tests/parallel/context_check.py", "--seeds", "1"], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=900,
+    )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count(f"checked on {ranks} ranks") >= 33

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.scripts import ROOT
+
 WORDS = 200
 
 
@@ -58,13 +59,10 @@ def run(folder: Path, ranks: int, context: int, *options: str) -> list[tuple[flo
     path = os.pathsep.join([str(ROOT), str(ROOT / "examples/torchtitan"), *sys.path])
     here = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     found = subprocess.run(
-        [*command, "--checkpoint.enable", *options],
-        cwd=ROOT,
+        [*command, "--checkpoint.enable", *options], cwd=ROOT,
         env={**os.environ, **here, "HF_DATASETS_CACHE": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     steps = re.findall(r"^step \d+ loss (\S+) norm (\S+)$", found.stdout, re.M)
     return [(float(loss), float(norm)) for loss, norm in steps]

@@ -75,13 +75,11 @@ def test_calls_name_what_is_not_a_tensor() -> None:
 
 @pytest.mark.parametrize(
     ("source", "found"),
-    [
-        ("_call(x, cos, sin, None, False, back=True, impl=impl)", ["interleaved=False"]),
+    [("_call(x, cos, sin, None, False, back=True, impl=impl)", ["interleaved=False"]),
         ("_call(*tensors, False, back=True, impl=impl)", ["False"]),
         ("_call(dy, *saved, ctx.interleaved, back=True, impl=impl)", ["ctx.interleaved"]),
-        ("_call(dy, *saved, interleaved=ctx.interleaved, back=True, impl=impl)", []),
-    ],
-)
+        ("_call(dy, *saved, interleaved=ctx.interleaved, back=True, impl=impl)", [])],
+)  # fmt: skip
 def test_flag_by_position_is_found(source: str, found: list[str]) -> None:
     [(call, op)] = calls(rotary, source)
     assert unnamed(call, op) == found

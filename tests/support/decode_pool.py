@@ -37,22 +37,17 @@ def make(kind: str, tokens: Any, dtype: torch.dtype = torch.float32) -> LinearIn
     made: dict[str, Any] = {
         "g": lambda: -torch.rand(*rows, HV),
         "gk": lambda: -50 * torch.rand(*rows, HV, K).square(),
-        "gv": lambda: -torch.rand(*rows, HV, V),
-        "beta": lambda: 2 * torch.rand(*rows, HV),
-        "beta wide": lambda: 2 * torch.rand(*rows, HV, V),
-        "u": lambda: torch.randn(HV, K),
+        "gv": lambda: -torch.rand(*rows, HV, V), "beta": lambda: 2 * torch.rand(*rows, HV),
+        "beta wide": lambda: 2 * torch.rand(*rows, HV, V), "u": lambda: torch.randn(HV, K),
         **{x: lambda: torch.randn(*rows, H, K).to(dtype) / K**0.5 for x in "pab"},
-    }
+    }  # fmt: skip
     q, k = (torch.randn(*rows, H, K).to(dtype) for _ in range(2))
     names = {"gk": "g", "beta wide": "beta"}
     given: dict[str, Any] = {names.get(x) or x: made[x]() for x in KINDS[kind]}
     return LinearInputs(
-        q,
-        k / K**0.5,
-        torch.randn(*rows, HV, V).to(dtype),
-        cu_seqlens=offsets(lengths).int() if lengths else None,
-        **given,
-    )
+        q, k / K**0.5, torch.randn(*rows, HV, V).to(dtype),
+        cu_seqlens=offsets(lengths).int() if lengths else None, **given
+    )  # fmt: skip
 
 
 def step(terms: LinearInputs, state: Tensor, **options: Any) -> Tensor:

@@ -91,9 +91,6 @@ def compare(
             assert (p.grad is None) == (q.grad is None), label
             if p.grad is not None:
                 torch.testing.assert_close(
-                    p.grad.full_tensor(),
-                    q.grad,
-                    rtol=rtol,
-                    atol=atol,
+                    p.grad.full_tensor(), q.grad, rtol=rtol, atol=atol,
                     msg=lambda text, label=label: label + text,
-                )
+                )  # fmt: skip

@@ -22,10 +22,8 @@ def in_bounds(corners: bool = False) -> Iterator[None]:
     executor: Any = triton.GridExecutor
     builder: Any = triton.InterpreterBuilder
     take, load, store = (
-        executor._init_args_hst,
-        builder.create_masked_load,
-        builder.create_masked_store,
-    )
+        executor._init_args_hst, builder.create_masked_load, builder.create_masked_store,
+    )  # fmt: skip
     ranges: list[tuple[int, int]] = []
 
     def taken(self: Any, args: Any, kwargs: Any) -> Any:

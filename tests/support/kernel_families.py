@@ -80,14 +80,9 @@ class Family:
 def forget_plans() -> None:
     """Those that calls have left behind, whatever their implementation."""
     for module in (
-        "attention.run",
-        "linear.dispatch",
-        "linear.decode",
-        "gated_scan.op",
-        "selective_scan.op",
-        "mixer_step.op",
-        "time_mix.rwkv7_step",
-    ):
+        "attention.run", "linear.dispatch", "linear.decode", "gated_scan.op", "selective_scan.op",
+        "mixer_step.op", "time_mix.rwkv7_step",
+    ):  # fmt: skip
         importlib.import_module(f"{KERNELS}.{module}")._PLANS.clear()
 
 

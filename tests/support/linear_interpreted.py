@@ -12,13 +12,11 @@ from slipstream.kernels.linear.reference import linear_reference
 from tests.support.operators import offsets, relative_error
 
 GATES = {
-    "none": lambda x: None,
-    "weak": lambda x: -0.1 * x,
-    "strong": lambda x: -50 * x,
+    "none": lambda x: None, "weak": lambda x: -0.1 * x, "strong": lambda x: -50 * x,
     "mixed": lambda x: -torch.where(torch.rand_like(x) < 0.2, 50 * x, 0.1 * x),
     "reset": lambda x: torch.where(x < 0.1, -torch.inf, -0.1 * x),
     "per head": lambda x: (-0.1 * x[:1, :1]).expand(x.shape),
-}
+}  # fmt: skip
 
 
 def reference(
@@ -65,13 +63,10 @@ def inputs(
     B, T, _, HV, K, V, lengths = size
     N = B if lengths is None else len(lengths)
     return LinearInputs(
-        q.to(dtype),
-        k.to(dtype),
-        torch.randn(B, T, HV, V).to(dtype),
+        q.to(dtype), k.to(dtype), torch.randn(B, T, HV, V).to(dtype),
         initial_state=torch.randn(N, HV, K, V) if state else None,
-        cu_seqlens=None if lengths is None else offsets(lengths).int(),
-        **more,
-    )
+        cu_seqlens=None if lengths is None else offsets(lengths).int(), **more
+    )  # fmt: skip
 
 
 def expect(

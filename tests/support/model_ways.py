@@ -269,9 +269,6 @@ def check(name: str, *ways: str, device: str = "cpu", near: float = 1.0) -> None
     assert got.keys() == want.keys(), ways
     for n, grad in want.items():
         torch.testing.assert_close(
-            got[n],
-            grad,
-            rtol=near * 1e-3,
-            atol=near * 1e-5,
+            got[n], grad, rtol=near * 1e-3, atol=near * 1e-5,
             msg=lambda text, n=n: f"{ways}, {n}: {text}",
-        )
+        )  # fmt: skip

@@ -216,11 +216,9 @@ def householder(g: bool) -> dict[str, Any]:
 
 def slots(heads: int = H) -> dict[str, Tensor]:
     return {
-        "q": randn(B, T, heads, K),
-        "k": randn(B, T, H, K),
-        "v": randn(B, T, H, V),
+        "q": randn(B, T, heads, K), "k": randn(B, T, H, K), "v": randn(B, T, H, V),
         "s": randn(B, T, H, M),
-    }
+    }  # fmt: skip
 
 
 def gsa(

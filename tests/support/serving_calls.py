@@ -107,11 +107,9 @@ class Call:
 
     def sglang_verify(self) -> dict[str, Any]:
         return {
-            "intermediate_states_buffer": self.buffer,
-            "intermediate_state_indices": self.rows,
-            "cache_steps": T,
-            "retrieve_parent_token": None,
-        }
+            "intermediate_states_buffer": self.buffer, "intermediate_state_indices": self.rows,
+            "cache_steps": T, "retrieve_parent_token": None,
+        }  # fmt: skip
 
     def sglang_prefill(self) -> dict[str, Any]:
         """With the gates made: g and beta."""

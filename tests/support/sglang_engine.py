@@ -125,11 +125,9 @@ def runner(engine: SimpleNamespace, cache: Speculative) -> Any:
         mamba2_layer_cache=lambda layer: cache,
     )
     return SimpleNamespace(
-        req_to_token_pool=pool,
-        linear_attn_backends=engine.backends,
-        device="cpu",
+        req_to_token_pool=pool, linear_attn_backends=engine.backends, device="cpu",
         server_args=Absent(),
-    )
+    )  # fmt: skip
 
 
 def built(engine: SimpleNamespace, call: Call, cls: Any, **metadata: Any) -> Any:
@@ -169,12 +167,10 @@ def batch(call: Call, **mode: bool) -> SimpleNamespace:
     modes = {"is_target_verify": False, "is_draft_extend_v2": False, **mode}
     return SimpleNamespace(
         forward_mode=SimpleNamespace(**{k: (lambda v=v: v) for k, v in modes.items()}),
-        spec_info=SimpleNamespace(draft_token_num=T, ragged_verify_layout=None),
-        batch_size=N,
-        req_pool_indices=torch.arange(N),
-        extend_prefix_lens=torch.zeros(N),
+        spec_info=SimpleNamespace(draft_token_num=T, ragged_verify_layout=None), batch_size=N,
+        req_pool_indices=torch.arange(N), extend_prefix_lens=torch.zeros(N),
         extend_seq_lens_cpu=call.offsets.diff().tolist(),
-    )
+    )  # fmt: skip
 
 
 def near(got: Tensor, want: Tensor) -> None:

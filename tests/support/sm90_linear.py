@@ -100,19 +100,16 @@ def inputs(
     wide = () if kind in ("delta", "simple") else (K,)
     by_channel, free = kind == "gdn2", kind == "dplr"
     terms = LinearInputs(
-        torch.randn(B, T, H, K, **f),
-        k,
-        torch.randn(B, T, HV, V, **f),
+        torch.randn(B, T, H, K, **f), k, torch.randn(B, T, HV, V, **f),
         g=GATES[gates](torch.rand(B, T, HV, *wide, **f)) if gates else None,
         beta=2 * torch.rand(B, T, HV, **f) if kind in ("delta", "kda") else None,
         erase=2 * torch.rand(B, T, HV, K, **f) if by_channel else None,
-        write=torch.rand(B, T, HV, V, **f) if by_channel else None,
-        a=a if free else None,
+        write=torch.rand(B, T, HV, V, **f) if by_channel else None, a=a if free else None,
         b=-a * torch.rand(B, T, H, 1, **f) if free else None,
         u=torch.randn(HV, K, **f) if before else None,
         initial_state=torch.randn(N, HV, K, V, **f) if state else None,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int() if lengths else None,
-    )
+    )  # fmt: skip
     if lengths:
         terms.of_tokens(lambda x: x[:, sum(lengths) :].fill_(torch.nan))
     return terms

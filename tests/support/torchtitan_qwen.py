@@ -128,10 +128,8 @@ def on_a_rank(rank: int, shard: int, tensor: int, backend: str, weights: str, qu
         spec = config_of(titan)
         config = titan.config
         parallelism = config.ParallelismConfig(
-            data_parallel_shard_degree=shard,
-            tensor_parallel_degree=tensor,
-            spmd_backend=backend,
-        )
+            data_parallel_shard_degree=shard, tensor_parallel_degree=tensor, spmd_backend=backend,
+        )  # fmt: skip
         titan.utils.set_spmd_backend(backend)
         dims = titan.distributed.ParallelDims.from_config(parallelism, 2)
         training = config.TrainingConfig(mixed_precision_param="float32", seq_len=TOKENS)
@@ -174,22 +172,18 @@ def has_parity(titan: SimpleNamespace, model: Any) -> bool:
     file = folder(RELEASE) / "torchtitan/experiments/rl/tests/test_bitwise_parity.py"
     wanted = {"_build_padded_varlen_metadata", "_varlen_prefill_logprobs"}
     wanted |= {
-        "compute_trainer_prefill_logprobs",
-        "_assert_logprobs_equal",
-        "test_batch_invariance",
-    }
+        "compute_trainer_prefill_logprobs", "_assert_logprobs_equal", "test_batch_invariance",
+    }  # fmt: skip
     tree = ast.parse(file.read_text())
     found: list[Any] = [
         x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and x.name in wanted
     ]
     assert {x.name for x in found} == wanted
     names: dict[str, Any] = {
-        "torch": torch,
-        "dist": SimpleNamespace(get_rank=lambda: 0),
+        "torch": torch, "dist": SimpleNamespace(get_rank=lambda: 0),
         "VarlenMetadata": titan.attention.VarlenMetadata,
-        "compute_logprobs": loss.compute_logprobs,
-        "IGNORE_INDEX": loss.IGNORE_INDEX,
-    }
+        "compute_logprobs": loss.compute_logprobs, "IGNORE_INDEX": loss.IGNORE_INDEX,
+    }  # fmt: skip
     exec(compile(ast.Module(found, []), str(file), "exec"), names)
 
     def call(tokens: Tensor, *, attention_masks: Any, positions: Tensor) -> Tensor:

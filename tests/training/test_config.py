@@ -57,12 +57,10 @@ def test_config_names_values_of_a_wrong_type(path, override: str, message: str) 
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [
-        ("data.row_token=1", "data.row_token: no such key; did you mean data.row_tokens"),
+    [("data.row_token=1", "data.row_token: no such key; did you mean data.row_tokens"),
         ("trainin.max_steps=1", "trainin: no such key; did you mean training"),
-        ("data.files=[", "cannot be read as YAML"),
-    ],
-)
+        ("data.files=[", "cannot be read as YAML")],
+)  # fmt: skip
 def test_config_says_what_may_be_meant(path, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(path, [override])

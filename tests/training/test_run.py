@@ -88,15 +88,13 @@ def test_arguments_rejects_no_steps(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("section", "key", "value", "words"),
-    [
-        ("training", "learning_rat", 1, "did you mean training.learning_rate"),
+    [("training", "learning_rat", 1, "did you mean training.learning_rate"),
         ("training", "max_steps", "many", "'training.max_steps' expected int, got str"),
         ("training", "num_train_epochs", 3, "training.num_train_epochs: has no use here"),
         ("model", "hidden_sise", 32, "did you mean model.hidden_size"),
         ("model", "hidden_size", "wide", "^model: .*'hidden_size' expected int, got str"),
-        ("model", "mixers", [{"type": "gla", "nonesuch": 1}], "model: .*nonesuch"),
-    ],
-)
+        ("model", "mixers", [{"type": "gla", "nonesuch": 1}], "model: .*nonesuch")],
+)  # fmt: skip
 def test_train_refuses_before_it_writes(
     tmp_path, section: str, key: str, value: object, words: str
 ) -> None:

@@ -73,11 +73,9 @@ def test_run_on_a_data_set(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [
-        (Rows(TEXTS, "content"), "column 'text', data.text_field.*the columns are content, id"),
-        (Rows([*TEXTS[:39], None]), "some/set, row 39: want text in .*, got None"),
-    ],
-)
+    [(Rows(TEXTS, "content"), "column 'text', data.text_field.*the columns are content, id"),
+        (Rows([*TEXTS[:39], None]), "some/set, row 39: want text in .*, got None")],
+)  # fmt: skip
 def test_rows_without_text(rows: Rows, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "load", lambda source: rows)
 

@@ -51,11 +51,9 @@ def test_plan_tells_one_tensor_of_offsets_from_two() -> None:
 _GIVEN = {
     "acausal": (CAUSAL._replace(right=-1), Asked()),
     "later": (CAUSAL._replace(right=2), Asked()),
-    "dropout": (CAUSAL._replace(dropout=0.5), Asked()),
-    "reference": (CAUSAL, Asked("reference")),
-    "compiling": (CAUSAL, Asked()),
-    "context": (CAUSAL, Asked()),
-}
+    "dropout": (CAUSAL._replace(dropout=0.5), Asked()), "reference": (CAUSAL, Asked("reference")),
+    "compiling": (CAUSAL, Asked()), "context": (CAUSAL, Asked()),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("one", "other", "text"), FORBIDDEN, ids=lambda x: x[:20])

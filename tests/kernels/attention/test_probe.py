@@ -20,11 +20,9 @@ ROWS: dict[str, dict[str, Tensor]] = {
     "caches": {"cu_q": OFFSETS, "lengths": LENGTHS},
 }
 TERMS: dict[str, dict[str, Tensor]] = {
-    "": {},
-    "sinks": {"sinks": torch.zeros(4)},
-    "gate": {"g": torch.zeros(2, 300, 4)},
+    "": {}, "sinks": {"sinks": torch.zeros(4)}, "gate": {"g": torch.zeros(2, 300, 4)},
     "slopes": {"slopes": torch.zeros(4)},
-}
+}  # fmt: skip
 CALLS = {
     f"{rows} {terms}".strip(): {**ROWS[rows], **TERMS[terms]} for rows in ROWS for terms in TERMS
 }

@@ -108,16 +108,14 @@ def test_hopper_refuses_what_was_found_to_fail_here(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("kind_of_device", "capability", "release", "words"),
-    [
-        ("cpu", (9, 0), (3, 6), "the tensors are on cpu"),
+    [("cpu", (9, 0), (3, 6), "the tensors are on cpu"),
         ("cuda", (8, 0), (3, 6), "written for sm_90"),
         ("cuda", (10, 0), (3, 6), "written for sm_90"),
         ("cuda", (9, 0), (3, 5), "not that of Triton 3.5"),
         ("cuda", (9, 0), (3, 10), "not that of Triton 3.10"),
         ("cuda", (9, 0), (3, 7), "and q is torch.float64"),
-        ("cuda", (9, 0), (3, 9), "and q is torch.float64"),
-    ],
-)
+        ("cuda", (9, 0), (3, 9), "and q is torch.float64")],
+)  # fmt: skip
 def test_hopper_says_what_it_wants_of_the_machine(
     kind_of_device: str,
     capability: tuple[int, int],

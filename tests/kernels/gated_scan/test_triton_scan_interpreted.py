@@ -11,12 +11,10 @@ from tests.support.operators import offsets, relative_error
 TILE = 8
 # B, T, D, lengths of packed sequences
 SIZES = {
-    "one token": (1, 1, 1, None),
-    "one tile": (2, TILE, 6, None),
+    "one token": (1, 1, 1, None), "one tile": (2, TILE, 6, None),
     "tiles": (2, 7 * TILE + 5, 18, None),
-    "packed": (1, 76, 5, (5, 0, 52, 1, 0, TILE, 10, 0)),
-    "packed in one": (1, 7, 5, (5, 0, 2)),
-}
+    "packed": (1, 76, 5, (5, 0, 52, 1, 0, TILE, 10, 0)), "packed in one": (1, 7, 5, (5, 0, 2)),
+}  # fmt: skip
 GATES = {
     "weak": lambda x: -0.1 * x,
     "strong": lambda x: -50 * x,

@@ -41,13 +41,11 @@ def inputs(gates: str, width: int, packed: bool, delta: bool, dtype: torch.dtype
     q, k = (F.normalize(x, dim=-1) for x in (q, k))
     q, k, v = (x.to(dtype).double() for x in (q, k, v))
     return LinearInputs(
-        q,
-        k,
-        v,
+        q, k, v,
         g=GATES[gates](torch.rand(1, T, H)).double(),
         beta=torch.rand(1, T, H).double() if delta else None,
         cu_seqlens=offsets(LENGTHS).int() if packed else None,
-    )
+    )  # fmt: skip
 
 
 def error(dg: Tensor, want: Tensor, g: Tensor | None) -> float:

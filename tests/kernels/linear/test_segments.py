@@ -159,10 +159,8 @@ def test_segments_are_of_the_programs_of_a_scan(
         return SimpleNamespace(C=64, BX=K // 8, fwd=SimpleNamespace(B=K // 8)), K
 
     for place in (
-        "scalar_decay.backend._tile",
-        "delta.plan._tile",
-        "vector_decay.backend._chunk_tile",
-    ):
+        "scalar_decay.backend._tile", "delta.plan._tile", "vector_decay.backend._chunk_tile",
+    ):  # fmt: skip
         monkeypatch.setattr(f"{folder}.triton.{place}", tile)
     monkeypatch.setattr(f"{folder}.triton.vector_decay.backend._tile", lambda *_: tile(*_)[0])
     monkeypatch.setattr(f"{folder}.triton.dplr.backend.tile_of", lambda _: tile(q.device, K))

@@ -11,11 +11,9 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed
 
 # 1: for each channel or column
 TERMS = {
-    "linear_attn": {},
-    "gated_delta_rule": {"g": 0, "beta": 0},
-    "rwkv7": {"g": 1, "a": 0, "b": 0},
+    "linear_attn": {}, "gated_delta_rule": {"g": 0, "beta": 0}, "rwkv7": {"g": 1, "a": 0, "b": 0},
     "all": {"g": 1, "gv": 0, "beta": 1, "p": 0, "a": 0, "b": 0, "u": 0},
-}
+}  # fmt: skip
 WIDE = ("g", "gv", "beta", "u", "s_in", "s_out")
 
 

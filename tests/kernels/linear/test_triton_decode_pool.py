@@ -99,12 +99,10 @@ def test_step_rejects_what_does_not_fit() -> None:
         r"state: want shape \(3, 2, 20, 33\)": {"state": pool},
         r"state: want shape \(7, 2, 33, 20\)": {"state": pool, "state_indices": at, "v": True},
         r"state_indices: want shape \(3,\)": {"state": pool, "state_indices": at[:2]},
-        r"state_indices: want less than the 7 slots, got 7": {
-            "state": pool,
-            "state_indices": at + 3,
-        },
+        r"state_indices: want less than the 7 slots, got 7": {"state": pool,
+            "state_indices": at + 3},
         r"state_indices: want each slot at most once": {"state": pool, "state_indices": at * 0},
-    }
+    }  # fmt: skip
     for fault, given in faults.items():
         options: dict[str, Any] = {"state_v_first": True} if given.pop("v", False) else {}
         with pytest.raises(ValueError, match=fault):

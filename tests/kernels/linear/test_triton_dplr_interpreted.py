@@ -16,13 +16,11 @@ SIZES = {
     "packed": (1, 61, 1, 1, 20, 17, (5, 0, 33, 16, 1, 6, 0)),
 }  # fmt: skip
 CHANNEL_GATES = {
-    **GATES,
-    "zero": lambda x: torch.zeros_like(x),
-    "huge": lambda x: torch.where(x < 0.1, -1e4, -0.1 * x),
-    "middling": lambda x: -4 * x,
+    **GATES, "zero": lambda x: torch.zeros_like(x),
+    "huge": lambda x: torch.where(x < 0.1, -1e4, -0.1 * x), "middling": lambda x: -4 * x,
     "even": lambda x: -4.0 + 0 * x,
     "some channels": lambda x: -torch.where(x[:, :, :, :1] < 0.3, 40 * x, 0.05 * x),
-}
+}  # fmt: skip
 # transition, size, gate, dtype, states
 CASES = {
     "sample": [*((kind, "one token", "weak", "float32", True) for kind in ("kda", "dplr")),

@@ -14,14 +14,12 @@ from tests.support.linear_interpreted import GATES, expect, expect_all, inputs
 
 # B, T, H, HV, K, V, lengths of packed sequences
 SIZES = {
-    "one token": (1, 1, 1, 1, 1, 1, None),
-    "odd": (1, 37, 1, 1, 30, 60, None),
-    "grouped": (2, 35, 2, 4, 16, 24, None),
-    "spans": (1, 275, 1, 1, 17, 20, None),
+    "one token": (1, 1, 1, 1, 1, 1, None), "odd": (1, 37, 1, 1, 30, 60, None),
+    "grouped": (2, 35, 2, 4, 16, 24, None), "spans": (1, 275, 1, 1, 17, 20, None),
     "packed": (1, 315, 1, 2, 30, 12, (5, 0, 33, 260, 1, 16, 0)),
     "split": (1, 530, 1, 1, 16, 24, None),
     "split, packed": (1, 531, 1, 1, 17, 20, (5, 0, 513, 1, 12, 0)),
-}
+}  # fmt: skip
 SHORT = [size for size in SIZES if "split" not in size]
 # size, gate, dtype, states
 CASES = {

@@ -54,11 +54,9 @@ WIDE = {"sample": [("grouped", "zero")], "further": [("long", "weak"), ("packed"
 # form, size, gate
 SPLIT = {
     "sample": [("gv", "split, packed", "weak")],
-    "further": [
-        ("g", "split", "mixed"),
-        *((form, "split, packed", "mixed") for form in ("u", "gv")),
-    ],
-}
+    "further": [("g", "split", "mixed"),
+        *((form, "split, packed", "mixed") for form in ("u", "gv"))],
+}  # fmt: skip
 
 
 def make(form: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:

@@ -19,12 +19,10 @@ T, K, CHUNK = 40, 16, 32
 EVERY = slice(None)
 # form, gates, the token and channels that have another, which
 CASES = [
-    *((form, "weak", 35, EVERY, torch.nan) for form in FORMS),
-    ("g", "mixed", 3, EVERY, torch.nan),
-    ("g", "weak", 35, 5, torch.nan),
-    ("g", "weak", 35, EVERY, torch.inf),
+    *((form, "weak", 35, EVERY, torch.nan) for form in FORMS), ("g", "mixed", 3, EVERY, torch.nan),
+    ("g", "weak", 35, 5, torch.nan), ("g", "weak", 35, EVERY, torch.inf),
     *((form, "weak", 35, EVERY, -torch.inf) for form in ("g", "gv")),
-]
+]  # fmt: skip
 
 
 class Poisoned(TorchDispatchMode):

@@ -19,11 +19,9 @@ from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 NAMES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
-}
+}  # fmt: skip
 BF16 = Problem(torch.bfloat16, torch.bfloat16, "tf32x3", b_t=True)
 FP32 = Problem(torch.float32, torch.float32, "tf32", b_t=True)
 ROWS = Problem(torch.float32, torch.float32, "tf32")

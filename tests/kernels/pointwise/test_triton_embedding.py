@@ -19,10 +19,8 @@ def test_embedding_compiles(arch: str, ids: str) -> None:
     got = compile_kernel(
         "slipstream.kernels.elementwise.triton.embedding:embedding_kernel",
         {"ids_ptr": ids, "weight_ptr": "*bf16", "y_ptr": "*bf16", "records_ptr": "*i64"},
-        {"D": 4096, "BR": 2, "BD": 1024},
-        scalars={"weight_stride": "i32:16"},
-        target=arch,
-    )
+        {"D": 4096, "BR": 2, "BD": 1024}, scalars={"weight_stride": "i32:16"}, target=arch,
+    )  # fmt: skip
     assert got.stack == 0
 
 

@@ -11,12 +11,10 @@ from tests.support.operators import offsets, relative_error
 TILE = 8
 # B, T, D, N, G, lengths of packed sequences
 SIZES = {
-    "one token": (1, 1, 1, 1, 1, None),
-    "one tile": (2, TILE, 6, 2, 1, None),
-    "tiles": (2, 2 * TILE + 5, 18, 2, 1, None),
-    "groups": (1, TILE + 3, 6, 2, 2, None),
+    "one token": (1, 1, 1, 1, 1, None), "one tile": (2, TILE, 6, 2, 1, None),
+    "tiles": (2, 2 * TILE + 5, 18, 2, 1, None), "groups": (1, TILE + 3, 6, 2, 2, None),
     "packed": (1, 36, 5, 2, 1, (5, 0, 2 * TILE + 1, 1, 0, TILE, 5, 0)),
-}
+}  # fmt: skip
 OPTIONAL = ("D", "z", "delta_bias", "initial_state")
 CASES = [
     *((size, torch.float32, OPTIONAL, True) for size in SIZES),
