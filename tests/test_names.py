@@ -37,6 +37,34 @@ FOLDERS = (
     "kernels/loss", "kernels/matmul", "kernels/mixer_step", "kernels/norm", "kernels/primitives",
     "kernels/projection_step", "kernels/running_mean", "kernels/selective_scan",
 )  # fmt: skip
+# flags that are set unless a call says otherwise, and those that one place sets otherwise
+SET = """
+accepts_loss_kwargs accumulate_grad_in_fp32 affine allow_is_causal_skip backward biased can_pass
+can_torch_compile checks depends_on_layer detach elementwise_affine enabled for_backward
+fuse_swiglu gate_gradient gluon gradients has_lines in_place inplace_final_state interpreted
+is_compileable lasting leaves_states materializes norm norm_before_gate normalize on persistent
+pos_idx_in_fp32 pred rotary_interleaved scales_states sums supports_gradient_checkpointing
+supports_packed_decode supports_packed_decode_safe_gate supports_safe_gate
+supports_safe_gate_verify supports_strided_target_verify_qkv supports_track_state_snapshot
+tested tie_word_embeddings traced use_beta use_gate use_tf32x3_affine_chain verifies_drafts
+wide_in_chunks"""
+OTHERWISE = """
+_detach custom_op.DirectCall, allow_neg_eigval gated_deltaproduct.GatedDeltaProduct,
+bias linear.Linear, bias norm.LayerNorm, bias rwkv7._lora, causal attention.attention,
+conv_bias mamba2.Mamba2, convolved fla.Gated, delta_softplus selective_scan_interface._mamba_inner,
+grouped samples.Sample, inplace functions.channel_mixing_rwkv7, interleaved mla.MLA,
+is_rms_norm fused_norm_gate.FusedRMSNormGated, is_rms_norm fused_norm_gate.FusedRMSNormGatedLinear,
+is_rms_norm layernorm.RMSNorm, is_rms_norm layernorm.RMSNormLinear,
+is_rms_norm layernorm_gated.RMSNormGated, late recording.Line, leaves_states base.Mixer,
+norm_affine gla.GatedLinearAttention, norm_before_gate layernorm_gated.RMSNormGated,
+norm_before_gate mamba2.Mamba2, normalize linear_attn.fused_recurrent_linear_attn,
+output_final_state rwkv7.fused_recurrent_rwkv7, remembers compiler_state.CompilerState,
+replay custom_op.DirectCall, reuses_w backend.Sm90Delta, saves backend.Sm90Delta,
+scales_states inputs.ChunkBackend,
+takes_first_value rwkv7.RWKV7, use_beta_sigmoid_in_kernel serving.step,
+use_cache class_mixers.recurrent_gemma, use_cache config.SlipstreamConfig,
+use_gate delta_net.DeltaNet, use_qk_l2norm_in_kernel serving.step,
+use_qk_l2norm_in_kernel vllm.chunk_gated_delta_rule, verifies_drafts base.Mixer"""
 ROOT = Path(slipstream.__file__).parent
 
 
@@ -214,3 +242,36 @@ def test_prose_names_constants_that_there_are() -> None:
                 known.update(words)
     assert len(named) > 100
     assert [x for x in named if x[1] not in known] == []
+
+
+def _defaults(node: ast.AST, place: str) -> Iterator[tuple[str, ast.expr | None, str]]:
+    """Parameters and fields below a node: name, default, and the function or class it is of."""
+    for child in ast.iter_child_nodes(node):
+        named = isinstance(child, ast.FunctionDef | ast.ClassDef)
+        inside = f"{place}.{child.name}" if named else place
+        yield from _defaults(child, inside)
+        if isinstance(child, ast.arguments):
+            x = child.posonlyargs + child.args
+            of = [
+                *zip(reversed(x), reversed(child.defaults)),
+                *zip(child.kwonlyargs, child.kw_defaults),
+            ]
+            yield from ((x.arg, default, place) for x, default in of)
+        elif isinstance(child, ast.AnnAssign | ast.Assign) and isinstance(node, ast.ClassDef):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            yield from ((ast.unparse(x), child.value, place) for x in targets)
+
+
+def test_flags_of_one_name_have_one_default() -> None:
+    """What a call leaves out means the same wherever it goes on to."""
+    found = [
+        (name, default.value, f"{name} {place.removesuffix('.__init__')}")
+        for path in sorted(ROOT.rglob("*.py"))
+        for name, default, place in _defaults(ast.parse(path.read_text()), path.stem)
+        if isinstance(default, ast.Constant) and isinstance(default.value, bool)
+    ]
+    usual = {*SET.split()}
+    assert len(found) > 600 and {x for x, *_ in found} > usual
+    assert {place for name, x, place in found if x != (name in usual)} == {
+        *OTHERWISE.strip().replace(",\n", ", ").split(", ")
+    }

@@ -7,6 +7,7 @@ rounding of float32 too: there dg has to be 0, and was not in the delta rule.
 """
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,20 @@ def error(dg: Tensor, want: Tensor, g: Tensor | None) -> float:
     return float((found - right).norm() / right.norm())
 
 
+def assert_crossed_down_to_32(backend: Any, delta: bool, dtype: torch.dtype) -> None:
+    """By what later tokens read of earlier ones, and by nothing below."""
+    width = 64 if delta else 128
+    for gate in (-25.0, -31.0, -33.0, -45.0):
+        terms = inputs("few of -10", width, False, delta, dtype)
+        terms.g[:, 10:] = -0.05
+        terms.g[:, 20], terms.k[:, 20:] = gate, 0.0
+        given = {n: x.to(dtype) for n, x in zip("qkv", terms)}
+        given |= {n: x.float() for n in ("g", "beta") if (x := getattr(terms, n)) is not None}
+        end = torch.zeros(terms.state_shape, dtype=torch.float64)
+        dg = backend.backward(terms._replace(**given), given["v"], end, 0.3)["g"]
+        assert bool(dg[0, 20, 0]) == (gate > -32), gate
+
+
 def check_triton(family: str, gates: str, packed: bool, dtype: torch.dtype) -> None:
     backend = importlib.import_module(f"slipstream.kernels.linear.triton.{family}.backend")
     terms = inputs(gates, 64, packed, family == "delta", dtype)
@@ -77,6 +92,8 @@ def test_triton_gate_gradient_of_strong_gates(family: str) -> None:
         for packed in (False, True) if gates == "all strengths" else (False,):
             check_triton(family, gates, packed, torch.float16)
     check_triton(family, "few of -1e4", True, torch.float32)
+    backend = importlib.import_module(f"slipstream.kernels.linear.triton.{family}.backend")
+    assert_crossed_down_to_32(backend, family == "delta", torch.float32)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
@@ -97,10 +114,13 @@ def test_sm90_gate_gradient_of_strong_gates(
     want = reference(terms, 0.3, do, None)["g"]
     assert terms.g is not None
     launches.as_numpy(monkeypatch, rounds=True)
+    first = gates == "few of -10" and not packed
     for interval in (None, 2)[: 1 + delta]:
         if delta:
             cut = interval and backend.bwd_schedule.make_schedule(terms, interval, 0)
             monkeypatch.setattr(backend.bwd_schedule, "choose_schedule", lambda _, cut=cut: cut)
+        if first:
+            assert_crossed_down_to_32(backend, delta, torch.float64)
         with rounded(torch.bfloat16):
             dg = backend.backward(terms, do, end, 0.3)["g"].double()
         e = error(dg, want, terms.g)
