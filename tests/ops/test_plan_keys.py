@@ -87,7 +87,9 @@ def test_remembered_call_is_of_the_same_options(op: Sample) -> None:
             assert keys_of(op, args) - plain
     if plain and not op.name.startswith(AS_GIVEN):
         with torch.autocast("cpu", torch.bfloat16):
-            assert keys_of(op, args) - plain
+            found = keys_of(op, args)
+        # of these some parts are in one dtype, whatever is asked for
+        assert found - plain and (op.op.endswith(("gsa", "mamba3")) or not found & plain)
 
 
 @pytest.mark.parametrize("op", RECURRENT, ids=lambda x: x.name)
@@ -107,4 +109,6 @@ def test_remembered_attention_is_of_the_same_sequences(monkeypatch: pytest.Monke
     run.plan_of(AttentionInputs(*qkv), AttentionOptions(1.0), asked)
     for of_keys in (own, own.clone()):
         run.plan_of(AttentionInputs(*qkv, cu_q=own, cu_k=of_keys), AttentionOptions(1.0), asked)
-    assert len({*keys}) == 6
+    with consistent():
+        run.plan_of(AttentionInputs(*qkv), AttentionOptions(1.0), asked)
+    assert len({*keys}) == 7
