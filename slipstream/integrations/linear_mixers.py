@@ -269,8 +269,8 @@ def causal_conv1d_fn(
     seq_idx = sequences_of(kwargs, B, T)
     if seq_idx is None:
         return conv_fn(x, weight, bias, activation=activation).to(hidden_states.dtype)
-    if seq_idx.shape[1] < T:
-        before = seq_idx[:, :1].expand(-1, T - seq_idx.shape[1])
+    if earlier := T - seq_idx.shape[1]:
+        before = seq_idx[:, :1].expand(-1, earlier)
         seq_idx = torch.cat([before, seq_idx], 1)
     rows = x.mT.reshape(1, B * T, D).mT
     y = conv_fn(rows, weight, bias, activation=activation, cu_seqlens=offsets_of(seq_idx))

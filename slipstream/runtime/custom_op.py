@@ -366,7 +366,7 @@ class KernelOp(DirectCall):
         names, pair, wanted = self._names, self.impl, wrt.split()
         assert isinstance(pair, KernelPair)
         # of the schema, which is parsed once it is registered
-        taken = [x.split()[-1] for x in schema[1 : schema.rindex(") ->")].split(", ")]
+        taken = [x.split()[-1] for x in schema[: schema.rindex(") ->")].split(", ")]
         places = [taken.index(x) for x in wanted]
 
         def like(*args: Any) -> list[torch.Tensor]:

@@ -3,7 +3,9 @@
 tests/engines has them called by the engines' own classes, and beside the engines' own functions.
 """
 
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from slipstream.integrations.serving import (
     step_drafts,
 )
 from slipstream.ops import chunk_gated_delta_rule, chunk_kda
+from tests.support.engine_plugins import forget_vllm
 from tests.support.serving_calls import HV, Call, K, V
 from tests.support.serving_checks import CHECKS, KERNELS, expect_states, near, sglang_snapshots
 
@@ -109,20 +112,24 @@ def test_vllm_prefill() -> None:
     assert torch.equal(room[: o.shape[1]], o[0])
 
 
-def test_vllm_mamba_step() -> None:
+@pytest.mark.parametrize("engine", [vllm, sglang_functions], ids=["vllm", "sglang"])
+def test_mamba_step(engine: Any) -> None:
     call, given = Call.mamba()
+    if engine is sglang_functions:
+        given["pad_slot_id"] = 0
+        given["A"] = given["A"][:, :1, :1].expand_as(given["A"])
     x, out = given["x"], torch.zeros_like(given["x"])
     dt = torch.nn.functional.softplus(given["dt"] + given["dt_bias"])[..., 0]
     before, slots = call.states.clone(), given["state_batch_indices"]
     S = before[slots.long()] * (dt * given["A"][:, 0, 0]).exp()[..., None, None]
     S = S + (dt[..., None] * x)[..., None] * given["B"][:, :, None]
     want = (S * given["C"][:, :, None]).sum(-1) + given["D"] * x
-    vllm.selective_state_update(**given, out=out)
+    engine.selective_state_update(**given, out=out)
     near(out[slots > 0], want[slots > 0])
     near(call.states[slots[slots > 0].long()], S[slots > 0])
     assert torch.equal(call.states[0], before[0])
-    with pytest.raises(ValueError, match=r"^out: want a tensor like x"):
-        vllm.selective_state_update(**given)
+    with pytest.raises((ValueError, NotImplementedError), match=r"out: want"):
+        engine.selective_state_update(**given)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -229,3 +236,38 @@ def test_lightning_tells_prompts_from_tokens_alone(
     meta = SimpleNamespace(mask=None, batch_size=2, s_offsets=torch.tensor([1, 0]))
     sglang_functions.seg_la_fwd(q, q, q, torch.empty(3, heads, 8, 8), torch.ones(heads), meta)
     assert ran == [way]
+
+
+@dataclass
+class Decodes:
+    num_prefills: int = 0
+    num_decodes: int = 2
+    num_accepted_tokens: None = None
+
+
+def test_vllm_prompts_warm_up_once_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is a class of layers, and what their pools hold."""
+    context = SimpleNamespace(attn_metadata={"layer": Decodes()})
+    module = SimpleNamespace(get_forward_context=lambda: context)
+    for name in ("forward_context", "model_executor.layers.mamba.mamba_utils"):
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", module)
+    forget_vllm()
+    try:
+        from slipstream.integrations import vllm_steps
+
+        calls: list[int] = []
+        first, other = type("First", (), {}), type("Other", (), {})
+        half = torch.float16
+        for kind, pool, count in (
+            (first, torch.empty(3, 4), 2),
+            (first, torch.empty(9, 4), 2),
+            (first, torch.empty(3, 5), 4),
+            (other, torch.empty(3, 4), 6),
+            (first, torch.empty(3, 4, dtype=half), 8),
+        ):
+            layer: Any = kind()
+            layer.prefix, layer.kv_cache = "layer", (pool,)
+            vllm_steps.warm_up(layer, lambda x: calls.append(x.shape[0]), torch.zeros(2, 4))
+            assert calls == count * [2 * vllm_steps.PROMPT]
+    finally:
+        forget_vllm()

@@ -266,6 +266,18 @@ def test_step_without_room_is_refused_by_name(name: str, tokens: int) -> None:
         layer.step(x[:, 3:], state)
 
 
+@pytest.mark.parametrize("name", [n for n in LAYERS if make(n).token_states])
+@torch.no_grad()
+def test_state_with_room_is_blamed_for_no_index(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = make(name), torch.randn(2, 4, D)
+    _, state = run(layer, name, x[:, :3], use_cache=True)
+    for n in layer.token_states:
+        state[n] = F.pad(state[n], (0, 0) * (state[n].dim() - 2) + (0, 1))
+    monkeypatch.setattr(layer, "_advance", lambda *_: [][1])
+    with pytest.raises(IndexError):
+        layer.step(x[:, 3:], state)
+
+
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "autocast"])
 @every_layer
 def test_layers_own_state_is_blamed_for_no_error(

@@ -110,3 +110,15 @@ def test_parameter_with_two_names_is_dealt_under_both() -> None:
     module: Any = torch.nn.Linear(2, 2)
     module.tied = module.weight
     assert [name for name, _ in tensor_parallel._own(module)] == ["weight", "bias", "tied"]
+
+
+def test_what_every_rank_adds_is_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a bias behind the sum over ranks."""
+    module: Any = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(tensor_parallel, "_local_part", lambda parameter, _: parameter)
+    own = [("weight", 1.0), ("bias", 0.5)]
+    of_ranks = [tensor_parallel._Parameter(module, n, (n,), 0, scale) for n, scale in own]
+    weight, bias = module.weight, module.bias
+    with tensor_parallel._local(of_ranks, None):
+        assert module.weight is weight and torch.equal(module.bias, bias / 2)
+    assert module.bias is bias

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.common import checks
 from slipstream.ops import recurrent_step, short_convolution_update
 from slipstream.ops.mixer_step import mixer_step
 from slipstream.tools.catalog import OPERATORS, Sample
@@ -70,3 +71,10 @@ def test_kernels_write_in_sight() -> None:
         if row.variant in ("", "mamba2"):  # the interpreter is slow; mamba2 has counters
             check_refused(row, "triton")
             check_traced(row, "triton")
+
+
+def test_one_number_of_a_dimension_has_any_stride() -> None:
+    """Of a state of one row, which expand gives the stride 0."""
+    checks.expect_own_memory("state", torch.empty_strided((1, 3, 2), (0, 1, 3)))
+    with pytest.raises(ValueError, match=r"^state: is written in place"):
+        checks.expect_own_memory("state", torch.empty_strided((2, 3, 2), (0, 1, 3)))

@@ -1,3 +1,5 @@
+from dataclasses import fields
+
 import pytest
 
 from slipstream.training.config import load
@@ -70,3 +72,11 @@ def test_overrides_go_into_a_section_without_a_value(path) -> None:
     path.write_text(f"{TEXT}parallel:\ntokenizer:\n")
     config = load(path, ["parallel.shard=2", "tokenizer.vocab_size=300"])
     assert (config.parallel.shard, config.tokenizer.vocab_size) == (2, 300)
+
+
+def test_dump_has_the_order_of_the_fields(path) -> None:
+    config = load(path)
+    config.dump(path)
+    sections = [x.partition(":")[0] for x in path.read_text().splitlines() if x[0] != " "]
+    assert sections == [x.name for x in fields(config)]
+    assert load(path) == config

@@ -1,6 +1,7 @@
 """The plain torch path, its two ways through lengths, its gradients, the registered operators."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,3 +95,15 @@ def test_memory_is_linear_in_length(name: str) -> None:
 
     short, long = peak(1024), peak(2048)
     assert short > 0 and long < 2.2 * short, f"{short} bytes, then {long}"
+
+
+@pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (0, 0), (2, 0), (0, 1)])
+def test_keys_that_no_query_sees_are_left_out(
+    left: int, right: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eager, "ROWS", 4)
+    of: Any = SimpleNamespace
+    block = of(q=torch.empty(1, 1, 1, 8, 1), k=torch.empty(1, 1, 11, 1), bounded=True)
+    found = [(x.start, x.stop) for _, x in eager._blocks(block, of(left=left, right=right))]
+    low, high = (0, 0) if left < 0 else (3 - left, 7 - left), (11, 11) if right < 0 else (7, 11)
+    assert found == [(max(a, 0), min(b + max(right, 0), 11)) for a, b in zip(low, high)]

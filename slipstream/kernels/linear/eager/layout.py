@@ -114,7 +114,7 @@ class ChunkBlock:
         else:
             begin, end = self._tokens()
             x = x[:, begin:end]
-            if (pad := self.steps * self.chunk - x.shape[1]) > 0:
+            if pad := self.steps * self.chunk - x.shape[1]:
                 x = torch.cat([x, x.new_zeros(x.shape[0], pad, *x.shape[2:])], dim=1)
         x = x.unflatten(1, (self.steps, self.chunk)).transpose(0, 1)
         target = out.view(self.steps, self.layout.batch, heads, -1, self.chunk, *rest)
