@@ -112,7 +112,7 @@ def test_parameter_with_two_names_is_dealt_under_both() -> None:
     assert [name for name, _ in tensor_parallel._own(module)] == ["weight", "bias", "tied"]
 
 
-def test_what_every_rank_adds_is_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_over_ranks_have_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a bias behind the sum over ranks."""
     module: Any = torch.nn.Linear(2, 2)
     monkeypatch.setattr(tensor_parallel, "_local_part", lambda parameter, _: parameter)

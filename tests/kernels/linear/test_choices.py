@@ -24,7 +24,7 @@ from slipstream.runtime.consistent import consistent
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 
 # tokens, sequences of a batch or of a row, heads of k and v, widths of k and v
-FEW = product(
+GENERAL = product(
     (0, 1000, 1 << 16), ((1, None), (3, None), (1, 5)), ((2, 6), (5, 5)), (32, 96), (64, 128, 320)
 )
 MANY = product(
@@ -42,7 +42,7 @@ WIDE = product((1 << 20,), ((1, 64), (64, None)), ((8, 8), (15, 16)), (64, 128, 
 def calls() -> list[LinearInputs]:
     """Of every form."""
     found, make = [], {"device": "meta", "dtype": torch.bfloat16}
-    for T, (B, N), (H, HV), K, V in (*FEW, *MANY, *SMALL, *WIDE):
+    for T, (B, N), (H, HV), K, V in (*GENERAL, *MANY, *SMALL, *WIDE):
         q, v = torch.empty(B, T, H, K, **make), torch.empty(B, T, HV, V, **make)
         gates = torch.empty(B, T, HV, K, device="meta")
         one = gates[..., 0]

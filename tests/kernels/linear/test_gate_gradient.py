@@ -60,8 +60,9 @@ def assert_crossed_down_to_32(backend: Any, delta: bool, dtype: torch.dtype) -> 
     width = 64 if delta else 128
     for gate in (-25.0, -31.0, -33.0, -45.0):
         terms = inputs("few of -10", width, False, delta, dtype)
-        terms.g[:, 10:] = -0.05
-        terms.g[:, 20], terms.k[:, 20:] = gate, 0.0
+        terms.k[:, 20:], g = 0.0, terms.q[..., 0] * 0 - 0.05
+        g[:, 20] = gate
+        terms = terms._replace(g=g)
         given = {n: x.to(dtype) for n, x in zip("qkv", terms)}
         given |= {n: x.float() for n in ("g", "beta") if (x := getattr(terms, n)) is not None}
         end = torch.zeros(terms.state_shape, dtype=torch.float64)
