@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.integrations.rows import Rows, rows_of
-from slipstream.ops import conv, hgrn, rwkv4
+from slipstream.ops import conv, hgrn, rwkv
 from slipstream.ops._fp32 import widen
-from slipstream.ops.recurrent_step import recurrent_step
 from slipstream.ops.simple_gla import chunk_simple_gla
+from slipstream.ops.steps import recurrent_step
 from slipstream.ops.token_shift import token_shift
 
 
@@ -175,7 +175,7 @@ def rwkv_attention(
     k, v, u, w = self.key(k), self.value(v), self.time_first, -torch.exp(widen(self.time_decay))
     old = None if state is None else [widen(x[:, :, self.layer_id]) for x in state[2:]]
     if old is None:
-        o, _ = rwkv4.chunk_rwkv4(w, u, k, v, cu_seqlens=rows.cuts)
+        o, _ = rwkv.chunk_rwkv4(w, u, k, v, cu_seqlens=rows.cuts)
         new = ()
     elif rows.one:
         k, v, (over, under, top) = widen(k[:, 0]), widen(v[:, 0]), old
@@ -189,7 +189,7 @@ def rwkv_attention(
         over, under, top = (x.clone() for x in old)  # which gradients read after new ones
         before = rows.enter(torch.where(under > 0, over / under, 0.0))
         before = before, rows.enter(under.log() + top, -torch.inf)
-        o, after = rwkv4.chunk_rwkv4(
+        o, after = rwkv.chunk_rwkv4(
             w, u, k, v, initial_state=before, output_final_state=True, cu_seqlens=rows.cuts
         )
         assert after is not None

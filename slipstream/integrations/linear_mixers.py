@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.ops import conv, gated_delta_rule, kda, simple_gla
+from slipstream.ops import conv, delta_rule, kda, simple_gla
 from slipstream.ops._fp32 import widen
 from slipstream.ops.causal_conv1d import causal_conv1d_fn as conv_fn
 from slipstream.ops.causal_conv1d import causal_conv1d_update as conv_update
-from slipstream.ops.recurrent_step import recurrent_step
-from slipstream.ops.selective_scan import selective_scan
+from slipstream.ops.mamba import selective_scan
+from slipstream.ops.steps import recurrent_step
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -470,9 +470,9 @@ def not_fused(*args: Any, **kwargs: Any) -> None:
 FUNCTIONS: dict[str, Callable] = {
     "causal_conv1d_fn": causal_conv1d_fn,
     "causal_conv1d_update": causal_conv1d_update,
-    "chunk_gated_delta_rule": _delta(gated_delta_rule.chunk_gated_delta_rule),
+    "chunk_gated_delta_rule": _delta(delta_rule.chunk_gated_delta_rule),
     "fused_recurrent_gated_delta_rule": _delta(
-        lambda q, k, v, g, beta, **options: gated_delta_rule.fused_recurrent_gated_delta_rule(
+        lambda q, k, v, g, beta, **options: delta_rule.fused_recurrent_gated_delta_rule(
             q, k, v, g, beta=beta, **options
         )
     ),

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from slipstream.layers import base, delta_heads
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.nn import decoding
-from slipstream.ops.comba import chunk_comba, fused_recurrent_comba
+from slipstream.ops.delta_rule import chunk_comba, fused_recurrent_comba
 from slipstream.ops.norm import l2_norm
 
 

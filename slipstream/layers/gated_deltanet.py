@@ -6,7 +6,7 @@ from slipstream.layers.base import NormalLinear, ShortConvolution, expect_gate_a
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.layers.delta_heads import StepInputs, SteppedDeltaHeads
 from slipstream.nn import decoding, linear, projections, recompute
-from slipstream.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from slipstream.ops.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 
 class GatedDeltaNet(SteppedDeltaHeads):

@@ -6,7 +6,7 @@ from slipstream.layers.base import NormalLinear, ShortConvolution
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.layers.delta_heads import StepInputs, SteppedDeltaHeads
 from slipstream.nn import decoding, projections
-from slipstream.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
+from slipstream.ops.kda import chunk_gdn2, fused_recurrent_gdn2
 
 
 class GatedDeltaNet2(SteppedDeltaHeads):

@@ -7,13 +7,8 @@ from torch import Tensor
 
 from slipstream.layers.base import Mixer, NormalLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall
-from slipstream.ops._preprocess import per_head
-from slipstream.ops.lightning_attn import (
-    chunk_lightning_attn,
-    decay_of_heads,
-    fused_recurrent_lightning_attn,
-)
-from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+from slipstream.ops import _preprocess
+from slipstream.ops import simple_gla as ops
 
 
 class LightningAttention(Mixer):
@@ -65,12 +60,12 @@ class LightningAttention(Mixer):
         qkv = F.silu(self.qkv_proj(x)).unflatten(-1, (3, self.num_heads, -1))
         depth = (0, 1) if self.num_layers is None else (self.layer_idx, self.num_layers)
         is_recurrent = self.recurrent(x, call.context)
-        lightning = fused_recurrent_lightning_attn if is_recurrent else chunk_lightning_attn
+        lightning = ops.fused_recurrent_lightning_attn if is_recurrent else ops.chunk_lightning_attn
         q, k, v = qkv.unbind(2)
         if self.head_shard is not None:  # the operator would take its heads for all of them
-            simple = fused_recurrent_simple_gla if is_recurrent else chunk_simple_gla
+            simple = ops.fused_recurrent_simple_gla if is_recurrent else ops.chunk_simple_gla
             share, heads = 1 - depth[0] / depth[1], self.num_heads * self.head_shard.size
-            decay = per_head(v, decay_of_heads, share, self.first_head, heads)
+            decay = _preprocess.per_head(v, ops.decay_of_heads, share, self.first_head, heads)
             lightning, depth = partial(simple, g_gamma=decay), ()
         o, recurrent = lightning(q, k, v, *depth, **call.sequence(call.past("recurrent")))
         o = self._norm_of_all_heads(o.flatten(-2))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from slipstream.layers.base import Mixer, assign, heads_of_inner
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.ops import _fp32, norm
-from slipstream.ops.mamba3 import chunk_mamba3, fused_recurrent_mamba3
+from slipstream.ops.mamba import chunk_mamba3, fused_recurrent_mamba3
 
 
 class Mamba3(Mixer):

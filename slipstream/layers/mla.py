@@ -16,8 +16,7 @@ from slipstream.layers.base import Mixer, NormalLinear
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear
 from slipstream.ops import norm, rotary
-from slipstream.ops.attention import attention
-from slipstream.ops.latent_attention import latent_attention
+from slipstream.ops.attention import attention, latent_attention
 
 
 class MLA(Mixer):

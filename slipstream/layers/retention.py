@@ -11,7 +11,7 @@ from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear
 from slipstream.ops import rotary, simple_gla
 from slipstream.ops._preprocess import per_head
-from slipstream.ops.retention import chunk_retention, fused_recurrent_retention, log_decay
+from slipstream.ops.simple_gla import chunk_retention, fused_recurrent_retention, log_decay
 
 
 class MultiScaleRetention(base.Mixer):

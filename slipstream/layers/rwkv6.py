@@ -9,7 +9,7 @@ from slipstream.layers import base, rwkv7
 from slipstream.layers.call import Mixed, MixerCall
 from slipstream.ops._fp32 import widen
 from slipstream.ops.norm import group_norm
-from slipstream.ops.rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
+from slipstream.ops.rwkv import chunk_rwkv6, fused_recurrent_rwkv6
 from slipstream.ops.token_shift import token_shift
 
 # what is mixed with the token before

@@ -16,8 +16,7 @@ from slipstream.layers.call import MixerCall, State
 from slipstream.nn import decoding, linear, projections, recompute
 from slipstream.nn.consistent import product
 from slipstream.ops.activation import squared_relu
-from slipstream.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
-from slipstream.ops.rwkv7_step import rwkv7_step, token_mix_step
+from slipstream.ops.rwkv import chunk_rwkv7, fused_recurrent_rwkv7, rwkv7_step, token_mix_step
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel

@@ -19,7 +19,7 @@ from slipstream.kernels.projection_step.inputs import MAX_WEIGHTS
 from slipstream.kernels.projection_step.op import MAX_ROWS
 from slipstream.nn.hooks import has_hooks
 from slipstream.ops.matmul import matmul
-from slipstream.ops.projection_step import projection_step
+from slipstream.ops.steps import projection_step
 from slipstream.runtime.consistent import BLOCK, consistent, consistent_scope
 
 # of which the tile is the best, whatever a call's are

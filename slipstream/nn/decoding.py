@@ -12,11 +12,10 @@ from torch import Tensor
 from slipstream.kernels.elementwise.decay_gate import plain as gate_in_torch
 from slipstream.nn.conv import ShortConvolution
 from slipstream.ops.conv import short_convolution_update
-from slipstream.ops.mixer_step import mixer_step
 from slipstream.ops.norm import rms_norm, rms_norm_gated
-from slipstream.ops.recurrent_step import recurrent_step
 from slipstream.ops.rotary import packed_positions as positions_of
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
+from slipstream.ops.steps import mixer_step, recurrent_step
 
 Made = TypeVar("Made")
 

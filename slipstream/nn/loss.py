@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from slipstream.common.checks import expect_tensor
 from slipstream.nn.linear import Linear, plain_linear
-from slipstream.ops import distill, loss
+from slipstream.ops import loss
 
 
 class CrossEntropyLoss(nn.Module):
@@ -110,9 +110,9 @@ class LinearKLDivLoss(nn.Module):
         if not (plain_linear(student_layer) and plain_linear(teacher_layer)):
             with torch.no_grad():
                 wanted = teacher_layer(teacher)
-            return distill.kl_div(student_layer(student), wanted, **options)
+            return loss.kl_div(student_layer(student), wanted, **options)
         theirs = teacher_layer.bias
-        return distill.linear_kl_div(
+        return loss.linear_kl_div(
             student,
             student_layer.weight,
             teacher.detach(),

@@ -10,8 +10,7 @@ from torch import Tensor
 from slipstream.common import linear_rows
 from slipstream.kernels.loss import distill, eager
 from slipstream.ops import linear_log_probs
-from slipstream.ops.distill import linear_kl_div
-from slipstream.ops.loss import cross_entropy, linear_cross_entropy
+from slipstream.ops.loss import cross_entropy, linear_cross_entropy, linear_kl_div
 from tests.support.ignored_rows import faults, of_modules, of_operators
 from tests.support.interpreted import interpreted
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.ops import recurrent_step, short_convolution_update
-from slipstream.ops.mixer_step import mixer_step
+from slipstream.ops.steps import mixer_step
 from slipstream.tools.catalog import OPERATORS, Sample
 from tests.support.interpreted import interpreted
 from tests.support.user_inputs import negated

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.ops.recurrent_step import recurrent_step
+from slipstream.ops.steps import recurrent_step
 from tests.support.operators import offsets
 
 B, H, HV, K, V = 3, 1, 2, 20, 33

@@ -20,7 +20,7 @@ from slipstream.compat.fla.modules.fused_linear_cross_entropy import (
 )
 from slipstream.compat.flash_attn.losses.cross_entropy import CrossEntropyLoss
 from slipstream.compat.flash_attn.ops.triton import cross_entropy as flash
-from slipstream.ops.distill import kl_div
+from slipstream.ops.loss import kl_div
 from slipstream.tools.catalog import OPERATORS, Sample
 from slipstream.tools.samples import flat
 from tests.support.operators import Size

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.ops import _preprocess, activation, rwkv4
+from slipstream.ops import _preprocess, activation, rwkv
 from slipstream.ops._fp32 import widen
 from slipstream.ops.attention import attention
 from slipstream.ops.attnres import attnres
@@ -169,7 +169,7 @@ def fused_recurrent_rwkv4(
     some = denominator > 0
     mean = torch.where(some, numerator / torch.where(some, denominator, 1), 0)
     z = torch.where(some, exponent + torch.where(some, denominator, 1).log(), -torch.inf)
-    o, last = rwkv4.fused_recurrent_rwkv4(
+    o, last = rwkv.fused_recurrent_rwkv4(
         -w.float().exp(), u, k, v, initial_state=(mean, z), output_final_state=True
     )
     assert last is not None

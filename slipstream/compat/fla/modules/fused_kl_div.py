@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from slipstream.ops.distill import linear_kl_div
+from slipstream.ops.loss import linear_kl_div
 
 
 def fused_kl_div_loss(

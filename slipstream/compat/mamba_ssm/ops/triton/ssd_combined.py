@@ -11,8 +11,8 @@ from slipstream.common import checks
 from slipstream.compat.fixed import fixed, missing_names
 from slipstream.integrations import linear_mixers
 from slipstream.ops.causal_conv1d import causal_conv1d_fn
+from slipstream.ops.mamba import selective_scan
 from slipstream.ops.norm import rms_norm_gated
-from slipstream.ops.selective_scan import selective_scan
 from slipstream.ops.simple_gla import chunk_simple_gla
 
 __getattr__ = missing_names(__name__, ("selective_scan_bwd", "mamba_conv1d_scan_ref"))

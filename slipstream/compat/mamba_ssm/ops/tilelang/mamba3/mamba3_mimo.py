@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.layers.mamba3 import mimo_order
 from slipstream.ops._fp32 import widen
-from slipstream.ops.mamba3 import chunk_mamba3
+from slipstream.ops.mamba import chunk_mamba3
 
 
 @checks.operator

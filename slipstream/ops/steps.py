@@ -1,10 +1,21 @@
-"""Decoding with a whole mixer in one launch: from projections to the gated norm."""
+"""Decoding: a whole mixer, the linear layers around it, any operator of the linear family.
+
+A mixer is one launch, from projections to the gated norm; each weight of linear layers is read
+once.
+"""
+
+from typing import Any
 
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.kernels.linear import decode
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.kernels.mixer_step.op import run
+from slipstream.kernels.primitives.norm_options import NormOptions
+from slipstream.kernels.projection_step import inputs, op
+from slipstream.runtime.consistent import consistent_scope
 
 ORDERS = ("qkv", "vkq")
 ACTIVATIONS = (None, "silu", "swish")
@@ -177,3 +188,150 @@ def mixer_step(
         z_silu=z_activation != "sigmoid",
     )
     return run(inputs, options, out, impl)
+
+
+@checks.operator
+def projection_step(
+    x: Tensor,
+    weights: Tensor | list | tuple,
+    biases: list | tuple | None = None,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_eps: float | None = None,
+    norm_options: dict | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Linear layers with one input of few rows, as a decoding step has them, in one launch.
+
+        x' = x / sqrt(mean(x^2) + norm_eps) norm_weight, or x
+        y_i = x' weight_i^T + bias_i
+        y = y_0, y_1, ... side by side, or silu(y_0) y_1
+        out = y + residual
+
+    Args:
+        x: [M, K], any floating dtype.
+        weights: [N_i, K], one or up to five, of one dtype.
+        biases: [N_i], each a tensor or None; None is none at all.
+        norm_weight: [K]; None is 1. norm_eps: of the RMS norm, 0 or more; None is no norm.
+        norm_options: what else rms_norm takes to make the factor of norm_weight, by its names.
+        activation: "swiglu": two weights of one shape, the gate's first; None is none.
+        residual: [M, N], any floating dtype.
+        impl: None chooses; "triton", "eager" or "reference" is used or refused.
+
+    Returns:
+        [M, N] in residual's dtype, or the weights': N the sum of all N_i, or N_0 for "swiglu".
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+        NotImplementedError: a gradient is wanted; impl can't take the call.
+
+    Cost: 2 M N K flops; every weight is read once, which is all the time there is. The kernel takes
+        up to 64 rows, and a norm of one row: matrix products are as fast for more.
+    """
+    checks.expect_tensor("x", x)
+    if activation not in (None, "swiglu"):
+        raise ValueError(f"activation: want 'swiglu' or None, got {activation!r}")
+    if norm_eps is not None:
+        checks.expect_not_negative("norm_eps", norm_eps)
+    norm = _row_norm(norm_eps, norm_options or {})
+    layers: list[Any] = [weights] if isinstance(weights, Tensor) else list(weights)
+    bias: list[Any] = [None] * len(layers) if biases is None else list(biases)
+    if not all(isinstance(w, Tensor) for w in layers):
+        raise TypeError(
+            f"weights: want a tensor or several, got {type(weights).__name__} of others"
+        )
+    if not all(b is None or isinstance(b, Tensor) for b in bias):
+        raise TypeError(f"biases: want tensors or None, got {type(biases).__name__} of others")
+    glu = activation == "swiglu"
+    options = norm, glu, consistent_scope.on
+    t = inputs.ProjectionInputs(x, layers, bias, norm_weight, residual, *options)
+    return op.run(t, impl)
+
+
+def _row_norm(eps: float | None, options: dict) -> NormOptions | None:
+    if eps is None and not options:
+        return None
+    if eps is not None and options.keys() <= {*NormOptions._fields[1:]}:
+        norm = NormOptions(eps, **options)
+        if norm.is_row_norm:
+            return norm
+    raise ValueError(
+        f"norm_options: want options of rms_norm that make the factor, and norm_eps, got {options}"
+    )
+
+
+@checks.operator
+def recurrent_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: Tensor,
+    state_indices: Tensor | None = None,
+    g: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    p: Tensor | None = None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    u: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """The recurrence of every fused_recurrent operator, on a pool of states updated in place.
+
+        S <- exp(g_t) S exp(gv_t)
+        x_t = v_t, or beta_t (v_t - k_t^T S), or with p: beta_t (v_t - p_t^T S_{t-1})
+        S <- S + b_t (a_t^T S_{t-1}) + k_t x_t^T
+        o_t = scale * q_t^T S, or with u: scale * (q_t^T S_{t-1} + (q_t . u k_t) x_t)
+
+    Which operator it is follows from what is given:
+
+        linear_attn                        nothing but q, k, v
+        retention, lightning, simple_gla   g [B, T, HV]
+        gla                                g [B, T, HV, K]
+        rwkv6                              g [B, T, HV, K] (w), u
+        delta_rule, gated_delta_rule       beta; and g [B, T, HV]
+        kda, comba                         beta, g [B, T, HV, K]; beta, g [B, T, HV], p
+        dplr_delta_rule, rwkv7             a, b, g [B, T, HV, K]
+        gdn2                               the same, of what its recurrence says
+
+    Args:
+        q, k: queries and keys [B, T, H, K]; decoding has T == 1.
+        v: values [B, T, HV, V], HV a multiple of H: head hv reads q, k, p, a, b of head
+            hv // (HV // H).
+        state: the pool [slots, HV, K, V], float32 or another floating dtype that states are kept
+            in; any strides between slots and heads. It is overwritten.
+        state_indices: the slot of each sequence [N], int32 or int64, no slot twice; where it is
+            negative no state is read or written and o is 0. Sequence n has slot n if None, and the
+            pool then has N slots.
+        g: log decay, at most 0, of the state [B, T, HV] or of its rows [B, T, HV, K].
+        gv: log decay of its columns [B, T, HV, V].
+        beta: how much of the old value to replace [B, T, HV], or [B, T, HV, V] for each column.
+        p: keys that the old value is read under, before the decay [B, T, H, K]; if None it is
+            read under k, after it.
+        a, b: read and write directions of the free transition [B, T, H, K].
+        u: bonus of the current token [HV, K], which is then read before the state decays.
+        scale: factor on the output; K^-0.5 if None.
+        use_qk_l2norm_in_kernel: normalise q, k and p to norm 1 first.
+        state_v_first: the pool is [slots, HV, V, K].
+        cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        impl: None chooses; "triton" or "eager" is used or refused.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit the others; the message names it.
+        NotImplementedError: a gradient is wanted.
+
+    Cost: 4 to 8 T HV K V flops; HV K V numbers of state read and written for each sequence.
+    """
+    terms = LinearInputs(q, k, v, g=g, gv=gv, beta=beta, p=p, a=a, b=b, u=u, cu_seqlens=cu_seqlens)
+    pool = decode.Pool(state, state_indices, state_v_first)
+    return decode.run(terms, pool, scale, use_qk_l2norm_in_kernel, impl)
