@@ -1,14 +1,20 @@
-"""Gated linear attention, the layer of GLA."""
+"""Gated linear attention: GLA's layer, GSA's over slots, and HGRN's and HGRN-2's, whose input gate is
+what the forget gate leaves.
+"""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers import base
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear, projections
+from slipstream.ops._fp32 import widen
 from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
+from slipstream.ops.gsa import chunk_gsa, fused_recurrent_gsa
+from slipstream.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
 
 
 class GatedLinearAttention(base.Mixer):
@@ -163,3 +169,176 @@ class GatedLinearAttention(base.Mixer):
         )
         g = g.flatten(-2)
         return g if self.clamp_min is None else g.clamp_min(self.clamp_min)
+
+
+class GatedSlotAttention(base.Mixer):
+    """Attention over M slots that forget, as the input says.
+
+        q, k, v = silu(x W_q), silu(x W_k), silu(x W_v)
+        g = log sigmoid(x W_f) / 8;  o = gsa(q, k, v, 1 - exp(g), g)
+        y = rms_norm(silu(o)) W_o
+
+    Args:
+        hidden_size: D.
+        num_heads: HQ, heads of queries.
+        num_kv_heads: H, heads of keys, values and slots, a divisor of HQ; None is HQ.
+        num_slots: M; None is K = D / HQ.
+        gate_logit_normalizer: the 8: the larger, the longer it remembers at first.
+        norm_eps: of the norm, whose weight is [D].
+        mode, layer_idx: as Mixer.
+
+    State: keys [N, H, K, M] and values [N, H, M, K].
+    Source: Zhang et al., Gated Slot Attention, 2024, section 3.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        num_slots: int | None = None,
+        gate_logit_normalizer: float = 8.0,
+        norm_eps: float = 1e-5,
+        mode: str | None = None,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        base.expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        base.expect_divisor("num_kv_heads", self.num_kv_heads, "num_heads", num_heads)
+        head_dim = hidden_size // num_heads
+        self.gate_logit_normalizer, self.norm_eps = gate_logit_normalizer, norm_eps
+        self.q_proj = base.XavierLinear(hidden_size, hidden_size)
+        self.k_proj = base.XavierLinear(hidden_size, self.num_kv_heads * head_dim)
+        self.v_proj = base.XavierLinear(hidden_size, self.num_kv_heads * head_dim)
+        self.f_proj = base.XavierLinear(hidden_size, self.num_kv_heads * (num_slots or head_dim))
+        self.o_proj = base.XavierLinear(hidden_size, hidden_size)
+        self._add_norm(hidden_size)
+
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        heads = (self.num_kv_heads, -1)
+        q = F.silu(self.q_proj(x)).unflatten(-1, (self.num_heads, -1))
+        k, v = (F.silu(f(x)).unflatten(-1, heads) for f in (self.k_proj, self.v_proj))
+        g = base.log_sigmoid_decay(self.f_proj, x, self.num_kv_heads, self.gate_logit_normalizer)
+        gsa = fused_recurrent_gsa if self.recurrent(x, call.context) else chunk_gsa
+        o, states = gsa(
+            q, k, v, -torch.expm1(g).to(k.dtype), g,
+            scale=1.0, **call.sequence(call.pasts("keys", "values")),
+        )  # fmt: skip
+        keys, values = (None, None) if states is None else states
+        o = self._norm_of_all_heads(F.silu(o.flatten(-2)))
+        return self.o_proj(o), call.new_state(keys=keys, values=values)
+
+
+def _log_forget(f: Tensor, lower_bound: float) -> Tensor:
+    """log(l + (1 - l) sigmoid(f)), in float32 at least."""
+    f = widen(f)
+    if lower_bound == 0:
+        return F.logsigmoid(f)
+    return torch.log(lower_bound + (1 - lower_bound) * torch.sigmoid(f))
+
+
+def _expect_bound(lower_bound: float) -> None:
+    if not 0 <= lower_bound < 1:
+        raise ValueError(f"lower_bound: want a number in [0, 1), got {lower_bound}")
+
+
+class HGRN(base.Mixer):
+    """A gated recurrence of each channel.
+
+        f = l + (1 - l) sigmoid(x W_f);  h_t = f_t h_{t-1} + (1 - f_t) silu(x W_i)_t
+        y = (rms_norm(h) * silu(x W_g)) W_o
+
+    Args:
+        hidden_size: D.
+        num_heads: no effect: there are none, but a model gives every layer how many.
+        expand: channels of the recurrence by D.
+        lower_bound: l, in [0, 1). The paper's grows from 0 in the first layer to near 1 in the
+            last.
+        norm_eps: of the norm.
+        mode, layer_idx: as Mixer.
+
+    State: recurrent [N, expand D].
+    Source: Qin, Yang, Zhong, Hierarchically Gated Recurrent Neural Network, 2023, section 3.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int | None = None,
+        expand: float = 1.0,
+        lower_bound: float = 0.0,
+        norm_eps: float = 1e-5,
+        mode: str | None = None,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        _expect_bound(lower_bound)
+        self.lower_bound, self.norm_eps = lower_bound, norm_eps
+        channels = int(hidden_size * expand)
+        self.i_proj = base.XavierLinear(hidden_size, channels)
+        self.f_proj = base.XavierLinear(hidden_size, channels)
+        self.g_proj = base.XavierLinear(hidden_size, channels)
+        self.o_proj = base.XavierLinear(channels, hidden_size)
+        self._add_norm(channels)
+
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        i = self.i_proj(x)
+        g = _log_forget(self.f_proj(x), self.lower_bound)
+        hgrn = fused_recurrent_hgrn if self.recurrent(x, call.context) else chunk_hgrn
+        h, recurrent = hgrn(
+            (F.silu(i) * -torch.expm1(g)).to(i.dtype), g, **call.sequence(call.past("recurrent"))
+        )
+        h = self._norm_of_all_heads(h, self.g_proj(x))
+        return self.o_proj(h), call.new_state(recurrent=recurrent)
+
+
+class HGRN2(base.Mixer):
+    """HGRN with a state for each pair of channels of a head: gla whose key is tied to its gate.
+
+        f = l + (1 - l) sigmoid(x W_f)
+        y = rms_norm(gla(silu(x W_q), 1 - f, x W_i, log f)) W_o
+
+    Args:
+        hidden_size: D.
+        num_heads: H.
+        head_dim: K, of queries and gates; None is D / H. Values have D / H.
+        lower_bound: l, as HGRN.
+        norm_eps: of the norm, whose weight is [D].
+        mode, layer_idx: as Mixer.
+
+    State: recurrent [N, H, K, D / H].
+    Source: Qin et al., HGRN2: Gated Linear RNNs with State Expansion, 2024, section 3.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        head_dim: int | None = None,
+        lower_bound: float = 0.0,
+        norm_eps: float = 1e-5,
+        mode: str | None = None,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        _expect_bound(lower_bound)
+        base.expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+        head_dim = head_dim or hidden_size // num_heads
+        self.num_heads, self.lower_bound, self.norm_eps = num_heads, lower_bound, norm_eps
+        self.q_proj = base.XavierLinear(hidden_size, num_heads * head_dim)
+        self.f_proj = base.XavierLinear(hidden_size, num_heads * head_dim)
+        self.i_proj = base.XavierLinear(hidden_size, hidden_size)
+        self.o_proj = base.XavierLinear(hidden_size, hidden_size)
+        self._add_norm(hidden_size)
+
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        heads = (self.num_heads, -1)
+        q, v = F.silu(self.q_proj(x)).unflatten(-1, heads), self.i_proj(x).unflatten(-1, heads)
+        g = _log_forget(self.f_proj(x), self.lower_bound).unflatten(-1, heads)
+        gla = fused_recurrent_gla if self.recurrent(x, call.context) else chunk_gla
+        o, recurrent = gla(
+            q, -torch.expm1(g).to(q.dtype), v, g, **call.sequence(call.past("recurrent"))
+        )
+        o = self._norm_of_all_heads(o.flatten(-2))
+        return self.o_proj(o), call.new_state(recurrent=recurrent)

@@ -1,17 +1,18 @@
-"""Multi-scale retention, the layer of RetNet."""
+"""A constant decay for each head: multi-scale retention (RetNet), and lightning attention, which has
+one for each layer too (MiniMax-01).
+"""
 
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.layers import base
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear
-from slipstream.ops import rotary, simple_gla
-from slipstream.ops._preprocess import per_head
-from slipstream.ops.simple_gla import chunk_retention, fused_recurrent_retention, log_decay
+from slipstream.ops import _preprocess, rotary, simple_gla
 
 
 class MultiScaleRetention(base.Mixer):
@@ -99,10 +100,12 @@ class MultiScaleRetention(base.Mixer):
             q, k = rotary.rotary_embedding(q, *tables), rotary.rotary_embedding(k, *tables)
         k, v = self._repeated(k, v)
         short = self.recurrent(x, call.context)
-        retention = fused_recurrent_retention if short else chunk_retention
+        retention = simple_gla.fused_recurrent_retention if short else simple_gla.chunk_retention
         if self.head_shard is not None:  # the operator would take its heads for all of them
             simple = simple_gla.fused_recurrent_simple_gla if short else simple_gla.chunk_simple_gla
-            retention = partial(simple, g_gamma=per_head(v, log_decay, self.first_head))
+            retention = partial(
+                simple, g_gamma=_preprocess.per_head(v, simple_gla.log_decay, self.first_head)
+            )
         o, recurrent = retention(q, k, v, **call.sequence(call.past("recurrent")))
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         length = call.next_lengths(x) if call.use_cache else None
@@ -125,7 +128,7 @@ class MultiScaleRetention(base.Mixer):
         length.add_(1)
         q, k = qk.split([self.num_heads, self.num_kv_heads], dim=2)
         k, v = self._repeated(k, v.unflatten(-1, (-1, self.value_dim)))
-        g = per_head(v, log_decay).expand(x.shape[0], 1, -1)
+        g = _preprocess.per_head(v, simple_gla.log_decay).expand(x.shape[0], 1, -1)
         gate = None if self.g_proj is None else self.g_proj(x)
         o = decoding.mixer(
             q,
@@ -147,3 +150,74 @@ class MultiScaleRetention(base.Mixer):
         if groups == 1:
             return k, v
         return k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+
+
+class LightningAttention(base.Mixer):
+    """Linear attention that decays by exp(-(8 / H) (1 - layer_idx / num_layers) h) in head h.
+
+        q, k, v = silu(x W_qkv)
+        y = (rms_norm(lightning_attn(q, k, v)) * sigmoid(x W_g)) W_o
+
+    Args:
+        hidden_size: D.
+        num_heads: H.
+        head_dim: K = V; None is D / H.
+        num_layers: of the model; None makes every layer decay as the first.
+        norm_eps: of the norm, whose weight is [H V].
+        mode, layer_idx: as Mixer.
+
+    State: recurrent [N, H, K, V].
+    Source: Qin et al., Lightning Attention-2, 2024; MiniMax-01, 2025, section 2.
+    """
+
+    depends_on_layer = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        head_dim: int | None = None,
+        num_layers: int | None = None,
+        norm_eps: float = 1e-5,
+        mode: str | None = None,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__(mode, layer_idx)
+        if head_dim is None:
+            base.expect_divisor("num_heads", num_heads, "hidden_size", hidden_size)
+            head_dim = hidden_size // num_heads
+        if num_layers is not None and not layer_idx < num_layers:
+            raise ValueError(
+                f"num_layers: want more than layer_idx = {layer_idx}, got {num_layers}"
+            )
+        self.num_heads, self.num_layers, self.norm_eps = num_heads, num_layers, norm_eps
+        channels = num_heads * head_dim
+        self.qkv_proj = base.NormalLinear(hidden_size, 3 * channels)
+        self.g_proj = base.NormalLinear(hidden_size, channels)
+        self.o_proj = base.NormalLinear(channels, hidden_size)
+        self._add_norm(channels)
+
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        qkv = F.silu(self.qkv_proj(x)).unflatten(-1, (3, self.num_heads, -1))
+        depth = (0, 1) if self.num_layers is None else (self.layer_idx, self.num_layers)
+        is_recurrent = self.recurrent(x, call.context)
+        lightning = (
+            simple_gla.fused_recurrent_lightning_attn
+            if is_recurrent
+            else simple_gla.chunk_lightning_attn
+        )
+        q, k, v = qkv.unbind(2)
+        if self.head_shard is not None:  # the operator would take its heads for all of them
+            simple = (
+                simple_gla.fused_recurrent_simple_gla
+                if is_recurrent
+                else simple_gla.chunk_simple_gla
+            )
+            share, heads = 1 - depth[0] / depth[1], self.num_heads * self.head_shard.size
+            decay = _preprocess.per_head(
+                v, simple_gla.decay_of_heads, share, self.first_head, heads
+            )
+            lightning, depth = partial(simple, g_gamma=decay), ()
+        o, recurrent = lightning(q, k, v, *depth, **call.sequence(call.past("recurrent")))
+        o = self._norm_of_all_heads(o.flatten(-2))
+        return self.o_proj(o * self.g_proj(x).sigmoid()), call.new_state(recurrent=recurrent)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from slipstream.layers.mamba3 import mimo_order
+from slipstream.layers.mamba import mimo_order
 from slipstream.models.config import SlipstreamConfig
 from slipstream.models.convert import families, fla, rules
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.layers.mamba3 import mimo_order
+from slipstream.layers.mamba import mimo_order
 from slipstream.ops._fp32 import widen
 from slipstream.ops.mamba import chunk_mamba3
 
