@@ -29,7 +29,7 @@ from harness import first as seconds_of
 from torch import Tensor
 
 from slipstream.parallel import ContextParallel
-from slipstream.runtime import call_replay, context_share
+from slipstream.runtime import call_replay, context_parallel
 from slipstream.tools.catalog import OPERATORS, Sample, Shape
 
 TIMED = (
@@ -126,16 +126,16 @@ def counted_messages() -> Iterator[list[int]]:
 
         return call
 
-    def started(sent: list[tuple[int, Tensor]], *args: Any) -> context_share.Messages:
+    def started(sent: list[tuple[int, Tensor]], *args: Any) -> context_parallel.Messages:
         found[0] += 1
         found[1] += sum(x.nbytes for _, x in sent)
         return messages(sent, *args)
 
-    messages = context_share.Messages
+    messages = context_parallel.Messages
     with (
-        mock.patch.object(context_share, "Messages", started),
-        mock.patch.object(context_share, "all_gather", counting(context_share.all_gather, 0)),
-        mock.patch.object(context_share, "all_to_all", counting(context_share.all_to_all, 0)),
+        mock.patch.object(context_parallel, "Messages", started),
+        mock.patch.object(context_parallel, "all_gather", counting(context_parallel.all_gather, 0)),
+        mock.patch.object(context_parallel, "all_to_all", counting(context_parallel.all_to_all, 0)),
         mock.patch.object(dist, "all_reduce", counting(dist.all_reduce, 0)),
         mock.patch.object(call_replay, "ENABLED", False),
     ):

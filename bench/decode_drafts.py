@@ -118,7 +118,7 @@ def generation_rows(model: Any, draft: Any, prompts: list[Tensor], report: Repor
 def step_ms(model: Any, prompts: Tensor, size: int, report: Report) -> float:
     """Milliseconds of a captured step of the model: one token, or `size` drafts to verify."""
     from slipstream.models import StateCache
-    from slipstream.models.lookup import Verifier
+    from slipstream.models.greedy import Verifier
 
     B, T = prompts.shape
     cache = StateCache(len(model.model.layers), T + 64)

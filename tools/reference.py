@@ -16,20 +16,17 @@ import api_snapshot
 # group of slipstream.ops -> its modules; a public function of another module fails the build
 GROUPS = {
     "Linear attention, chunk and recurrent form": (
-        "linear_attn retention lightning_attn simple_gla gla rwkv4 rwkv6 gsa hgrn "
-        "delta_rule gated_delta_rule gated_delta_product kda gdn2 comba "
-        "dplr_delta_rule rwkv7"
+        "linear_attn simple_gla gla rwkv gsa hgrn delta_rule gated_delta_product kda "
+        "dplr_delta_rule"
     ),
-    "Decoding with a pool of states": (
-        "recurrent_step mixer_step rwkv7_step projection_step prefix_states"
-    ),
-    "State-space models": "selective_scan mamba3",
-    "Softmax attention": "attention latent_attention flash_attn",
+    "Decoding with a pool of states": "steps prefix_states",
+    "State-space models": "mamba",
+    "Softmax attention": "attention flash_attn",
     "Normalisation": "norm attnres",
     "Convolution and token shift": "conv causal_conv1d token_shift",
     "Positions and embedding": "rotary embedding",
     "Activations": "activation",
-    "Losses": "loss distill log_probs",
+    "Losses": "loss",
     "Matrix product": "matmul config",
 }
 MODULES = {

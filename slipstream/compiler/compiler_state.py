@@ -27,8 +27,8 @@ import torch
 from slipstream.compiler import aot, known_bugs, source_digest, toolchain, triton_driver
 from slipstream.compiler import arch as arches
 from slipstream.compiler.compile_worker import TIMEOUT, Worker
-from slipstream.compiler.kernel_key import CORE, FEATURE_RULES, describe, family, features_of
-from slipstream.compiler.kernel_key import KernelKey as KernelKey
+from slipstream.compiler.known_bugs import CORE, FEATURE_RULES, describe, family, features_of
+from slipstream.compiler.known_bugs import KernelKey as KernelKey
 from slipstream.runtime.files import write_text
 
 # Seconds that a process waits for another that writes down what it has learnt.

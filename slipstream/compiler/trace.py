@@ -58,7 +58,7 @@ def trace(
     """
     jobs: dict[str, aot.Job] = {}
     state = state_for(arch, remembers, compilers)
-    called: list[tuple[DirectCall, compile_ahead.AtSizes, tuple]] = []
+    called: list[tuple[DirectCall, compile_ahead.InOtherSizes, tuple]] = []
     noting = mock.patch.object(DirectCall, "__call__", _noting(called))
     with _pretending(named(arch), jobs, state) as (device, functions):
         with noting if any_size else nullcontext(), torch.set_grad_enabled(backward):
@@ -78,7 +78,9 @@ def trace(
     return list(jobs.values())
 
 
-def _noting(called: list[tuple[DirectCall, compile_ahead.AtSizes, tuple]]) -> Callable[..., Any]:
+def _noting(
+    called: list[tuple[DirectCall, compile_ahead.InOtherSizes, tuple]],
+) -> Callable[..., Any]:
     """DirectCall.__call__, which adds the calls of those that have other sizes to `called`."""
     plain = DirectCall.__call__
 

@@ -183,7 +183,7 @@ class Mixer(nn.Module):
     token_states: ClassVar[tuple[str, ...]] = ()
     # whether `step` takes drafts (nn/decoding.py) where it is fused
     verifies_drafts: ClassVar[bool] = False
-    # whether a call leaves its states on the way (runtime/prefix_scope.py); those of tokens are
+    # whether a call leaves its states on the way (runtime/consistent.py); those of tokens are
     # cut instead
     leaves_states: ClassVar[bool] = False
     # tensors of token_states that a cache may keep in 8 bits

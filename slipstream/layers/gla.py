@@ -1,5 +1,5 @@
-"""Gated linear attention: GLA's layer, GSA's over slots, and HGRN's and HGRN-2's, whose input gate is
-what the forget gate leaves.
+"""Gated linear attention: GLA's layer, GSA's over slots, and HGRN's and HGRN-2's, whose input gate
+is what the forget gate leaves.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""Kimi delta attention, the linear layer of Kimi Linear, and Gated DeltaNet-2: decays by channel, in
-the latter erase and write too.
+"""Kimi delta attention, the linear layer of Kimi Linear, and Gated DeltaNet-2: decays by channel,
+in the latter erase and write too.
 """
 
 from torch import Tensor, nn

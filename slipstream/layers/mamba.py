@@ -1,5 +1,5 @@
-"""The layer of Mamba-2, its state space duality (SSD) as linear attention, and the block of Mamba-3,
-without its MLP.
+"""The layer of Mamba-2, its state space duality (SSD) as linear attention, and the block of
+Mamba-3, without its MLP.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""A constant decay for each head: multi-scale retention (RetNet), and lightning attention, which has
-one for each layer too (MiniMax-01).
+"""A constant decay for each head: multi-scale retention (RetNet), and lightning attention, which
+has one for each layer too (MiniMax-01).
 """
 
 from functools import partial

@@ -16,11 +16,11 @@ from slipstream.layers.call import MixerCall, State
 from slipstream.nn import decoding, linear, projections, recompute
 from slipstream.nn.consistent import product
 from slipstream.ops.activation import squared_relu
-from slipstream.ops.rwkv import chunk_rwkv7, fused_recurrent_rwkv7, rwkv7_step, token_mix_step
+from slipstream.ops.rwkv import chunk_rwkv7, fused_recurrent_rwkv7
+from slipstream.ops.steps import rwkv7_step, token_mix_step
 from slipstream.ops.token_shift import token_shift
-from slipstream.runtime.consistent import consistent_scope
+from slipstream.runtime.consistent import consistent_scope, prefix_scope
 from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.prefix_scope import prefix_scope
 
 MIX_POWERS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 """How unevenly each mix begins over the channels."""

@@ -1,7 +1,7 @@
 """Decoding steps of models with consistent=True on CUDA, for graphs: on tensors of fixed addresses.
 
 A step runs the layers for one token a row, [N, 1]. The recurrences alone see the block of 64 tokens
-that it is in: their inputs of the block are kept (runtime/block_step.py). The places after that
+that it is in: their inputs of the block are kept (runtime/consistent.py). The places after that
 token in the block hold zeros or tokens of older blocks, which change no bit of its result. Keys are
 written behind those before it. Rows whose block is complete take over the states at its end.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.layers.attention import InPlace
 from slipstream.models.consistent import LayerStates, ModelStates, Row, State, normed
-from slipstream.runtime import block_step, consistent
+from slipstream.runtime import consistent
 
 
 @dataclass
@@ -37,7 +37,7 @@ class OpenBlocks:
     lengths: list[int]
     states: list[State]
     token_states: list[tuple[str, ...]]
-    inputs: block_step.BlockStep
+    inputs: consistent.BlockStep
 
     @staticmethod
     def of(model: Any, rows: list[Row], tokens: int) -> "OpenBlocks":
@@ -65,7 +65,7 @@ class OpenBlocks:
                 for state, names in zip(states, each)
             ],
             each,
-            block_step.BlockStep(counts, place_tokens),
+            consistent.BlockStep(counts, place_tokens),
         )
         made.load(model, rows)
         return made

@@ -352,7 +352,7 @@ class StateCache(open_rows.OpenRows):
         self.made_for: Any = None
         # what greedy steps read and write: models/greedy.py
         self.greedy: Any = None
-        self.drafts: Any = None  # of steps that verify drafts: models/lookup.py
+        self.drafts: Any = None  # of steps that verify drafts: models/greedy.py
         self.lengths = None
 
     def __getstate__(self) -> dict[str, Any]:

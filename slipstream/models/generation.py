@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from slipstream.models import graphs, greedy, lookup, packing
+from slipstream.models import graphs, greedy, packing
 from slipstream.models.cache import CACHE, StateCache
 
 DRAFTS = "drafts are verified in steps of several tokens, of which there are no graphs"
@@ -203,7 +203,7 @@ class Generation(_Base):
             or model_kwargs.keys() - _OF_PLAIN_PROMPTS
             or self.config.consistent  # pyright: ignore[reportAttributeAccessIssue]
             or not self.decoding.takes_prompt(cache, input_ids)
-            or not lookup.is_plain(input_ids, mask, positions)
+            or not greedy.is_plain(input_ids, mask, positions)
         ):
             return prefill()
         positions = packing.text_positions(positions, *input_ids.shape)
@@ -213,13 +213,13 @@ class Generation(_Base):
         """Whether graphs verify drafts: words of the prompt, or an assistant's, beside greedy
         choices."""
         assistant = self.decoding.assistant
-        known = lookup.assists(assistant, self)
+        known = greedy.assists(assistant, self)
         return (
             (known or (assistant is None and bool(generation_config.prompt_lookup_num_tokens)))
             and not generation_config.do_sample
             and not generation_config.return_dict_in_generate
             and self.decoding.drafts_failure is None
-            and lookup.verifies(self)
+            and greedy.verifies(self)
         )
 
     def _assisted_decoding(
@@ -243,7 +243,7 @@ class Generation(_Base):
             if (value := getattr(generation_config, name, None)) is not None:
                 raise NotImplementedError(f"{name}: want None, got {value!r}")
         rest = synced_gpus, streamer
-        if lookup.has_holes(kwargs.get("attention_mask")):
+        if greedy.has_holes(kwargs.get("attention_mask")):
             own = {name: x for name, x in kwargs.items() if name not in _OF_THE_LOOP}
             self.decoding.refuse(HOLES, self.device)  # pyright: ignore[reportAttributeAccessIssue]
             given = logits_processor, stopping_criteria, generation_config, *rest
@@ -274,7 +274,7 @@ class Generation(_Base):
             or not self.decoding.lends(cache)
             or not self._looks_up(generation_config)
             or input_ids.shape[0] != 1
-            or not lookup.is_plain(input_ids, *(kwargs.get(name) for name in options))
+            or not greedy.is_plain(input_ids, *(kwargs.get(name) for name in options))
         ):
             if isinstance(cache, StateCache) and self.decoding.lends(cache):
                 # what it keeps of the tokens for `crop` is no part of a cache with graphs
@@ -284,16 +284,18 @@ class Generation(_Base):
         out = self._prefill(input_ids, generation_config, kwargs, is_first_iteration=True)
         logits = out.logits[:, -1].to(input_ids.device)
         prompt, assistant = input_ids[0].tolist(), self.decoding.assistant
-        ngram = generation_config.max_matching_ngram_size or lookup.NGRAM
+        ngram = generation_config.max_matching_ngram_size or greedy.NGRAM
         count = generation_config.prompt_lookup_num_tokens
-        drafts: Any = nullcontext((partial(lookup.drafts_after, ngram=ngram), count))
+        drafts: Any = nullcontext((partial(greedy.drafts_after, ngram=ngram), count))
         if assistant is not None:
-            drafts = lookup.assistant_of(assistant, input_ids, wanted[0])
+            drafts = greedy.assistant_of(assistant, input_ids, wanted[0])
         try:
             with drafts as (guess, count):
-                tokens = lookup.decode(self, cache, prompt, logits, *wanted, count, guess)
+                tokens = greedy.decode_with_drafts(
+                    self, cache, prompt, logits, *wanted, count, guess
+                )
             return torch.cat([input_ids, tokens], dim=-1)
-        except lookup.AssistantBusy as e:  # this time
+        except greedy.AssistantBusy as e:  # this time
             self.decoding.refuse(str(e), self.device)  # pyright: ignore[reportAttributeAccessIssue]
         except Exception as e:  # of any kind: transformers' loop needs no graph
             self.decoding.fail_drafts(e)

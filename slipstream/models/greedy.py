@@ -3,8 +3,19 @@
 Everything that a step changes is a tensor of fixed address, so that the choice of a token, the end
 of a sequence and the list of tokens are parts of the graph. The host looks at one flag, of a step
 two before the one that it launches; steps that ran too much are dropped.
+
+With drafts from the prompt or an assistant, graphs of a few tokens verify them. A step takes the
+last token and the drafts behind it. It first moves the states on by as many of its last call's
+tokens as were right (nn/decoding.py:Drafts, mixer_step's num_accepted), so that wrong drafts cost
+no copy of a state; softmax layers shorten their caches by what was wrong.
+
+An assistant goes on in the same way: for each draft it runs over all tokens of which it is not yet
+known whether they are right, so that none of them has to be taken back.
 """
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +23,11 @@ import torch
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from slipstream.models.cache import StateCache
+from slipstream.models import consistent, graphs, packing
+from slipstream.models.cache import CACHE, StateCache
 from slipstream.models.graphs import MULTIPLE, Decoding, decoding_step
+from slipstream.nn.decoding import Drafts
+from slipstream.nn.linear import is_hooked
 
 # steps on their way while the host looks at the flag
 AHEAD = 2
@@ -155,3 +169,203 @@ def decode(
         cache.step_on(1)
         steps += 1
     return state.result(steps)
+
+
+# as transformers looks for them where the config does not say
+NGRAM = 2
+# a step without drafts: layers take a step of one token by other ways
+FEWEST = 2
+# of an assistant at once: each is a call of it
+MAX_GUESSES = 5
+
+
+def verifies(model: Any) -> bool:
+    """Whether all layers of the model verify drafts in one call."""
+    blocks = model.model.layers
+    return not model.config.consistent and not any(
+        block.shifts or block.mixer.takes_first_value or not _verifies(block.mixer)
+        for block in blocks
+    )
+
+
+def _verifies(mixer: Any) -> bool:
+    fused = mixer.verifies_drafts and mixer.mode != "chunk" and mixer.has_fused_step()
+    return fused and not is_hooked(mixer) and not is_hooked(getattr(mixer, "conv", None))
+
+
+def is_plain(input_ids: Tensor, attention_mask: Tensor | None, positions: Tensor | None) -> bool:
+    """Whether prompts are sequences without padding, at positions from 0 on."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        return False
+    positions = packing.text_positions(positions, *input_ids.shape)
+    at = torch.arange(input_ids.shape[1], device=input_ids.device)
+    return positions is None or torch.equal(positions, at.expand_as(positions))
+
+
+def has_holes(attention_mask: Tensor | None) -> bool:
+    """Whether padding comes after a token, as where a pad token is a word of the prompt."""
+    if attention_mask is None:
+        return False
+    real = attention_mask.ne(0).int()
+    return bool((real.diff() < 0).any())
+
+
+def drafts_after(tokens: list[int], count: int, ngram: int) -> list[int]:
+    """The tokens that followed the first earlier place of the longest n-gram that ends here."""
+    for n in range(min(ngram, len(tokens) - 1), 0, -1):
+        last, i = tokens[-n:], -1
+        with suppress(ValueError):  # where there is none
+            while True:
+                i = tokens.index(last[0], i + 1, len(tokens) - n)
+                if tokens[i : i + n] == last:
+                    return tokens[i + n : i + n + count]
+    return []
+
+
+class Verifier:
+    """Calls of a model with up to `pending` tokens after those that proved right: accept says how
+    many of the last call's did, none if it is not called."""
+
+    def __init__(self, model: Any, cache: StateCache, pending: int, device: torch.device) -> None:
+        self.model, self.cache, self.device = model, cache, device
+        self.drafts = _drafts_of(cache, pending)
+        self.size = self.accepted = self.dropped = 0
+
+    def __call__(self, ids: list[int], size: int) -> list[int]:
+        """The token that the model chooses after each of ids, by a graph of `size` tokens."""
+        cache, model = self.cache, self.model
+        cache.reserve(size)
+
+        def step(ids: Tensor, counts: Tensor) -> Tensor:
+            self.drafts.accepted = counts[:1]
+            for layer in cache.layers:
+                if "length" in (layer.state or {}):
+                    layer.view(0)["length"].sub_(counts[1])
+            h = model.model.verify(ids, cache, self.drafts)
+            return consistent.logits_of(model, h).argmax(-1)
+
+        padded = [*ids, *[0] * (size - len(ids))]
+        counts = [self.accepted, self.dropped]
+        given = tuple(torch.tensor(x, device=self.device) for x in ([padded], counts))
+        decoding: graphs.Decoding = model.decoding
+        chosen = decoding.run(step, cache, given, sys.maxsize, self.device, required=True)
+        self.size, self.accepted, self.dropped = size, 0, size
+        return chosen[0, : len(ids)].tolist()
+
+    def accept(self, count: int) -> None:
+        self.accepted, self.dropped = count, self.size - count
+        self.cache.step_on(count)
+
+
+class AssistantBusy(RuntimeError):
+    """The assistant already generates, for this call or in another thread."""
+
+
+# what tokens may come after these, so many at most
+Guess = Callable[[list[int], int], list[int]]
+
+
+class Assistant:
+    """Guesses of a smaller model: its greedy tokens. prompt: [1, T]. count: of guesses at most."""
+
+    def __init__(self, model: Any, cache: StateCache, prompt: Tensor, count: int) -> None:
+        model(input_ids=prompt, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        self.verify = Verifier(model, cache, count + 1, prompt.device)
+        # tokens that its states have, and those of its last call
+        self.known, self.last = prompt.shape[1], []
+
+    def __call__(self, tokens: list[int], count: int) -> list[int]:
+        right = 0
+        for mine, token in zip(self.last, tokens[self.known :]):
+            if mine != token:
+                break
+            right += 1
+        self.verify.accept(right)
+        self.known += right
+        new, guesses = tokens[self.known :], []
+        for _ in range(count):
+            self.last = [*new, *guesses]
+            guesses.append(self.verify(self.last, self.verify.drafts.pending)[-1])
+        return guesses
+
+
+def assists(assistant: Any, model: Any) -> bool:
+    """Whether a model's drafts are those of an Assistant."""
+    return (
+        isinstance(assistant, type(model))
+        and assistant is not model
+        and graphs.own_modules(assistant)
+        and assistant.device == model.device
+        and assistant.config.vocab_size == model.config.vocab_size
+        and verifies(assistant)
+        and graphs.why_not(assistant) is None
+    )
+
+
+@contextmanager
+def assistant_of(assistant: Any, prompt: Tensor, length: int) -> Iterator[tuple[Guess, int]]:
+    """Its guesses after a prompt, up to `length` tokens together, and how many at once at most.
+
+    Raises:
+        AssistantBusy: it generates elsewhere.
+    """
+    wanted = getattr(assistant.generation_config, "num_assistant_tokens", None) or MAX_GUESSES
+    count, decoding = min(int(wanted), MAX_GUESSES), assistant.decoding
+    if not decoding.begin(assistant):
+        raise AssistantBusy("the assistant generates elsewhere")
+    try:
+        cache = decoding.lend(assistant, 1, length + count + 1)
+        yield Assistant(assistant, cache, prompt, count), count
+    finally:
+        decoding.end()
+
+
+def decode_with_drafts(
+    model: Any,
+    cache: StateCache,
+    prompt: list[int],
+    logits: Tensor,
+    length: int,
+    eos: Tensor | None,
+    count: int,
+    guess: Guess,
+) -> Tensor:
+    """Tokens [1, ...] after a prompt, up to `length` or the first of eos: logits [1, V] after it.
+
+    guess: drafts, up to `count` for a call.
+    """
+    ends = set() if eos is None else set(eos.tolist())
+    tokens = [*prompt, int(logits.float().argmax(-1))]
+    verify = Verifier(model, cache, count + 1, logits.device)
+    while len(tokens) < length and tokens[-1] not in ends:
+        # the token after the last draft is another one
+        most = min(count, length - len(tokens) - 1)
+        guesses = guess(tokens, most) if most > 0 else []
+        # a size that only the last token needs would be compiled and captured for it
+        size = FEWEST if most > 0 and not guesses else count + 1
+        chosen = verify([tokens[-1], *guesses], size)
+        right = 0
+        while right < len(guesses) and guesses[right] == chosen[right]:
+            right += 1
+        new = chosen[: right + 1]
+        for i, token in enumerate(new):
+            if token in ends:
+                new = new[: i + 1]
+                break
+        tokens += new
+        verify.accept(len(new))
+    return torch.tensor([tokens[len(prompt) :]], device=logits.device)
+
+
+def _drafts_of(cache: StateCache, pending: int) -> Drafts:
+    """Drafts of the cache, whose tensors graphs have; another number, or states that have moved,
+    need other graphs."""
+    found: Drafts | None = cache.drafts
+    each = [layer.state or {} for layer in cache.layers]
+    states = [x["recurrent"] for x in each if "recurrent" in x]
+    if found is not None and (found.pending != pending or not found.are_of(states)):
+        cache.graphs.clear()
+        found = None
+    if found is None:
+        found = cache.drafts = Drafts(pending)
+    return found

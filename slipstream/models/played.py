@@ -18,7 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from slipstream.nn import decoding
 from slipstream.runtime import backends, call_replay, consistent, custom_op
-from slipstream.runtime.prefix_scope import prefix_scope
+from slipstream.runtime.consistent import prefix_scope
 
 MISS = call_replay.MISS
 # What each module has.

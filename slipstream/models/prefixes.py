@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.kernels.linear import prefix_states
 from slipstream.models.cache import LayerState, StateCache
 from slipstream.models.rollback import MLP_SHIFT
-from slipstream.runtime.prefix_scope import Prefixes, leaving
+from slipstream.runtime.consistent import Prefixes, leaving
 
 
 class PrefixCache:

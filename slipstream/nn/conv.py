@@ -9,7 +9,7 @@ from slipstream.common.checks import expect_tensor
 from slipstream.nn.linear import is_hooked
 from slipstream.ops import conv, norm
 from slipstream.runtime import consistent, context_parallel
-from slipstream.runtime.prefix_scope import prefix_scope
+from slipstream.runtime.consistent import prefix_scope
 
 
 class ShortConvolution(nn.Module):

@@ -70,8 +70,6 @@ from slipstream.ops.rwkv import chunk_rwkv7 as chunk_rwkv7
 from slipstream.ops.rwkv import fused_recurrent_rwkv4 as fused_recurrent_rwkv4
 from slipstream.ops.rwkv import fused_recurrent_rwkv6 as fused_recurrent_rwkv6
 from slipstream.ops.rwkv import fused_recurrent_rwkv7 as fused_recurrent_rwkv7
-from slipstream.ops.rwkv import rwkv7_step as rwkv7_step
-from slipstream.ops.rwkv import token_mix_step as token_mix_step
 from slipstream.ops.simple_gla import chunk_lightning_attn as chunk_lightning_attn
 from slipstream.ops.simple_gla import chunk_retention as chunk_retention
 from slipstream.ops.simple_gla import chunk_simple_gla as chunk_simple_gla
@@ -83,4 +81,6 @@ from slipstream.ops.simple_gla import fused_recurrent_simple_gla as fused_recurr
 from slipstream.ops.steps import mixer_step as mixer_step
 from slipstream.ops.steps import projection_step as projection_step
 from slipstream.ops.steps import recurrent_step as recurrent_step
+from slipstream.ops.steps import rwkv7_step as rwkv7_step
+from slipstream.ops.steps import token_mix_step as token_mix_step
 from slipstream.ops.token_shift import token_shift as token_shift

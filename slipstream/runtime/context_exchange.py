@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.runtime import autograd, launch_cache
 
 if TYPE_CHECKING:
-    from slipstream.runtime.context_share import Share
+    from slipstream.runtime.context_parallel import Share
 
 
 def all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from slipstream.runtime.autograd import Function, Saved, as_base, once_differentiable
 from slipstream.runtime.context_exchange import entry_states, tie
-from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.context_share import Share
+from slipstream.runtime.context_parallel import ContextParallel, Share
 
 # added and decay, of a segment
 Change = tuple[Tensor, Tensor]

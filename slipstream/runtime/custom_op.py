@@ -86,7 +86,7 @@ class DirectCall:
         *,
         replay: bool = True,
         compile_also: Callable[[tuple, Any], object] | None = None,
-        at_sizes: compile_ahead.AtSizes | None = None,
+        at_sizes: compile_ahead.InOtherSizes | None = None,
         max_operations: int | None = call_replay.MAX_OPERATIONS,
         written: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
@@ -314,7 +314,7 @@ class KernelOp(DirectCall):
         forward: "KernelOp | None" = None,
         replay: bool = False,
         compile_also: Callable[[tuple, Any], object] | None = None,
-        at_sizes: compile_ahead.AtSizes | None = None,
+        at_sizes: compile_ahead.InOtherSizes | None = None,
     ) -> None:
         _LIBRARY.define(f"_{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(getattr(torch.ops, NAMESPACE), f"_{name}").default
@@ -445,7 +445,7 @@ class KernelOp(DirectCall):
         gradient.set_gradient(self.overload, differentiable)
 
     def before(
-        self, compile_also: Callable[[tuple, Any], object], at_sizes: compile_ahead.AtSizes
+        self, compile_also: Callable[[tuple, Any], object], at_sizes: compile_ahead.InOtherSizes
     ) -> DirectCall:
         """Returns the operator for calls that a backward follows."""
         call = DirectCall(

@@ -3,6 +3,8 @@
 A launch is named by its module and function, "slipstream.kernels.x.triton.x:forward": Triton is
 imported where one is wanted. The plain twin is the same computation in torch. Both take the
 operator's arguments without impl, of which those that are the fields of a NamedTuple come as one.
+Its probe asks whether the two agree on a small fresh problem: outputs and gradients, within a bar
+that rounding stays below and a wrong tile does not.
 """
 
 import inspect
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import dispatch, numeric_probe
+from slipstream.runtime import dispatch
 from slipstream.runtime.guarded_launch import Guard, plain_gradients
 
 # The tensors of a probe that are not as the call's are, by the arguments' names. A tuple is a
@@ -193,7 +195,7 @@ def _fresh(wanted: Any, x: Any, given: Mapping[str, Any]) -> Any:
         shape = (*wanted[:-1], *x.shape[len(wanted) - 1 :])
     else:
         shape = [n or x.shape[i - len(wanted)] for i, n in enumerate(wanted)]
-    return numeric_probe.random_like(x, *shape)
+    return random_like(x, *shape)
 
 
 def compare(
@@ -205,19 +207,17 @@ def compare(
 ) -> str | None:
     """Compares what two functions of the same arguments return and what they write."""
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    bars = {
-        name: numeric_probe.BARS[x.dtype][0] for name, x in tensors.items() if x.is_floating_point()
-    }
+    bars = {name: BARS[x.dtype][0] for name, x in tensors.items() if x.is_floating_point()}
     # what is compared is rounded to the shortest of the dtypes, the first one's in `mismatch`
     tensors = {(first := max(bars, key=bars.__getitem__)): tensors[first]} | tensors
     written = [name for name in written if name in tensors]
 
-    def run(function: Callable, t: numeric_probe.Given) -> tuple[Any, ...]:
+    def run(function: Callable, t: Given) -> tuple[Any, ...]:
         found = function(*(dict(given) | dict(t)).values())
         results = () if found is None else (found,) if isinstance(found, Tensor) else found
         return (*[x for x in results if x is None or x.numel()], *[t[name] for name in written])
 
-    return numeric_probe.mismatch(
+    return mismatch(
         lambda t: run(kernels, t), lambda t: run(plain, t), tensors, gradients=gradients
     )
 
@@ -252,3 +252,80 @@ def gradients_in_torch(
 def _flat(call: Sequence[Any]) -> list[Any]:
     """Without the NamedTuples."""
     return [y for x in call for y in (x if isinstance(x, tuple) else [x])]
+
+
+# Relative errors, root mean square: of outputs, of gradients. In 16 bits the inputs' own rounding
+# is not in it: plain torch gets the rounded ones.
+BARS = {torch.float32: (1e-4, 1e-3), torch.float16: (5e-3, 2e-2), torch.bfloat16: (2e-2, 5e-2)}
+
+Given = Mapping[str, Any]
+
+
+def mismatch(
+    kernels: Callable[[Given], Any],
+    plain: Callable[[Given], Any],
+    given: Given,
+    gradients: bool = True,
+    minimum_bar: float = 0.0,
+) -> str | None:
+    """The difference between two functions' outputs (a tensor, or several) and gradients, or None.
+
+    `plain` gets the floating ones of `given` in float32. minimum_bar: of outputs, where they are
+    rounded to less than their dtype.
+    """
+    dtype = next(x.dtype for x in given.values() if x is not None and x.is_floating_point())
+    output_bar, gradient_bar = BARS[dtype]
+    output_bar = max(output_bar, minimum_bar)
+    with torch.set_grad_enabled(gradients):
+        got = _run(kernels, {name: _leaf(x, None) for name, x in given.items()}, None)
+        want = _run(plain, {n: _leaf(x, torch.float32) for n, x in given.items()}, got[1])
+    pairs = [
+        (f"output {i}", x, y, output_bar)
+        for i, (x, y) in enumerate(zip(got[0], want[0], strict=True))
+    ]
+    pairs += [(f"gradient of {n}", got[2][n], want[2][n], gradient_bar) for n in want[2]]
+    for name, x, y, bar in pairs:
+        error = relative_error(x, y)
+        if not error <= bar:
+            return f"{name} is off by {error:.1e} of its size, at most {bar:.0e} is rounding"
+    return None
+
+
+def _run(
+    call: Callable[[Given], Any], given: Given, douts: list[Tensor] | None
+) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Outputs, what came into them, gradients by name."""
+    out = call(given)
+    outs = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
+    wanted = [x for x in outs if x.requires_grad]
+    if douts is None:
+        douts = [torch.randn_like(x) for x in wanted]
+    leaves = {name: x for name, x in given.items() if x is not None and x.requires_grad}
+    grads = []
+    if wanted:
+        douts_of = [d.to(x.dtype) for d, x in zip(douts, wanted)]
+        grads = torch.autograd.grad(wanted, list(leaves.values()), douts_of, allow_unused=True)
+    named = {name: x for name, x in zip(leaves, grads) if x is not None}
+    return [x.detach() for x in outs], douts, named
+
+
+def _leaf(x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    if x is None or not x.is_floating_point():
+        return x
+    return x.detach().to(dtype or x.dtype, copy=True).requires_grad_()
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Root mean square of the difference over that of `want`. Infinities that are the same differ
+    by 0, as the log-sum-exp of a query that sees no key; nan, which no bar admits, where got has
+    one."""
+    got, want = got.float(), want.float()
+    same = (got == want) & want.isinf()
+    difference = (got - want).masked_fill(same, 0.0)
+    size = want.masked_fill(same, 0.0).square().mean().sqrt().clamp(min=1e-20)
+    return (difference.square().mean().sqrt() / size).item()
+
+
+def random_like(x: Tensor, *shape: int) -> Tensor:
+    """Normal numbers of x's dtype, on its device."""
+    return torch.randn(*shape, device=x.device).to(x.dtype)

@@ -21,7 +21,7 @@ from slipstream import __version__
 from slipstream.compiler import compiler_state, support_matrix, toolchain
 from slipstream.compiler.compile_worker import child_python
 from slipstream.compiler.known_bugs import INTERPRETER, applying, blocking
-from slipstream.runtime import backends, dispatch, guarded_launch, numeric_probe
+from slipstream.runtime import backends, dispatch, guarded_launch, kernel_pair
 from slipstream.tools.backend_query import IMPLS, find_kernels, recording_selections
 from slipstream.tools.catalog import SAMPLES, Sample, Shape, chosen, flat
 from slipstream.tools.precompile_cache import stale
@@ -190,7 +190,7 @@ def examine_one(
     sample: Sample, shape: Shape, device: torch.device, impls: Sequence[str | None]
 ) -> Iterator[Check]:
     """A comparison of each implementation that the operator has for this; None: what is chosen."""
-    blank = Check(sample.name, "-", str(shape), ok=False, bars=numeric_probe.BARS[shape.dtype])
+    blank = Check(sample.name, "-", str(shape), ok=False, bars=kernel_pair.BARS[shape.dtype])
     try:
         args = sample.inputs(shape, device)
         fixed = sample.of_one_dtype

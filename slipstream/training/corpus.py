@@ -1,8 +1,9 @@
-"""Text files as documents, read lazily, and their split into training and held-out ones.
+"""Texts as documents, read lazily, and their split into training and held-out ones.
 
-A document is a file, a line of a .jsonl file or a row of a table (tables.py). Its text comes in
-pieces of about a megabyte, each with the offset of its first byte, so that reading can continue in
-the middle of a file.
+A document is a file, a line of a .jsonl file or a row of a table: parquet, or a data set of Hugging
+Face's `datasets`. Its text comes in pieces of about a megabyte, each with the offset of its first
+byte, so that reading can continue in the middle of a file. A table is cut into as many parts as
+there are lanes, so that the rows of a batch come from different places in it.
 """
 
 import hashlib
@@ -12,12 +13,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import lru_cache
 from glob import glob, has_magic
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from slipstream.common import extras
 from slipstream.training.config import Data
-from slipstream.training.tables import Table, tables
 
 # bytes of a text that are read at a time
 PIECE = 1 << 20
@@ -31,6 +34,44 @@ class Piece(NamedTuple):
     offset: int
     text: str
     ends: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows begin to end of one data set or parquet file, of which `load` takes the source.
+
+    name: of the whole, the same on every machine.
+    """
+
+    source: str
+    name: str
+    begin: int
+    end: int
+
+    has_lines = True  # as a .jsonl file: documents that are held out one by one
+
+    @property
+    def path(self) -> Path:
+        return Path(self.source)
+
+    @property
+    def size(self) -> int:
+        """Rows; stands for bytes where files are compared."""
+        return self.end - self.begin
+
+    def text(self, row: int, field: str) -> str:
+        """
+        Raises:
+            ValueError: there is no such column, or no text in it.
+        """
+        rows = load(self.source)
+        text = rows[row][field] if field in rows.column_names else None
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{self.name}, row {row}: want text in the column {field!r}, data.text_field, got "
+                f"{text!r:.60}; the columns are {', '.join(rows.column_names)}"
+            )
+        return text
 
 
 @dataclass(frozen=True)
@@ -196,3 +237,28 @@ def _line(file: File, offset: int) -> str:
     with file.path.open("rb") as f:
         number = f.read(offset).count(b"\n") + 1
     return f"{file.path}, line {number}"
+
+
+def tables(source: str, name: str, lanes: int) -> list[Table]:
+    rows = len(load(source))
+    parts = max(1, min(lanes, rows))
+    cuts = [rows * i // parts for i in range(parts + 1)]
+    return [Table(source, name, begin, end) for begin, end in pairwise(cuts)]
+
+
+@lru_cache
+def load(source: str) -> Any:
+    """The rows of a parquet file, of a directory that save_to_disk has written, or of "name",
+    "name:split" or "name:config:split"."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise extras.missing("data.datasets and parquet files", error) from None
+    datasets.disable_progress_bars()
+    if source.endswith(".parquet"):
+        return datasets.load_dataset("parquet", data_files=source, split="train")
+    if Path(source).is_dir():
+        return datasets.load_from_disk(source)
+    name, _, more = source.partition(":")
+    config, _, split = more.rpartition(":")
+    return datasets.load_dataset(name, config or None, split=split or "train")

@@ -1,4 +1,4 @@
-"""No kernel has a pattern that compiler/known_bugs.py says is avoided, and compiler/kernel_key.py
+"""No kernel has a pattern that compiler/known_bugs.py says is avoided, and compiler/known_bugs.py
 knows of each what its Triton IR says. The patterns are found where they are planted."""
 
 import ast
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import slipstream
-from slipstream.compiler import kernel_key
+from slipstream.compiler import known_bugs
 from slipstream.compiler import trace as tracing
 from slipstream.compiler.aot import Job
 from slipstream.compiler.compiler_state import CompilerState
@@ -55,7 +55,7 @@ def found(arch: str, row: int, shape: Shape, impl: str | None) -> tuple[frozense
         except PlainTorch:
             return frozenset(), set()
     has = frozenset().union(*(_patterns(x) for x in jobs))
-    return has, {y for x in here.accepted for y in kernel_key.features_of(x)}
+    return has, {y for x in here.accepted for y in known_bugs.features_of(x)}
 
 
 class _Noting(CompilerState):
@@ -173,11 +173,11 @@ def test_no_sum_of_float32_becomes_a_product_in_tf32() -> None:
 def test_every_kind_has_a_family_of_kernels() -> None:
     from slipstream.compiler.compiler_state import families
 
-    for name in {x.name for x in kernel_key.FEATURE_RULES}:
-        assert kernel_key.family((name,)) in families()
+    for name in {x.name for x in known_bugs.FEATURE_RULES}:
+        assert known_bugs.family((name,)) in families()
     known = {x.trigger for x in KNOWN_BUGS}
     # "dot" is what interpreted_bf16 follows from
-    assert {y for x in kernel_key.FEATURE_RULES for y in x.triggers} <= known | {"dot"}
+    assert {y for x in known_bugs.FEATURE_RULES for y in x.triggers} <= known | {"dot"}
 
 
 # of linear attention: operators by the first of their rows, and what splits sequences

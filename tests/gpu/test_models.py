@@ -12,8 +12,7 @@ from slipstream.models.graphs import PROMPT
 from slipstream.nn import SwiGLU, projections
 from slipstream.nn.consistent import linear, step_products, use_consistent_products
 from slipstream.ops import chunk_simple_gla
-from slipstream.runtime.block_step import BlockStep
-from slipstream.runtime.consistent import consistent
+from slipstream.runtime.consistent import BlockStep, consistent
 from slipstream.runtime.dispatch import FALLBACK
 from tests.support.block_inputs import LAYERS, check_inputs
 from tests.support.consistent import LENGTH, OPERATORS, Sample, attention_differing, differing

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.compiler.kernel_key import KernelKey
+from slipstream.compiler.known_bugs import KernelKey
 from slipstream.runtime.guarded_launch import Guard
 from slipstream.tools.catalog import Sample
 from tests.support.formulas import wanted

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, StateCache, graphs, lookup
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, StateCache, graphs, greedy
 from slipstream.models.cache import CACHE
 from slipstream.nn import decoding
 from slipstream.ops import rotary_tables
@@ -285,7 +285,7 @@ def test_assisted_generation_gives_greedy_tokens(name: str) -> None:
     for draft in (near, far):
         assert torch.equal(generate(m, ids, assistant_model=draft, **options), want)
     # of a model whose steps take drafts, graphs verify them
-    assert ("drafts" in (m.decoding.reason or "")) != lookup.verifies(m)
+    assert ("drafts" in (m.decoding.reason or "")) != greedy.verifies(m)
     replays = m.decoding.replays
     assert torch.equal(generate(m, ids, **options), want)
     # graphs that verify drafts take the place of the step's, which is captured once more

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, lookup
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, greedy
 from slipstream.models.generation import DRAFTS, HOLES
 
 pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
@@ -147,7 +147,7 @@ def test_wrong_drafts_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         ahead = future[len(tokens) : len(tokens) + right]
         return [*ahead, *[(future[-1] + 1) % 40] * (count - right)][:count]
 
-    monkeypatch.setattr(lookup, "drafts_after", guess)
+    monkeypatch.setattr(greedy, "drafts_after", guess)
     options = {**GREEDY, "prompt_lookup_num_tokens": 4}
     for _ in range(3):
         assert torch.equal(model.generate(prompt, eos_token_id=None, **options), want)

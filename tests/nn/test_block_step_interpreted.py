@@ -13,8 +13,7 @@ from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.kernels.mixer_step.block_inputs import Blocks, TokenInputs, block_inputs
 from slipstream.nn.conv import ShortConvolution
 from slipstream.ops import chunk_gated_delta_rule
-from slipstream.runtime.block_step import BlockStep
-from slipstream.runtime.consistent import consistent
+from slipstream.runtime.consistent import BlockStep, consistent
 from tests.support.block_inputs import LAYERS, check_inputs
 from tests.support.interpreted import interpreted
 

@@ -13,8 +13,7 @@ from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.layers.call import MixerCall
 from slipstream.nn import projections
 from slipstream.nn.linear import plain_linear
-from slipstream.runtime.block_step import BlockStep
-from slipstream.runtime.consistent import consistent
+from slipstream.runtime.consistent import BlockStep, consistent
 
 D = 12
 

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from slipstream.runtime.size_ladder import Size
+from slipstream.runtime.compile_ahead import Size
 from slipstream.tools.catalog import SAMPLES, Sample, Shape
 from tests.support.scripts import script
 from tests.support.size_variants import variants, with_size

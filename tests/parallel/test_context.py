@@ -15,7 +15,7 @@ import torch.distributed as dist
 from slipstream import ops
 from slipstream.models.config import MIXERS
 from slipstream.parallel import ContextParallel, shard, unshard
-from slipstream.runtime.context_share import Share
+from slipstream.runtime.context_parallel import Share
 from slipstream.tools.catalog import Sample, flat
 from tests.support import context_runs
 from tests.support.context_runs import CALLS, CUTS, MODEL_CUTS, RANKS, SHORT_CUTS, Cut, compare_all

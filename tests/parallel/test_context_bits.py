@@ -18,7 +18,7 @@ from slipstream.kernels.linear.inputs import TOKEN_TERMS, ForwardCall, LinearInp
 from slipstream.kernels.linear.modes.memory import Groups
 from slipstream.kernels.selective_scan import op as selective
 from slipstream.kernels.selective_scan.inputs import ScanInputs
-from slipstream.runtime.context_share import Share
+from slipstream.runtime.context_parallel import Share
 from tests.support.by_shape import RoundedByShape
 from tests.support.linear_interpreted import reference
 from tests.support.lockstep import linear_on_ranks, run_ranks

@@ -20,7 +20,7 @@ from slipstream.compiler.known_bugs import KNOWN_BUGS, applying
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime import guarded_launch
-from slipstream.runtime.numeric_probe import relative_error
+from slipstream.runtime.kernel_pair import relative_error
 
 CPU = torch.device("cpu")
 

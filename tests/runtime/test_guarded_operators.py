@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream import kernels
-from slipstream.compiler import compiler_state, kernel_key
+from slipstream.compiler import compiler_state, known_bugs
 from slipstream.kernels.attention import eager
 from slipstream.runtime import backends, guarded_launch
 from tests.support import kernel_calls
@@ -286,8 +286,8 @@ def test_every_guarded_call_is_in_the_table() -> None:
     named = {x.name.split()[0] for x in FAMILIES}
     sm90 = {"linear.sm90", "attention.sm90"}  # held by tests/gpu
     assert {y for x in GUARDED.values() for y in x} == named | sm90
-    assert {kernel_key.family((x,)) for x in named} == {*compiler_state.families()} - {
-        kernel_key.CORE
+    assert {known_bugs.family((x,)) for x in named} == {*compiler_state.families()} - {
+        known_bugs.CORE
     }
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from slipstream.nn import decoding
-from slipstream.runtime import prefix_scope
-from slipstream.runtime.block_step import BlockStep
-from slipstream.runtime.consistent import consistent, consistent_scope
+from slipstream.runtime import consistent as prefix_scope
+from slipstream.runtime.consistent import BlockStep, consistent, consistent_scope
 
 
 def state() -> tuple[Any, ...]:

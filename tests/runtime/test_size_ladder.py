@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels.selective_scan import op as selective
 from slipstream.kernels.selective_scan.inputs import ScanInputs
-from slipstream.runtime.size_ladder import AtSizes, Size, sizes
+from slipstream.runtime.compile_ahead import AtSizes, Size, sizes
 
 
 def meta(*shape: int) -> Tensor:

@@ -9,8 +9,7 @@ from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.layers import GatedDeltaNet, KimiDeltaAttention
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.ops._preprocess import beta_sigmoid
-from slipstream.runtime.block_step import BlockStep
-from slipstream.runtime.consistent import consistent
+from slipstream.runtime.consistent import BlockStep, consistent
 
 # layers, and the bound of their log decays
 LAYERS: list[tuple[Callable[[], DeltaHeads], float | None]] = [

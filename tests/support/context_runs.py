@@ -15,7 +15,7 @@ from slipstream.kernels.attention import context as attention_across_ranks
 from slipstream.kernels.attention import op as attention_op
 from slipstream.ops import attention
 from slipstream.parallel import ContextParallel, shard
-from slipstream.runtime import context_exchange, context_share
+from slipstream.runtime import context_exchange, context_parallel
 from slipstream.tools.catalog import OPERATORS, Sample, flat
 from tests.support.memory import Allocated
 from tests.support.operators import Size, has_time, over_time, packed
@@ -304,8 +304,8 @@ def bytes_exchanged(rank: int, found: Any) -> None:
         return run
 
     with (
-        mock.patch.object(context_share, "all_gather", counting(gather)),
-        mock.patch.object(context_share, "all_to_all", counting(to_others)),
+        mock.patch.object(context_parallel, "all_gather", counting(gather)),
+        mock.patch.object(context_parallel, "all_to_all", counting(to_others)),
         mock.patch.object(dist, "all_reduce", counting(dist.all_reduce)),
     ):
         first = {x.op: x for x in reversed(CALLS) if x.op != "attention"}

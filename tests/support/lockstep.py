@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.kernels.linear.context import Call, linear_across_ranks
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, ForwardCall, LinearInputs
 from slipstream.runtime.context_exchange import Messages
-from slipstream.runtime.context_share import Share
+from slipstream.runtime.context_parallel import Share
 
 SHARED = ("u", "initial_state", "cu_seqlens")  # by all ranks
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from slipstream.compiler.aot import Job
-from slipstream.runtime.size_ladder import Size, sizes
+from slipstream.runtime.compile_ahead import Size, sizes
 from slipstream.tools.backend_query import trace_operator
 from slipstream.tools.catalog import Sample, Shape
 
@@ -19,7 +19,7 @@ def with_size(shape: Shape, size: Size) -> Shape:
 
 
 def ladder(shape: Shape) -> list[Shape]:
-    """The shapes of runtime/size_ladder.py that are packed, or not, as `shape` is."""
+    """The shapes of runtime/compile_ahead.py that are packed, or not, as `shape` is."""
     return [with_size(shape, size) for size in sizes(shape.dims()["G"], shape.is_packed)]
 
 

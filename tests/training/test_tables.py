@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from slipstream.training import corpus, tables
+from slipstream.training import corpus
 from slipstream.training.config import Data, from_dict
 from slipstream.training.ranks import Interrupt
 from slipstream.training.run import train
@@ -30,7 +30,7 @@ class Rows(Sequence[Any]):
 
 @pytest.fixture
 def _rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "load", lambda source: Rows(TEXTS))
+    monkeypatch.setattr(corpus, "load", lambda source: Rows(TEXTS))
 
 
 def documents(found: corpus.Corpus) -> list[str]:
@@ -77,7 +77,7 @@ def test_run_on_a_data_set(tmp_path: Path) -> None:
         (Rows([*TEXTS[:39], None]), "some/set, row 39: want text in .*, got None")],
 )  # fmt: skip
 def test_rows_without_text(rows: Rows, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "load", lambda source: rows)
+    monkeypatch.setattr(corpus, "load", lambda source: rows)
 
     def read() -> None:
         side, held = corpus.split(Data(datasets=("some/set",), held_out=0.3))

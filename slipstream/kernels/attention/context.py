@@ -28,7 +28,7 @@ from slipstream.kernels.attention.inputs import (
     Results,
     with_autocast,
 )
-from slipstream.runtime import autograd, context_exchange, context_share
+from slipstream.runtime import autograd, context_exchange, context_parallel
 from slipstream.runtime.context_parallel import ContextParallel, copied
 
 # Rows of q a group has on a rank, at least: programs of 128 rows fill a GPU several times.
@@ -84,7 +84,7 @@ def across_ranks(
     return context_exchange.tie(o, *whole.values()), lse
 
 
-def key_copies(q: Tensor, k: Tensor, share: context_share.Share) -> int:
+def key_copies(q: Tensor, k: Tensor, share: context_parallel.Share) -> int:
     """How often each head of k and v goes out, so that every rank gets as many heads, each with the
     queries that see it; 0 where that cannot be. With fixed segments once: gradients of copies are
     added up, which one rank has no need of."""
@@ -98,7 +98,7 @@ def key_copies(q: Tensor, k: Tensor, share: context_share.Share) -> int:
 class _Call(NamedTuple):
     options: AttentionOptions
     impl: str | None
-    share: context_share.Share
+    share: context_parallel.Share
     wants_lse: bool
 
 
@@ -106,7 +106,7 @@ def softmax_by_heads(
     inputs: AttentionInputs,
     options: AttentionOptions,
     impl: str | None,
-    share: context_share.Share,
+    share: context_parallel.Share,
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """o of this rank's tokens in q's dtype and, if wanted, lse [B, H, T].
@@ -175,7 +175,7 @@ class _Exchange:
 
     def __init__(
         self,
-        share: context_share.Share,
+        share: context_parallel.Share,
         to_heads: list[Tensor | None],
         to_tokens: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
@@ -235,7 +235,7 @@ class _Group(NamedTuple):
     mine: slice
 
 
-def _groups(inputs: AttentionInputs, share: context_share.Share) -> list[_Group]:
+def _groups(inputs: AttentionInputs, share: context_parallel.Share) -> list[_Group]:
     """As few heads as fill a GPU; one of keys for equal bits whatever the number of ranks."""
     ranks, HKV = len(share.lengths), inputs.k.shape[2]
     share_of = inputs.q.shape[2] // HKV
@@ -255,7 +255,7 @@ def _groups(inputs: AttentionInputs, share: context_share.Share) -> list[_Group]
 
 
 def _compute_groups(
-    share: context_share.Share,
+    share: context_parallel.Share,
     groups: list[_Group],
     inputs_of: Callable[[_Group], list[Tensor | None]],
     compute: Callable[[_Group, list[Any]], list[tuple[Tensor, Tensor]]],

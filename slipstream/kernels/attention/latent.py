@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.common.checks import plain_int
 from slipstream.kernels.attention import cache, plan, probe
 from slipstream.kernels.attention.triton import tiles
-from slipstream.runtime import backends, custom_op, guarded_launch, size_ladder, token_ids
+from slipstream.runtime import backends, compile_ahead, custom_op, guarded_launch, token_ids
 from slipstream.runtime.dispatch import Candidate, choose
 
 # of the latents, and of what follows them in a row
@@ -156,10 +156,16 @@ def _fake(q: Tensor, latent: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def _at_sizes(args: tuple) -> Iterator[tuple]:
     """A token on other numbers of keys, in rows or in pages: of more, fewer programs share them."""
     q, latent, lengths, table, *options = args
-    for keys in size_ladder.KEYS:
-        rows = size_ladder.resized(latent, 1, keys) if table is None else latent
+    for keys in compile_ahead.KEYS:
+        rows = compile_ahead.resized(latent, 1, keys) if table is None else latent
         pages = None if table is None else table.new_empty(1, -(-keys // latent.shape[1]))
-        yield (size_ladder.resized(q, 1, 1), rows, size_ladder.resized(lengths, 1), pages, *options)
+        yield (
+            compile_ahead.resized(q, 1, 1),
+            rows,
+            compile_ahead.resized(lengths, 1),
+            pages,
+            *options,
+        )
 
 
 _call = custom_op.KernelOp(

@@ -16,7 +16,7 @@ from slipstream.kernels.attention import cache, eager, probe
 from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.plan import kind, kind_of_cache
 from slipstream.runtime import autograd, custom_op, guarded_launch
-from slipstream.runtime.size_ladder import KEYS, AtSizes, resized
+from slipstream.runtime.compile_ahead import KEYS, AtSizes, resized
 
 _TERMS = custom_op.schema_of(AttentionInputs)
 _OPTIONS = f"{custom_op.schema_of(AttentionOptions)}, str impl"

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.common import rounded_keys
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.runtime import numeric_probe
+from slipstream.runtime import kernel_pair
 
 # more than a tile, and no multiple of one
 TOKENS = 150
@@ -31,12 +31,12 @@ def mismatch(
     """
     near = options._replace(left=min(options.left, 70), right=min(options.right, 70))
 
-    def run(*impls: str) -> Callable[[numeric_probe.Given], Any]:
+    def run(*impls: str) -> Callable[[kernel_pair.Given], Any]:
         return lambda args: softmax(AttentionInputs(**args), near, *impls)
 
     backward = backward_impls if backward_impls == "eager" else f"{backward_impls}|eager"
     kernels = run(f"{impl}|eager", backward)
-    return numeric_probe.mismatch(kernels, run("eager"), like(inputs)._asdict())
+    return kernel_pair.mismatch(kernels, run("eager"), like(inputs)._asdict())
 
 
 def like(inputs: AttentionInputs) -> AttentionInputs:
@@ -104,10 +104,10 @@ def mismatch_of_cache(call: Cache, options: AttentionOptions, decode: Callable) 
         v, v_scale = rounded_keys.encode(probe_inputs.v, v.dtype)
         probe_inputs = probe_inputs._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
-    def run(impl: str) -> Callable[[numeric_probe.Given], Any]:
+    def run(impl: str) -> Callable[[kernel_pair.Given], Any]:
         return lambda args: decode(*Cache(**args), *options, impl)
 
-    return numeric_probe.mismatch(
+    return kernel_pair.mismatch(
         run("triton|eager"), run("eager"), probe_inputs._asdict(), gradients=False
     )
 
@@ -126,15 +126,15 @@ def mismatch_of_latents(
     pages = -(-40 // page)
     rows, order = _pages(q.device, table, pages)
     probe_inputs = {
-        "q": numeric_probe.random_like(q, 2, min(q.shape[1], 2), min(q.shape[2], 16), q.shape[3]),
-        "latent": numeric_probe.random_like(latent, rows, page, latent.shape[2]),
+        "q": kernel_pair.random_like(q, 2, min(q.shape[1], 2), min(q.shape[2], 16), q.shape[3]),
+        "latent": kernel_pair.random_like(latent, rows, page, latent.shape[2]),
     }
     lengths = torch.tensor([17, 40], device=q.device, dtype=torch.int32)
 
-    def run(run: Callable[..., Any]) -> Callable[[numeric_probe.Given], Any]:
+    def run(run: Callable[..., Any]) -> Callable[[kernel_pair.Given], Any]:
         return lambda args: run(args["q"], args["latent"], lengths, order, width, scale)
 
-    return numeric_probe.mismatch(run(kernels), run(plain), probe_inputs, gradients=False)
+    return kernel_pair.mismatch(run(kernels), run(plain), probe_inputs, gradients=False)
 
 
 def mismatch_of_append(
@@ -147,28 +147,28 @@ def mismatch_of_append(
         kernels, plain: take these and write into the first two.
     """
     k_cache, v_cache, k, v, _, _, table = like
-    if not {k_cache.dtype, v_cache.dtype} <= {*numeric_probe.BARS}:
+    if not {k_cache.dtype, v_cache.dtype} <= {*kernel_pair.BARS}:
         return None
     page = 40 if table is None else k_cache.shape[1]
     pages = -(-40 // page)
     count, order = _pages(k.device, table, pages)
     probe_inputs = {
-        "k_cache": numeric_probe.random_like(k_cache, count, page, *k_cache.shape[2:]),
-        "v_cache": numeric_probe.random_like(v_cache, count, page, *v_cache.shape[2:]),
-        "k": numeric_probe.random_like(k, 2, 3, *k.shape[2:]),
-        "v": numeric_probe.random_like(v, 2, 3, *v.shape[2:]),
+        "k_cache": kernel_pair.random_like(k_cache, count, page, *k_cache.shape[2:]),
+        "v_cache": kernel_pair.random_like(v_cache, count, page, *v_cache.shape[2:]),
+        "k": kernel_pair.random_like(k, 2, 3, *k.shape[2:]),
+        "v": kernel_pair.random_like(v, 2, 3, *v.shape[2:]),
     }
     lengths = torch.tensor([5, 17], device=k.device, dtype=torch.int32)
 
-    def run(run: Callable[..., Any]) -> Callable[[numeric_probe.Given], Any]:
-        def written(args: numeric_probe.Given) -> tuple[Any, Any]:
+    def run(run: Callable[..., Any]) -> Callable[[kernel_pair.Given], Any]:
+        def written(args: kernel_pair.Given) -> tuple[Any, Any]:
             caches = args["k_cache"], args["v_cache"]
             run(*caches, args["k"], args["v"], lengths, None, order)
             return caches
 
         return written
 
-    return numeric_probe.mismatch(run(kernels), run(plain), probe_inputs, gradients=False)
+    return kernel_pair.mismatch(run(kernels), run(plain), probe_inputs, gradients=False)
 
 
 def _pages(device: torch.device, table: Tensor | None, pages: int) -> tuple[int, Tensor | None]:

@@ -14,7 +14,7 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.attention import op
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.elementwise import rotary
-from slipstream.runtime import autograd, custom_op, dispatch, numeric_probe
+from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair
 from slipstream.runtime.guarded_launch import Guard, known_failure
 
 # heads of which sm90's backward stores gradients so
@@ -140,10 +140,10 @@ def _mismatch(q: Tensor) -> str | None:
         args = angle.cos(), angle.sin(), None, (2, 1, 1), options
         return softmax_of_rotated(qkv, *args, impl, in_place=False)
 
-    return numeric_probe.mismatch(
+    return kernel_pair.mismatch(
         lambda t: run(t["qkv"], "sm90|triton|eager"),
         lambda t: run(t["qkv"], "eager"),
-        {"qkv": numeric_probe.random_like(q, *_PROBE, D)},
+        {"qkv": kernel_pair.random_like(q, *_PROBE, D)},
     )
 
 

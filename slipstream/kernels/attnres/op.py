@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.attnres.inputs import STREAMS, AttnresInputs, ForwardSums, for_backward
-from slipstream.runtime import autograd, custom_op, dispatch, guarded_launch, numeric_probe
+from slipstream.runtime import autograd, custom_op, dispatch, guarded_launch, kernel_pair
 
 # The most features that the kernels take.
 WIDEST = 8192
@@ -121,17 +121,17 @@ def _kind(residuals: Sequence[Tensor]) -> KernelKey:
 def _mismatch(residuals: Sequence[Tensor], output_weight: Tensor | None) -> str | None:
     """The probe: rows of the same width."""
     first, width = residuals[0], residuals[0].shape[-1]
-    made = {f"r{i}": numeric_probe.random_like(first, 37, width) for i in range(len(residuals))}
-    made |= {x: numeric_probe.random_like(first, width) for x in ("query", "weight")}
+    made = {f"r{i}": kernel_pair.random_like(first, 37, width) for i in range(len(residuals))}
+    made |= {x: kernel_pair.random_like(first, width) for x in ("query", "weight")}
     if output_weight is not None:
-        made["last"] = numeric_probe.random_like(first, width)
+        made["last"] = kernel_pair.random_like(first, width)
 
     def of(run: Any, given: Any, *impl: str) -> Tensor:
         rows = [given[f"r{i}"] for i in range(len(residuals))]
         tensors = given["query"], rows, given["weight"], given.get("last")
         return run(AttnresInputs(*tensors, 1e-6, width**-0.5), *impl)[0]
 
-    return numeric_probe.mismatch(
+    return kernel_pair.mismatch(
         lambda given: of(_run, given, dispatch.TRITON_OR_EAGER),
         lambda given: of(eager, given),
         made,

@@ -20,7 +20,7 @@ from slipstream.kernels.conv.inputs import (
     GradInputs,
     UpdateInputs,
 )
-from slipstream.runtime import autograd, custom_op, numeric_probe
+from slipstream.runtime import autograd, custom_op, kernel_pair
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 
 # the kernels unroll the taps
@@ -116,9 +116,9 @@ _PROBES = (
     {
         "x": (1, 150, 70),
         "weight": (70, 0),
-        "bias": lambda weight: numeric_probe.random_like(weight, 70),
-        "residual": lambda x: numeric_probe.random_like(x, 1, 150, 70),
-        "state": lambda x, weight: numeric_probe.random_like(x, 2, 70, weight.shape[1]),
+        "bias": lambda weight: kernel_pair.random_like(weight, 70),
+        "residual": lambda x: kernel_pair.random_like(x, 1, 150, 70),
+        "state": lambda x, weight: kernel_pair.random_like(x, 2, 70, weight.shape[1]),
         "cu_seqlens": lambda x: torch.tensor([0, 50, 150], device=x.device),
         "sizes": None,
         "unit": 0,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import custom_op, dispatch, numeric_probe
+from slipstream.runtime import custom_op, dispatch, kernel_pair
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -73,18 +73,18 @@ def _mismatch(source: Tensor, target: Tensor) -> str | None:
     """The probe: three states to rows that lie K first, and from them; one has none."""
     probe_inputs: dict[str, Tensor] = {
         # numbers that both dtypes have: the copies are not rounded
-        "pool": numeric_probe.random_like(target, 5, 2, 70, 40).to(source.dtype),
-        "rows": numeric_probe.random_like(target, 3, 2, 40, 70),
-        "other": numeric_probe.random_like(target, 5, 2, 70, 40),
+        "pool": kernel_pair.random_like(target, 5, 2, 70, 40).to(source.dtype),
+        "rows": kernel_pair.random_like(target, 3, 2, 40, 70),
+        "other": kernel_pair.random_like(target, 5, 2, 70, 40),
     }
     indices = torch.tensor([4, -1, 2], device=source.device)
 
-    def copied(impl: str, t: numeric_probe.Given) -> tuple[Tensor, Tensor]:
+    def copied(impl: str, t: kernel_pair.Given) -> tuple[Tensor, Tensor]:
         _call(t["pool"], indices, t["rows"].mT, None, impl=impl)
         _call(t["pool"].mT.contiguous().mT, indices, t["other"], indices, impl=impl)
         return t["rows"], t["other"]
 
-    return numeric_probe.mismatch(
+    return kernel_pair.mismatch(
         lambda t: copied(dispatch.TRITON_OR_EAGER, t),
         lambda t: copied("eager", t),
         probe_inputs,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import autograd, backends, custom_op, dispatch, numeric_probe, token_ids
+from slipstream.runtime import autograd, backends, custom_op, dispatch, kernel_pair, token_ids
 from slipstream.runtime.kernel_pair import KernelPair, launch_of
 
 
@@ -61,13 +61,13 @@ def _kind(input_ids: Tensor, weight: Tensor) -> KernelKey:
 def _mismatch(args: tuple) -> str | None:
     """The probe: ids of a small table of the same width."""
     input_ids, weight, _ = args
-    if weight.dtype not in numeric_probe.BARS:
+    if weight.dtype not in kernel_pair.BARS:
         return None
     ids = torch.randint(0, 40, (3, 19), device=weight.device).to(input_ids.dtype)
-    return numeric_probe.mismatch(
+    return kernel_pair.mismatch(
         lambda t: launch_of(_pair.kernel)(ids, t["weight"]),
         lambda t: _nearest(ids, t["weight"]),
-        {"weight": numeric_probe.random_like(weight, 40, weight.shape[1])},
+        {"weight": kernel_pair.random_like(weight, 40, weight.shape[1])},
         gradients=False,
     )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import autograd, custom_op, dispatch, numeric_probe
+from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair
 
 
 def erase(g: Tensor, k: Tensor, b: Tensor | None = None, *, impl: str | None = None) -> Tensor:
@@ -56,7 +56,7 @@ _forward = custom_op.KernelOp(
     kind=_kind,
     probe={
         # more than a tile
-        "g": lambda g: -numeric_probe.random_like(g, 3, 1003).abs(),
+        "g": lambda g: -kernel_pair.random_like(g, 3, 1003).abs(),
         "k": (3, 1003),
         "b": (3, 1003),
     },

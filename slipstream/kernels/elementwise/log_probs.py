@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.common import linear_rows
 from slipstream.common.linear_rows import ClassifierInputs, LinearRows, row_chunks
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import autograd, custom_op, numeric_probe, token_ids
+from slipstream.runtime import autograd, custom_op, kernel_pair, token_ids
 
 
 def log_probs(
@@ -119,7 +119,7 @@ _forward = custom_op.KernelOp(
     # a few rows of as many classes
     probe={
         "hidden": (9, 16),
-        "weight": lambda weight: numeric_probe.random_like(weight, weight.shape[0], 16) / 4,
+        "weight": lambda weight: kernel_pair.random_like(weight, weight.shape[0], 16) / 4,
         "bias": None,
         "target": _some_targets,
         "scale": 0.9,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import autograd, guarded_launch, numeric_probe, token_ids
+from slipstream.runtime import autograd, guarded_launch, kernel_pair, token_ids
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 
@@ -167,8 +167,8 @@ def _mismatch(x: Tensor, cos: Tensor, interleaved: bool) -> str | None:
     tables = angle.cos().to(cos.dtype), angle.sin().to(cos.dtype)
     positions = torch.randint(0, 40, (1, 19), device=x.device)
     rows = [y.float()[positions][:, :, None] for y in tables]
-    probe_inputs = {"x": numeric_probe.random_like(x, 1, 19, 3, x.shape[-1])}
-    return numeric_probe.mismatch(
+    probe_inputs = {"x": kernel_pair.random_like(x, 1, 19, 3, x.shape[-1])}
+    return kernel_pair.mismatch(
         lambda t: rotary_by_table(t["x"], *tables, positions, interleaved, TRITON_OR_EAGER),
         lambda t: rotary(t["x"], *rows, interleaved=interleaved),
         probe_inputs,

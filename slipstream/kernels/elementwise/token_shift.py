@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import autograd, custom_op, dispatch, numeric_probe
-from slipstream.runtime.size_ladder import AtSizes, Size
+from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair
+from slipstream.runtime.compile_ahead import AtSizes, Size
 
 
 def shift_reference(
@@ -155,7 +155,7 @@ _call = custom_op.KernelOp(
     # three packed sequences, one of them empty, with states
     probe={
         "x": (1, 40, 0),
-        "edge": lambda x: numeric_probe.random_like(x, 3, x.shape[-1]),
+        "edge": lambda x: kernel_pair.random_like(x, 3, x.shape[-1]),
         "cu_seqlens": lambda x: torch.tensor([0, 17, 17, 40], device=x.device),
         "back": False,
     },

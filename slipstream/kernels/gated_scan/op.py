@@ -17,16 +17,15 @@ from slipstream.kernels.gated_scan import eager
 from slipstream.runtime import (
     autograd,
     backends,
+    compile_ahead,
     context_exchange,
     context_in_segments,
     custom_op,
     guarded_launch,
-    numeric_probe,
-    size_ladder,
+    kernel_pair,
 )
 from slipstream.runtime.autograd import autograd_function
-from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.context_share import Share
+from slipstream.runtime.context_parallel import ContextParallel, Share
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.token_ids import expect_offsets
 
@@ -48,7 +47,7 @@ def _mismatch(x: Tensor, g: Tensor) -> str | None:
     def run(impl: str) -> Callable:
         return lambda tensors: scan(*tensors.values(), impl=impl)
 
-    return numeric_probe.mismatch(run("triton|eager"), run("eager"), probe_inputs)
+    return kernel_pair.mismatch(run("triton|eager"), run("eager"), probe_inputs)
 
 
 def _fake_forward(
@@ -73,7 +72,7 @@ _call_forward = custom_op.KernelOp(
     probe=_mismatch,
     in_torch_if=lambda x: x.numel() == 0,
     replay=True,
-    at_sizes=size_ladder.AtSizes(tokens=(0, 1), states=(2,), offsets=(3,)),
+    at_sizes=compile_ahead.AtSizes(tokens=(0, 1), states=(2,), offsets=(3,)),
 )
 _call_backward = custom_op.KernelOp(
     "scan_backward",
@@ -86,7 +85,7 @@ _call_backward = custom_op.KernelOp(
     probe=lambda h, g: _mismatch(h, g),
     in_torch_if=lambda h: h.numel() == 0,
     replay=True,
-    at_sizes=size_ladder.AtSizes(tokens=(0, 1, 4), states=(2, 5), offsets=(3,)),
+    at_sizes=compile_ahead.AtSizes(tokens=(0, 1, 4), states=(2, 5), offsets=(3,)),
 )
 _Scan = autograd_function(_call_forward, _call_backward, results="h final", wrt="x g initial_state")
 

@@ -3,7 +3,7 @@
 What a rank's tokens do to a state is S -> M S + E. Each rank sends M and E of the sequence that
 goes on at the next rank, and combines those of the ranks before it into the state that its own
 tokens start from (context_states.py). Backward is the same from the last rank to the first:
-gradients of states go back through M^T. Who has which tokens: runtime/context_share.py.
+gradients of states go back through M^T. Who has which tokens: runtime/context_parallel.py.
 
 A call on a GPU is replayed with its exchange inside (runtime/call_replay.py): what it does follows
 from shapes and from the share.
@@ -20,7 +20,7 @@ from slipstream.kernels.linear.context_terms import Call, states_per_sequence
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, NUM_TERMS, LinearInputs
 from slipstream.kernels.linear.modes.memory import groups_of, in_groups
 from slipstream.runtime import autograd
-from slipstream.runtime.context_share import Share
+from slipstream.runtime.context_parallel import Share
 from slipstream.runtime.custom_op import DirectCall
 
 

@@ -36,7 +36,7 @@ from slipstream.kernels.linear.context_terms import (
 )
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import Segments, split_into_segments
-from slipstream.runtime.context_share import Share
+from slipstream.runtime.context_parallel import Share
 
 
 def decays(terms: inputs.LinearInputs) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import backend, inputs, op
-from slipstream.runtime.context_share import Share
+from slipstream.runtime.context_parallel import Share
 
 # From the terms of a call to the implementations to try for it.
 Choose = Callable[[inputs.LinearInputs], str]

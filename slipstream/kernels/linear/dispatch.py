@@ -26,9 +26,8 @@ from slipstream.kernels.linear.sm90.plan import SCALAR_DECAY_WIDTHS, is_vector_d
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported
 from slipstream.kernels.linear.triton.plan import unsupported_reason
 from slipstream.runtime import autograd, dispatch, token_ids
-from slipstream.runtime.consistent import consistent, consistent_scope
+from slipstream.runtime.consistent import consistent, consistent_scope, prefix_scope
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, ValidationCache, signature
-from slipstream.runtime.prefix_scope import prefix_scope
 
 CANDIDATES = (
     Candidate("sm90", "kernels for sm_90 and, around them, Triton's", sm90_unsupported),

@@ -16,9 +16,9 @@ from torch import Tensor
 from slipstream.kernels.linear import op
 from slipstream.kernels.linear.inputs import BackwardCall, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes.memory import STATE_DIMS, Groups, groups_of, in_groups
-from slipstream.runtime import autograd, custom_op, dispatch, guarded_launch, numeric_probe
+from slipstream.runtime import autograd, custom_op, dispatch, guarded_launch, kernel_pair
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.size_ladder import AtSizes, resized
+from slipstream.runtime.compile_ahead import AtSizes, resized
 
 
 def at_step(x: Tensor, n: int, *, last: bool) -> Tensor:
@@ -93,7 +93,7 @@ def _guard(impl: str, x: Tensor) -> guarded_launch.Guard:
 def _mismatch(like: Tensor) -> str | None:
     """The probe: there and back on a few tokens as wide."""
     n = 3
-    q, do = (numeric_probe.random_like(like, 2, 11, H, *like.shape[3:]) for H in (2, 4))
+    q, do = (kernel_pair.random_like(like, 2, 11, H, *like.shape[3:]) for H in (2, 4))
     g, gs = (torch.randn(2, T, 4, device=like.device) for T in (11, 11 * n))
     results = []
     for dest, back in (
@@ -106,7 +106,7 @@ def _mismatch(like: Tensor) -> str | None:
         results.append((*rows, taken, gates))
     names = (*(f"{x} at its steps" for x in ("q", "g", "do")), "q taken back", "g taken back")
     for name, x, y in zip(names, *results):
-        if (error := numeric_probe.relative_error(x, y)) != 0.0:
+        if (error := kernel_pair.relative_error(x, y)) != 0.0:
             return f"{name} is off by {error:.1e} of its size, where nothing is rounded"
     return None
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from slipstream.kernels.linear import inputs, op
 from slipstream.kernels.linear.modes.memory import O_DIMS, Groups, groups_of, in_groups
-from slipstream.runtime import autograd, dispatch, guarded_launch, numeric_probe
+from slipstream.runtime import autograd, dispatch, guarded_launch, kernel_pair
+from slipstream.runtime.compile_ahead import AtSizes
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.size_ladder import AtSizes
 
 
 class GSAInputs(NamedTuple):
@@ -157,16 +157,16 @@ def _guard(impl: str, p: Tensor) -> guarded_launch.Guard:
 def _mismatch(like: Tensor) -> str | None:
     """The probe: there and back on a few rows as wide."""
     scores = torch.randn(1, 19, 1, like.shape[-1], device=like.device)
-    fresh, results = numeric_probe.random_like(like, *scores.shape), []
+    fresh, results = kernel_pair.random_like(like, *scores.shape), []
     ways = (_kernel_softmax, _kernel_backward), (_eager_softmax, _eager_backward)
     for softmax, backward in ways:
         p, dp = torch.empty_like(fresh), fresh.clone()
         softmax(scores, p)
         backward(p, dp)
         results.append((p, dp))
-    bar = numeric_probe.BARS[like.dtype][1]
+    bar = kernel_pair.BARS[like.dtype][1]
     for name, x, y in zip(("p", "the gradient of the scores"), *results):
-        if not (error := numeric_probe.relative_error(x, y)) <= bar:
+        if not (error := kernel_pair.relative_error(x, y)) <= bar:
             return f"{name} is off by {error:.1e} of its size, at most {bar:.0e} is rounding"
     return None
 

@@ -26,9 +26,8 @@ from slipstream.kernels.linear.inputs import NUM_TERMS, BackwardCall, ForwardCal
 from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
 from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported_reason
 from slipstream.kernels.linear.triton.plan import kind, only_by_token
-from slipstream.runtime import guarded_launch, launch_cache, size_ladder
+from slipstream.runtime import compile_ahead, guarded_launch, launch_cache
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
-from slipstream.runtime.compile_ahead import AtSizes
 from slipstream.runtime.consistent import consistent
 from slipstream.runtime.custom_op import DirectCall, KernelOp, schema_of
 
@@ -248,7 +247,7 @@ def _compile_backward_also(args: tuple, results: tuple[Tensor, ...]) -> None:
     backward_impl(*terms, *backward, *saved)
 
 
-SIZES = size_ladder.AtSizes(
+SIZES = compile_ahead.AtSizes(
     tokens=tuple(map(LinearInputs._fields.index, inputs.TOKEN_TERMS)),
     states=(LinearInputs._fields.index("initial_state"),),
     offsets=(LinearInputs._fields.index("cu_seqlens"),),
@@ -268,7 +267,9 @@ def _at_sizes(args: tuple) -> Iterator[tuple]:
         yield (*terms, *call._replace(impl=impls_at(terms, call.impl)))
 
 
-def with_short(at_sizes: AtSizes, chunk: int, keep: int | None = None) -> AtSizes:
+def with_short(
+    at_sizes: compile_ahead.InOtherSizes, chunk: int, keep: int | None = None
+) -> compile_ahead.InOtherSizes:
     """Other sizes, and few tokens also token by token: so layers call them without gradients.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from slipstream.kernels.linear.inputs import TERMS, ForwardCall, LinearInputs
-from slipstream.runtime import numeric_probe
+from slipstream.runtime import kernel_pair
 
 # of a probe in chunks, and token by token
 TOKENS, RECURRENT_TOKENS = 150, 9
@@ -42,11 +42,11 @@ def mismatch(terms: LinearInputs, impl: str, by_token: bool, linear: Callable) -
     tiny = like(terms, RECURRENT_TOKENS if by_token else TOKENS)
     scale, chunk = tiny.q.shape[-1] ** -0.5, 0 if by_token else CHUNK
 
-    def run(impl: str) -> Callable[[numeric_probe.Given], Any]:
+    def run(impl: str) -> Callable[[kernel_pair.Given], Any]:
         how = ForwardCall(scale, chunk, impl)
         return lambda given: linear(LinearInputs(**given), how)
 
-    return numeric_probe.mismatch(
+    return kernel_pair.mismatch(
         run(f"{impl}|eager"), run("eager"), tiny._asdict(), gradients=not by_token
     )
 

@@ -323,7 +323,7 @@ def waits_for_longest(terms: LinearInputs, programs: int) -> bool:
 @by_sizes
 def _waits_for_longest(programs: int, sequences: int) -> bool:
     # as _longest says, of as many as are sorted (sm90/common.py); by sequences alone, so
-    # that few sizes have all variants (size_ladder.py)
+    # that few sizes have all variants (compile_ahead.Size)
     return sequences <= 64 and sequences * (5 * programs) ** 2 < (4 * NUM_SMS) ** 2
 
 

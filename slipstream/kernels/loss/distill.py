@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.common.checks import cast
 from slipstream.common.linear_rows import LinearRows, empty_gradients, row_chunks, scaled
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair, numeric_probe
+from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair
 
 Linear = tuple[Tensor, Tensor, Tensor | None]
 
@@ -157,8 +157,7 @@ def _mismatch(like: Tensor, classes: int, kernel: str) -> str | None:
 
     def fresh() -> Linear:
         x, w, b = (
-            numeric_probe.random_like(like, *shape)
-            for shape in ((9, 16), (classes, 16), (classes,))
+            kernel_pair.random_like(like, *shape) for shape in ((9, 16), (classes, 16), (classes,))
         )
         return x, w / 4, b
 
@@ -171,9 +170,9 @@ def _mismatch(like: Tensor, classes: int, kernel: str) -> str | None:
     options = live, dloss, 1.5, True
     got = kernel_pair.launch_of(kernel)(student, teacher, *options)
     want = kl_rows(in_float32(student), in_float32(teacher), *options)
-    names, bar = ("loss", "dhidden", "dweight", "dbias"), numeric_probe.BARS[like.dtype][1]
+    names, bar = ("loss", "dhidden", "dweight", "dbias"), kernel_pair.BARS[like.dtype][1]
     for name, x, y in zip(names, got, want):
-        if not (error := numeric_probe.relative_error(x, y)) <= bar:
+        if not (error := kernel_pair.relative_error(x, y)) <= bar:
             return f"{name} is off by {error:.1e} of its size, at most {bar:.0e} is rounding"
     return None
 

@@ -20,7 +20,7 @@ from slipstream.common.linear_rows import ClassifierInputs, scaled
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.loss import eager
 from slipstream.kernels.loss.eager import LossInputs
-from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair, numeric_probe, token_ids
+from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair, token_ids
 
 _LAUNCH = "slipstream.kernels.loss.triton.cross_entropy"
 
@@ -105,7 +105,7 @@ def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | N
         cross_entropy(*args, lse=lse, grad=by_lse, weight=weight, has_lse=True)
         return loss, lse[target >= 0], grad, by_lse
 
-    return numeric_probe.mismatch(
+    return kernel_pair.mismatch(
         lambda t: run(dispatch.TRITON_OR_EAGER, t["logits"]),
         lambda t: run("eager", t["logits"]),
         probe_inputs,
@@ -138,7 +138,7 @@ def scale_(impl: str, x: Tensor, s: Tensor) -> Tensor:
     """x times s, in place; what is 0 stays 0."""
 
     def probe_args() -> tuple[Tensor, Tensor]:
-        return numeric_probe.random_like(x, 5000), torch.full((), 1.5, device=x.device)
+        return kernel_pair.random_like(x, 5000), torch.full((), 1.5, device=x.device)
 
     return _pass(impl, "scale_", (x, s), _scale_, probe_args)
 
@@ -154,7 +154,7 @@ def _pass(impl: str, name: str, args: tuple, plain: Any, probe_args: Any) -> Any
     def mismatch() -> str | None:
         x, *others = probe_args()
         got, want = (f(x.clone(), *others) for f in (kernel_pair.launch_of(kernel), plain))
-        error = numeric_probe.relative_error(got, want)
+        error = kernel_pair.relative_error(got, want)
         return None if error < 1e-2 else f"off by {error:.1e} of its size"
 
     kind_of = (f"cross_entropy.{name}", x.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.common.linear_rows import ClassifierInputs
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.loss.eager import LossInputs, reduced
-from slipstream.runtime import autograd, kernel_pair, numeric_probe, token_ids
+from slipstream.runtime import autograd, kernel_pair, token_ids
 
 
 class Shard(NamedTuple):
@@ -196,7 +196,7 @@ def _mismatch(dtype: torch.dtype, classes: int, device: torch.device) -> str | N
         lse = pairs[1].lse + 1
         grads = [f(t, lse, dloss, torch.empty_like(logits)) for f in (_dlogits, eager_dlogits)]
     for name, x, y in (*zip(Columns._fields, *pairs), ("gradient", *grads)):
-        error = numeric_probe.relative_error(x[live], y[live])
+        error = kernel_pair.relative_error(x[live], y[live])
         if not error < 2e-2:
             return f"{name} of a shard is off by {error:.1e} of its size"
     return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.common.checks import cast
-from slipstream.compiler import arch, kernel_key
+from slipstream.compiler import arch, known_bugs
 from slipstream.compiler import arch as arches
 from slipstream.kernels.matmul import eager
 from slipstream.kernels.matmul.config import (
@@ -33,11 +33,11 @@ from slipstream.kernels.matmul.config import (
     uses_split_k,
 )
 from slipstream.kernels.matmul.config import choose as choose_tile
-from slipstream.runtime import autograd, custom_op, numeric_probe
+from slipstream.runtime import autograd, custom_op, kernel_pair
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, sm90_unsupported
+from slipstream.runtime.compile_ahead import resized
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
 from slipstream.runtime.guarded_launch import Guard, known_failure
-from slipstream.runtime.size_ladder import resized
 
 # Rows between which and beyond which no other tile is chosen; with one more a number is odd.
 _ROWS = [n for power in range(4, 18) for n in (1 << power, 3 << power - 1)]
@@ -117,7 +117,7 @@ def problem(t: MatmulInputs) -> Problem:
     return Problem(t.a.dtype, t.out_dtype, t.precision, *columns, tma_swaps(t), residual)
 
 
-def _kind(name: str, t: MatmulInputs) -> kernel_key.KernelKey:
+def _kind(name: str, t: MatmulInputs) -> known_bugs.KernelKey:
     """The calls that share a verdict on the kernels."""
     return (f"matmul.{name}", t.a.dtype, t.precision)
 
@@ -242,7 +242,7 @@ def _probe(name: str, like: MatmulInputs) -> str | None:
         "b": torch.randn(168, 144, device=like.a.device).to(like.a.dtype) / 13,
     }
 
-    def run(tensors: numeric_probe.Given, impl: str) -> Tensor:
+    def run(tensors: kernel_pair.Given, impl: str) -> Tensor:
         a, b = tensors["a"], tensors["b"]
         assert a is not None and b is not None
         return matmul(
@@ -252,7 +252,7 @@ def _probe(name: str, like: MatmulInputs) -> str | None:
     # tf32 keeps 10 bits, which is not what is looked for
     if like.a.dtype == torch.float32 and like.precision == "tf32":
         tensors = {n: x.bfloat16().float() for n, x in tensors.items()}
-    return numeric_probe.mismatch(lambda g: run(g, name), lambda g: run(g, "reference"), tensors)
+    return kernel_pair.mismatch(lambda g: run(g, name), lambda g: run(g, "reference"), tensors)
 
 
 def _fake(*args: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.mixer_step.inputs import MAX_TAPS, UNIT_EPS, Blocks, TokenInputs
-from slipstream.runtime import backends, guarded_launch, kernel_pair, numeric_probe
+from slipstream.runtime import backends, guarded_launch, kernel_pair
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
 
@@ -76,20 +76,20 @@ def _eager(t: TokenInputs, blocks: Blocks) -> None:
 def _mismatch(t: TokenInputs, like: Blocks) -> str | None:
     """The probe: three rows, at other places of blocks of five tokens."""
 
-    values = numeric_probe.random_like
+    values = kernel_pair.random_like
     blocks = {name: values(x, 3, 5, *x.shape[2:]) for name, x in like._asdict().items()}
     blocks["window"] = values(like.window, 3, *like.window.shape[1:])
     tokens = {name: values(x, 3, *x.shape[1:]) for name, x in t._asdict().items() if name in _ROWS}
     counts = torch.tensor([4, 0, 2], device=t.x.device)
 
-    def run(tensors: numeric_probe.Given, impl: str) -> tuple[Tensor, ...]:
+    def run(tensors: kernel_pair.Given, impl: str) -> tuple[Tensor, ...]:
         written = Blocks(*(tensors[f"block {name}"] for name in Blocks._fields))
         rows = {name: tensors[name] for name in _ROWS}
         block_inputs(t._replace(**rows, counts=counts), written, impl)
         return written
 
     probe_inputs = tokens | {f"block {name}": x for name, x in blocks.items()}
-    return numeric_probe.mismatch(
+    return kernel_pair.mismatch(
         lambda t: run(t, TRITON_OR_EAGER), lambda t: run(t, "eager"), probe_inputs, gradients=False
     )
 

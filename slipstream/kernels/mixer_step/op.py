@@ -14,17 +14,9 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.mixer_step import eager
 from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.mixer_step.inputs import MAX_TAPS, StepInputs, StepOptions
-from slipstream.runtime import (
-    autograd,
-    backends,
-    dispatch,
-    guarded_launch,
-    kernel_pair,
-    numeric_probe,
-    token_ids,
-)
+from slipstream.runtime import autograd, backends, dispatch, guarded_launch, kernel_pair, token_ids
+from slipstream.runtime.compile_ahead import AtSizes, Size
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.size_ladder import AtSizes, Size
 from slipstream.runtime.token_ids import expect_below
 
 _LAUNCH = "slipstream.kernels.mixer_step.triton.launch"
@@ -80,8 +72,8 @@ def _mismatch(inputs: StepInputs, options: StepOptions) -> str | None:
             values = -values.abs() if name in ("g", "A_log") else values
             probe_inputs[name] = (0.1 * values if name == "state" else values).to(x.dtype)
 
-    def run(impl: str) -> Callable[[numeric_probe.Given], Any]:
-        def call(tensors: numeric_probe.Given) -> tuple[Tensor, ...]:
+    def run(impl: str) -> Callable[[kernel_pair.Given], Any]:
+        def call(tensors: kernel_pair.Given) -> tuple[Tensor, ...]:
             indices = torch.tensor([2, 0], device=device)
             counts = None if like.num_accepted is None else torch.tensor([0, 1], device=device)
             chosen = {"state_indices": indices, "num_accepted": counts}
@@ -95,8 +87,8 @@ def _mismatch(inputs: StepInputs, options: StepOptions) -> str | None:
 
     # states and windows are rounded to their own dtypes
     pools = (x.dtype for x in (like.state, like.conv_state) if x is not None)
-    minimum_bar = max(numeric_probe.BARS[x][0] if x in numeric_probe.BARS else 0.0 for x in pools)
-    return numeric_probe.mismatch(
+    minimum_bar = max(kernel_pair.BARS[x][0] if x in kernel_pair.BARS else 0.0 for x in pools)
+    return kernel_pair.mismatch(
         run("triton|eager"), run("eager"), probe_inputs, gradients=False, minimum_bar=minimum_bar
     )
 

@@ -14,8 +14,8 @@ from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.norm import eager, inputs
 from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.runtime import autograd, backends, dispatch
+from slipstream.runtime.compile_ahead import AtSizes, Size
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.size_ladder import AtSizes, Size
 
 _COUNT = len(inputs.NormInputs._fields)
 

@@ -29,13 +29,12 @@ from slipstream.runtime import (
     consistent,
     custom_op,
     guarded_launch,
-    numeric_probe,
+    kernel_pair,
 )
+from slipstream.runtime.compile_ahead import resized
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, Candidate, choose
-from slipstream.runtime.kernel_pair import guarded
-from slipstream.runtime.numeric_probe import random_like
-from slipstream.runtime.size_ladder import resized
+from slipstream.runtime.kernel_pair import guarded, random_like
 
 _PLAIN_NORM = NormOptions(0.0)
 LAUNCH = "slipstream.kernels.projection_step.triton_kernels"
@@ -156,23 +155,21 @@ def _mismatch(like: ProjectionInputs) -> str | None:
     N = WGMMA_COLUMNS if like.is_wide else 40
     sizes = (N, N) if like.glu else (N, 24) if like.residual is None else (N,)
     x = like.x
-    tensors = {
-        f"w{i}": numeric_probe.random_like(like.weights[0], n, K) for i, n in enumerate(sizes)
-    }
+    tensors = {f"w{i}": kernel_pair.random_like(like.weights[0], n, K) for i, n in enumerate(sizes)}
     tensors = {name: w * K**-0.5 for name, w in tensors.items()}
     tensors["x"] = torch.randn(rows, K, device=x.device).to(x.dtype)
     if like.norm_weight is not None:
-        tensors["norm_weight"] = numeric_probe.random_like(like.norm_weight, K)
+        tensors["norm_weight"] = kernel_pair.random_like(like.norm_weight, K)
     if like.residual is not None:
-        tensors["residual"] = numeric_probe.random_like(like.residual, rows, N)
+        tensors["residual"] = kernel_pair.random_like(like.residual, rows, N)
 
-    def call(impl: str, t: numeric_probe.Given) -> Tensor:
+    def call(impl: str, t: kernel_pair.Given) -> Tensor:
         weights = [t[f"w{i}"] for i in range(len(sizes))]
         terms = t.get("norm_weight"), t.get("residual")
         inputs = ProjectionInputs(t["x"], weights, [None] * len(sizes), *terms, *like[5:])
         return _call(*_flat(inputs), impl=impl)
 
-    return numeric_probe.mismatch(
+    return kernel_pair.mismatch(
         lambda t: call("triton|eager", t), lambda t: call(PLAIN[0], t), tensors, gradients=False
     )
 

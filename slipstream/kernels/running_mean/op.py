@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.running_mean import eager
 from slipstream.kernels.running_mean.inputs import MeanInputs
-from slipstream.runtime import autograd, custom_op, dispatch, numeric_probe
+from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair
 
 
 def chosen(impl: str | None, k: Tensor, v: Tensor) -> str | None:
@@ -52,8 +52,8 @@ def _kind(k: Tensor) -> KernelKey:
 def _mismatch(k: Tensor) -> str | None:
     """The probe: packed sequences of more than a tile, with states."""
     inputs = {
-        "k": numeric_probe.random_like(k, 1, 150, 40),
-        "v": numeric_probe.random_like(k, 1, 150, 40),
+        "k": kernel_pair.random_like(k, 1, 150, 40),
+        "v": kernel_pair.random_like(k, 1, 150, 40),
         "start": torch.randn(2, 80, device=k.device),
         "w": -torch.rand(40, device=k.device),
         "u": torch.randn(40, device=k.device),
@@ -63,7 +63,7 @@ def _mismatch(k: Tensor) -> str | None:
     def mean(of: Callable) -> Callable:
         return lambda t: of(MeanInputs(t["k"], t["v"], t["w"], t["u"], t["start"], cu_seqlens))
 
-    return numeric_probe.mismatch(
+    return kernel_pair.mismatch(
         mean(partial(running_mean, impl=dispatch.TRITON_OR_EAGER)),
         mean(lambda inputs: _plain_mean(inputs, False)[:2]),
         inputs,

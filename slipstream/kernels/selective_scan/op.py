@@ -25,15 +25,14 @@ from slipstream.kernels.selective_scan.inputs import (
 )
 from slipstream.runtime import (
     autograd,
+    compile_ahead,
     context_exchange,
     guarded_launch,
-    numeric_probe,
-    size_ladder,
+    kernel_pair,
 )
 from slipstream.runtime.backends import DTYPES, sm90_unsupported, triton_unsupported
 from slipstream.runtime.context_in_segments import scan_of_rank
-from slipstream.runtime.context_parallel import ContextParallel
-from slipstream.runtime.context_share import Share
+from slipstream.runtime.context_parallel import ContextParallel, Share
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.kernel_pair import guarded
@@ -122,7 +121,7 @@ def _mismatch(like: ScanInputs, kernels: str) -> str | None:
 
         return call
 
-    return numeric_probe.mismatch(run(f"{kernels}|eager"), run("eager"), probe_inputs)
+    return kernel_pair.mismatch(run(f"{kernels}|eager"), run("eager"), probe_inputs)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,7 +161,7 @@ def _backward_at_sizes(args: tuple) -> Iterator[tuple]:
 
 
 # u, delta, B, C, z; kernels of other sizes, compiled after a first call
-_AT_SIZES = size_ladder.AtSizes(tokens=(0, 1, 3, 4, 6), states=(8,), offsets=(9,))
+_AT_SIZES = compile_ahead.AtSizes(tokens=(0, 1, 3, 4, 6), states=(8,), offsets=(9,))
 _DY_AT_SIZES = _AT_SIZES._replace(tokens=(*_AT_SIZES.tokens, 11), states=(8, 12))
 _TENSORS = schema_of(ScanInputs)
 _call_forward = KernelOp(

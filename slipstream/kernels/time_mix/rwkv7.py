@@ -26,7 +26,7 @@ from slipstream.kernels.time_mix.inputs import (
     TermsGrads,
     TermsInputs,
 )
-from slipstream.runtime import autograd, custom_op, dispatch, numeric_probe
+from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair
 from slipstream.runtime.autograd import Function, Saved, as_base, by_operation, needs_autograd
 from slipstream.runtime.guarded_launch import known_failure, plain_gradients
 
@@ -153,22 +153,22 @@ def _mismatch(x: Tensor, parameter: Tensor, heads: int) -> str | None:
     """The probe: a few tokens of as many heads and channels, through both operators."""
     D = parameter.numel()
     probe_inputs = {
-        name: numeric_probe.random_like(x, 1, 37, D)
+        name: kernel_pair.random_like(x, 1, 37, D)
         for name in ("w", "k", "a", "v", "v_gate", "first_value", "r", "gate")
     }
     probe_inputs |= {
-        name: numeric_probe.random_like(parameter, D)
+        name: kernel_pair.random_like(parameter, D)
         for name in ("k_k", "k_a", "w_bias", "a_bias", "v_bias", "weight", "bias", "r_k")
     }
 
-    def run(t: numeric_probe.Given, terms: Callable, output: Callable) -> tuple[Tensor, ...]:
+    def run(t: kernel_pair.Given, terms: Callable, output: Callable) -> tuple[Tensor, ...]:
         w, k, a, b, v, *_ = terms(TermsInputs(*(t[name] for name in TermsInputs._fields)), heads)
         shape = (heads, -1)
         o, r = (t[name].unflatten(-1, shape) for name in ("w", "r"))
         parameters = t["weight"], t["bias"], t["r_k"].view(shape)
         return w, a, b, output(OutputInputs(o, r, k, v, t["gate"], *parameters), EPS)
 
-    return numeric_probe.mismatch(
+    return kernel_pair.mismatch(
         lambda t: run(
             t,
             lambda inputs, heads: _Terms.apply(*inputs, heads, dispatch.TRITON_OR_EAGER),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.common.checks import autocast_dtype
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import autograd, custom_op, dispatch, numeric_probe
+from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair
 from slipstream.runtime.autograd import Function, Saved, as_base, by_operation, needs_autograd
 
 Weights = Sequence[Sequence[Tensor]]
@@ -121,15 +121,15 @@ def _mismatch(x: Tensor, mu: Tensor) -> str | None:
     """The probe: a few rows of the same width, with a `before` and without, whole and packed."""
     width = x.shape[-1]
     probe_inputs = {
-        "x": numeric_probe.random_like(x, 1, 37, width),
-        "before": numeric_probe.random_like(x, 1, 37, width),
-        "mu": numeric_probe.random_like(mu, *mu.shape),
+        "x": kernel_pair.random_like(x, 1, 37, width),
+        "before": kernel_pair.random_like(x, 1, 37, width),
+        "mu": kernel_pair.random_like(mu, *mu.shape),
     }
     starts = torch.zeros(37, dtype=torch.uint8, device=x.device)
     starts[5] = 1
 
     def run(forward: Any, backward: Any) -> Any:
-        def call(t: numeric_probe.Given) -> tuple[Tensor, ...]:
+        def call(t: kernel_pair.Given) -> tuple[Tensor, ...]:
             found: list[Tensor] = []
             for given in ((t["before"], None), (None, None), (None, starts)):
                 mixes = forward(t["x"], *given, t["mu"])
@@ -143,7 +143,7 @@ def _mismatch(x: Tensor, mu: Tensor) -> str | None:
         lambda *args: _backward(*args, impl=dispatch.TRITON_OR_EAGER),
     )
     in_torch = run(plain, _backward.impl.plain)
-    return numeric_probe.mismatch(kernels, in_torch, probe_inputs, gradients=False)
+    return kernel_pair.mismatch(kernels, in_torch, probe_inputs, gradients=False)
 
 
 _LAUNCH = "slipstream.kernels.time_mix.triton.token_mix"

@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.kernels.attention import eager, op, probe
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.runtime import numeric_probe
+from slipstream.runtime import kernel_pair
 
 OFFSETS = torch.tensor([0, 20, 300], dtype=torch.int32)
 LENGTHS = torch.tensor([300, 7], dtype=torch.int32)
@@ -86,7 +86,7 @@ def test_probes_heads_are_one_of_keys_and_its_queries(name: str) -> None:
         ([1.0, 0.0], [1.0, -torch.inf], torch.nan), ([torch.nan, 1.0], [1.0, 1.0], torch.nan)],
 )  # fmt: skip
 def test_relative_error(got: list[float], want: list[float], error: float) -> None:
-    found = torch.tensor(numeric_probe.relative_error(*map(torch.tensor, (got, want))))
+    found = torch.tensor(kernel_pair.relative_error(*map(torch.tensor, (got, want))))
     wanted: Tensor = torch.tensor(error)
     if wanted.isnan():
         assert not found <= 1e9  # no bar admits it

@@ -12,7 +12,7 @@ from slipstream.kernels.linear import context, op
 from slipstream.kernels.linear.context_terms import Call
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-from slipstream.runtime.context_share import Share
+from slipstream.runtime.context_parallel import Share
 from tests.support.memory import Allocated
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")

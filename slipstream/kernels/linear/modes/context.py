@@ -9,7 +9,7 @@ from slipstream.common import checks
 from slipstream.kernels.linear import context_terms, inputs
 from slipstream.kernels.linear.context import linear_across_ranks
 from slipstream.kernels.linear.modes.call import Call, LinearOptions, Results
-from slipstream.runtime import context_parallel, context_share
+from slipstream.runtime import context_parallel
 
 
 class Context(NamedTuple):
@@ -49,7 +49,7 @@ def _expect_narrow(terms: inputs.LinearInputs, beta: str) -> None:
         )
 
 
-def _run(call: Call, share: context_share.Share) -> Results:
+def _run(call: Call, share: context_parallel.Share) -> Results:
     terms, options = call.terms, call.options
     choose = call.road.choice(options.impl)
     how = context_terms.Call(call.how, choose, options.output_final_state)

@@ -12,7 +12,7 @@ from slipstream.kernels.linear.inputs import NUM_TERMS, ForwardCall, LinearInput
 from slipstream.kernels.linear.modes.call import Call, Results
 from slipstream.kernels.linear.prefix_states import NoKernel, PrefixStates
 from slipstream.runtime import consistent, custom_op, dispatch
-from slipstream.runtime.prefix_scope import prefix_scope
+from slipstream.runtime.consistent import prefix_scope
 
 
 class Prefix(NamedTuple):
