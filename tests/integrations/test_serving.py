@@ -271,3 +271,22 @@ def test_vllm_prompts_warm_up_once_a_kind(monkeypatch: pytest.MonkeyPatch) -> No
             assert calls == count * [2 * vllm_steps.PROMPT]
     finally:
         forget_vllm()
+
+
+def test_vllm_methods_get_our_functions_where_they_call_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("forward_context", "model_executor.layers.mamba.mamba_utils"):
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.custom_op", SimpleNamespace())
+    forget_vllm()
+    try:
+        from slipstream.integrations import vllm_layers
+
+        monkeypatch.setattr(vllm_layers, "_or_theirs", lambda ours, theirs, site: ours)
+        names: dict[str, Any] = {"theirs": lambda x: x, "other": lambda x: 10 * x}
+        exec("def method(x): return theirs(x) + other(x)", names)
+        ours: Any = {"theirs": lambda x: x + 1, "absent": lambda x: x}
+        assert vllm_layers._rebound(names["method"], ours, "site")(1) == 12
+    finally:
+        forget_vllm()

@@ -1,6 +1,7 @@
 """Properties of every layer."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream import layers
-from slipstream.layers import Mixer
+from slipstream.layers import Mixer, base
 from tests.support.small_layers import LAYERS, D, make
 
 # seconds each: one of each kind of state, the rest are slow
@@ -399,3 +400,21 @@ def test_default_dtype_changes_nothing(name: str) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+def test_norm_across_ranks_is_that_of_all_heads(
+    gated: bool, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    o, gate = torch.randn(2, 1, 3, 8).unbind()
+    one: Any = SimpleNamespace(norm_weight=torch.rand(8), norm_eps=1e-5, head_shard=None)
+    ranks: Any = SimpleNamespace(**vars(one) | {"head_shard": "of one rank"}, norms_across=True)
+    monkeypatch.setattr(
+        base.rank_sums, "norm_of_parts", lambda x, eps, _: F.rms_norm(x, (8,), eps=eps)
+    )
+    want, got = (
+        Mixer._norm_of_all_heads(x, o, gate if gated else None, norm_before_gate=before)
+        for x in (one, ranks)
+    )
+    torch.testing.assert_close(got, want)

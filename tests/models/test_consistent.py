@@ -17,6 +17,7 @@ from slipstream.models.config import CONSISTENT_MIXERS
 from slipstream.nn.consistent import linear
 from slipstream.nn.decoding import Drafts
 from slipstream.runtime.backends import HAVE_TRITON
+from slipstream.runtime.consistent import BLOCK
 from tests.support.consistent_models import LENGTH, differing, logits_of, model_of, sequences
 
 # of all mixers that a consistent model takes
@@ -102,6 +103,14 @@ def test_prefixes_and_rows_of_a_cache() -> None:
     assert cache.rows == 2
     cache.batch_select_indices(torch.tensor([True, False]))
     assert cache.rows == 1
+
+
+def test_whole_blocks_go_on_in_inference_mode() -> None:
+    """Whose tensors nobody may mark as wanting gradients."""
+    model, ids = model_of("gated_deltanet", "attention"), sequences(1)[:, :BLOCK]
+    with torch.inference_mode():
+        got = logits_of(model, ids)
+    assert torch.equal(got, logits_of(model, ids))
 
 
 @pytest.mark.parametrize("mixers", [("gated_deltanet", "attention"), ("rwkv7", "mamba2")], ids=str)

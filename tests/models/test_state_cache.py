@@ -2,12 +2,13 @@
 
 import pickle
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream.models import StateCache
+from slipstream.models import StateCache, rollback
 from slipstream.models.cache import CACHE
 from tests.support.language_models import MODELS, assert_same, generate, model, tokens
 
@@ -377,3 +378,10 @@ def test_counts_are_refused_by_name() -> None:
         for given in (1.5, "1", [1], True):
             with pytest.raises(TypeError, match=r"^\w+: want an int, got"):
                 call(given)
+
+
+def test_repeated_call_leaves_the_last_input_of_an_mlp() -> None:
+    mixer: Any = SimpleNamespace(step=lambda *_, **__: None)
+    x, state = torch.randn(2, 3, 4), {rollback.MLP_SHIFT: torch.zeros(2, 4)}
+    rollback.Record(mixer, x, mlp_x=x + 1).run(state)
+    assert torch.equal(state[rollback.MLP_SHIFT], x[:, -1] + 1)

@@ -32,3 +32,11 @@ def test_named_plain_torch_chooses_no_kernel(
     assert o.isfinite().all()
     with pytest.raises(AssertionError, match="looked for"):
         getattr(ops, name)(**terms)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_erased_keys_are_decayed(dtype: torch.dtype) -> None:
+    """By b too, where there is one."""
+    g, k, b = torch.rand(3, 1, 5, 2, 16, dtype=dtype).unbind()
+    torch.testing.assert_close(op.erase(-g, k, None), -(-g).exp() * k)
+    torch.testing.assert_close(op.erase(-g, k, b), -(-g).exp() * b * k)

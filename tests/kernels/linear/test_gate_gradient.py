@@ -63,7 +63,7 @@ def assert_crossed_down_to_32(backend: Any, delta: bool, dtype: torch.dtype) -> 
         terms.k[:, 20:], g = 0.0, terms.q[..., 0] * 0 - 0.05
         g[:, 20] = gate
         terms = terms._replace(g=g)
-        given = {n: x.to(dtype) for n, x in zip("qkv", terms)}
+        given: dict[str, Any] = {n: getattr(terms, n).to(dtype) for n in "qkv"}
         given |= {n: x.float() for n in ("g", "beta") if (x := getattr(terms, n)) is not None}
         end = torch.zeros(terms.state_shape, dtype=torch.float64)
         dg = backend.backward(terms._replace(**given), given["v"], end, 0.3)["g"]

@@ -9,6 +9,7 @@ import torch
 from slipstream.kernels.linear import op, probe
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.triton.plan import kind
+from slipstream.tools.samples import FILL, Making
 
 
 def terms(dtype: torch.dtype, packed: bool) -> LinearInputs:
@@ -44,3 +45,12 @@ def test_probe_accepts_rounding_and_nothing_else(dtype: torch.dtype, packed: boo
     assert probe.like(given).q.dtype == dtype
     assert kind(given) == kind(terms(dtype, packed)) == kind(probe.like(given))
     assert kind(given) != kind(given._replace(g=None))
+
+
+def test_states_of_samples_are_small_beside_products() -> None:
+    """So that an error of either shows."""
+    making, cpu = Making(*[None] * 3, torch.device("cpu")), torch.device("cpu")  # pyright: ignore
+    for x in (probe._VALUES["state"]([9999], cpu), FILL["state"](making, [9999])):
+        assert abs(x.mean()) < 0.01 and 0.09 < x.std() < 0.11
+    one = FILL["one"](making, [9999])
+    assert 0.99 < one.mean() < 1.01 and 0.09 < one.std() < 0.11

@@ -3,11 +3,14 @@
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.segments import Segments
 from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -170,3 +173,35 @@ def test_segments_are_of_the_programs_of_a_scan(
     assert made.BACKEND.choose_segments(terms, *([4] if "decay" in module else [])) is None
     ((*got,),) = asked
     assert (*(x for x in got if x is not terms),) == want
+
+
+@pytest.mark.parametrize(("tokens", "can_pass"), [(127, True), (128, True), (128, False)])
+def test_half_of_a_sequence_is_worth_a_segment(tokens: int, can_pass: bool) -> None:
+    """Of its own rank's calls: below, states of ranks are added up call by call."""
+    from slipstream.kernels.linear.context_states import _StateExchange
+
+    asked: list[str] = []
+    rank: Any = SimpleNamespace(piece=lambda: (0, tokens), by_calls=lambda: asked.append("calls"))
+    x = torch.empty(1, 256, 2, 8, device="meta")
+    cut = _StateExchange.segments(rank, LinearInputs(x, x, x), None, 64, can_pass=can_pass)
+    assert (cut is None) == bool(asked) == (tokens < 128 or not can_pass)
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["what segments add", "others"])
+def test_states_pass_twice_from_what_segments_add(others: bool) -> None:
+    """Before the exchange for what is sent, and after it."""
+    from slipstream.kernels.linear import backend
+
+    states, began, wanted = torch.zeros(2, 3), [], []
+    exchange = mock.Mock(sends=True, receives=True)
+
+    def run(x: Tensor, sums: Tensor | None) -> None:
+        began.append(x.clone())
+        wanted.append(sums)
+        x += 1
+
+    terms: Any = SimpleNamespace(state_shape=(5,))
+    backend.pass_states(run, states, None, terms, Segments(64, 2), mock.Mock(), exchange, others)
+    assert [int(x[0, 0]) for x in began] == [0, int(others)]
+    assert wanted[0].shape == (5,) and wanted[1] is None
+    assert exchange.call_args.args[0] is wanted[0]

@@ -72,3 +72,10 @@ def test_sharded_losses_match_whole() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # of a process that has imported everything
         start_processes(work, (f"{folder}/store",), nprocs=RANKS, start_method="fork")
+
+
+def test_chunks_of_rows_have_so_many_logits() -> None:
+    hidden, weight = (torch.empty(n, 3, device="meta") for n in (5, 1 << 25))
+    assert [x for x, _ in shard._chunks(hidden, weight, None)] == [
+        *map(slice, (0, 2, 4), (2, 4, 6))
+    ]
