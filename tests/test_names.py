@@ -49,22 +49,17 @@ supports_safe_gate_verify supports_strided_target_verify_qkv supports_track_stat
 tested tie_word_embeddings traced use_beta use_gate use_tf32x3_affine_chain verifies_drafts
 wide_in_chunks"""
 OTHERWISE = """
-_detach custom_op.DirectCall, allow_neg_eigval gated_deltaproduct.GatedDeltaProduct,
-bias linear.Linear, bias norm.LayerNorm, bias rwkv7._lora, causal attention.attention,
-conv_bias mamba2.Mamba2, convolved fla.Gated, delta_softplus selective_scan_interface._mamba_inner,
-grouped samples.Sample, inplace functions.channel_mixing_rwkv7, interleaved mla.MLA,
-is_rms_norm fused_norm_gate.FusedRMSNormGated, is_rms_norm fused_norm_gate.FusedRMSNormGatedLinear,
-is_rms_norm layernorm.RMSNorm, is_rms_norm layernorm.RMSNormLinear,
-is_rms_norm layernorm_gated.RMSNormGated, late recording.Line, leaves_states base.Mixer,
-norm_affine gla.GatedLinearAttention, norm_before_gate layernorm_gated.RMSNormGated,
-norm_before_gate mamba2.Mamba2, normalize linear_attn.fused_recurrent_linear_attn,
-output_final_state rwkv7.fused_recurrent_rwkv7, remembers compiler_state.CompilerState,
-replay custom_op.DirectCall, reuses_w backend.Sm90Delta, saves backend.Sm90Delta,
-scales_states inputs.ChunkBackend,
-takes_first_value rwkv7.RWKV7, use_beta_sigmoid_in_kernel serving.step,
-use_cache class_mixers.recurrent_gemma, use_cache config.SlipstreamConfig,
-use_gate delta_net.DeltaNet, use_qk_l2norm_in_kernel serving.step,
-use_qk_l2norm_in_kernel vllm.chunk_gated_delta_rule, verifies_drafts base.Mixer"""
+_detach DirectCall, allow_neg_eigval GatedDeltaProduct, bias LayerNorm, bias Linear, bias _lora,
+causal attention, conv_bias Mamba2, convolved Gated, delta_softplus _mamba_inner, grouped Sample,
+inplace channel_mixing_rwkv7, interleaved MLA, is_rms_norm FusedRMSNormGated,
+is_rms_norm FusedRMSNormGatedLinear, is_rms_norm RMSNorm, is_rms_norm RMSNormGated,
+is_rms_norm RMSNormLinear, late Line, leaves_states Mixer, norm_affine GatedLinearAttention,
+norm_before_gate Mamba2, norm_before_gate RMSNormGated, normalize fused_recurrent_linear_attn,
+output_final_state fused_recurrent_rwkv7, remembers CompilerState, replay DirectCall,
+reuses_w Sm90Delta, saves Sm90Delta, scales_states ChunkBackend, takes_first_value RWKV7,
+use_beta_sigmoid_in_kernel step, use_cache SlipstreamConfig, use_cache recurrent_gemma,
+use_gate DeltaNet, use_qk_l2norm_in_kernel chunk_gated_delta_rule, use_qk_l2norm_in_kernel step,
+verifies_drafts Mixer"""
 ROOT = Path(slipstream.__file__).parent
 
 
@@ -265,9 +260,9 @@ def _defaults(node: ast.AST, place: str) -> Iterator[tuple[str, ast.expr | None,
 def test_flags_of_one_name_have_one_default() -> None:
     """What a call leaves out means the same wherever it goes on to."""
     found = [
-        (name, default.value, f"{name} {place.removesuffix('.__init__')}")
+        (name, default.value, f"{name} {place[1:].removesuffix('.__init__')}")
         for path in sorted(ROOT.rglob("*.py"))
-        for name, default, place in _defaults(ast.parse(path.read_text()), path.stem)
+        for name, default, place in _defaults(ast.parse(path.read_text()), "")
         if isinstance(default, ast.Constant) and isinstance(default.value, bool)
     ]
     usual = {*SET.split()}
