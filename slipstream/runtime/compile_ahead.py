@@ -1,11 +1,12 @@
 """Kernels that calls of other sizes ask for, compiled while the program goes on.
 
 The first call of an operator waits for its own kernels alone (runtime/parallel_compile.py). Other
-numbers of tokens, sequences or keys take others of a short list (Size). So an
-operator that says what its arguments are in other sizes has those compiled after that, in threads
-that leave the processor to whoever waits for a kernel. The calls run on fake tensors: they take
-none of the GPU's memory and launch nothing. A call that needs a kernel that failed here compiles it
-again. Where the first compilation of a kernel is in a child process (runtime/guarded_launch.py),
+numbers of tokens, sequences or keys take others of a short list (Size). So an operator that says
+what its arguments are in other sizes has those compiled after that, once no operator has been
+called for the first time for a second: after a model's first step, in threads that leave the
+processor to whoever waits for a kernel. The calls run on fake tensors: they take none of the GPU's
+memory and launch nothing. A call that needs a kernel that failed here compiles it again. Where the
+first compilation of a kernel is in a child process (runtime/guarded_launch.py),
 that is done here, too; verdicts are those of real calls alone.
 
     SLIPSTREAM_AHEAD   on, or off
@@ -23,6 +24,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -221,6 +223,8 @@ class _Background:
         self._thread: threading.Thread | None = None
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._left, self._ends = 0, False
+        self._latest, self._awaited = 0.0, threading.Event()
+        self.quiet = 1.0  # seconds without a first call before any of these is run
 
     def put(self, job: tuple) -> None:
         with self._lock, contextlib.suppress(RuntimeError):  # no more threads
@@ -232,19 +236,28 @@ class _Background:
                 atexit.register(self._end)
             with self._done:
                 self._left += 1
+            self._latest = time.monotonic()
             self._jobs.put(job)
 
     def wait(self) -> None:
+        self._awaited.set()
         with self._done:
             self._done.wait_for(lambda: self._left == 0)
+        self._awaited.clear()
 
     def _end(self) -> None:
         """Before the interpreter ends, under which no thread may compile."""
         self._ends = True
+        self._awaited.set()
         thread = self._thread
         if thread is not None and thread.is_alive():
             self._jobs.put(None)
             thread.join(parallel_compile.PATIENCE)
+
+    def _wait_for_quiet(self) -> None:
+        while (left := self._latest + self.quiet - time.monotonic()) > 0:
+            if self._awaited.wait(left):
+                return
 
     def _goes_on(self) -> bool:
         """Waits until no call waits for its kernels."""
@@ -259,6 +272,7 @@ class _Background:
         _leave_filters_alone()
         pool = _Threads(max(1, (os.cpu_count() or 1) // SHARE))
         while (job := self._jobs.get()) is not None and not self._ends:
+            self._wait_for_quiet()
             with contextlib.suppress(Exception), _brief_lock():
                 self._compile(pool, *job)
             with self._done:

@@ -72,6 +72,25 @@ def test_warm_up_waits_for_other_sizes() -> None:
 
 
 @pytest.mark.usefixtures("trusted")
+def test_begin_waits_for_calls_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other sizes are for later than what a first step makes, unless somebody waits for them."""
+    ran = threading.Event()
+
+    def begin(quiet: float) -> None:
+        ran.clear()
+        monkeypatch.setattr(compile_ahead._BACKGROUND, "quiet", quiet)
+        for _ in range(2):
+            compile_ahead.begin(lambda x: ran.set(), (torch.zeros(16),), halves)
+
+    begin(600.0)
+    assert not ran.wait(0.3)
+    compile_ahead.finish()
+    assert ran.is_set()
+    begin(0.1)
+    assert ran.wait(60.0)
+
+
+@pytest.mark.usefixtures("trusted")
 def test_begin_runs_operators_within_a_call() -> None:
     """Those that a call makes below its own operator launch, too."""
     seen: list[Any] = []
