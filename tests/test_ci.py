@@ -1,7 +1,5 @@
-""".ci/run with a make that only writes down what it is asked for; titles of commits.
-
-Since the rule is kept these have at most 72 characters (CONTRIBUTING.md).
-"""
+""".ci/run with a make that only writes down what it is asked for; titles of commits. Since the rule
+is kept these have at most 72 characters (CONTRIBUTING.md)."""
 
 import os
 import re

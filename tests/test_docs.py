@@ -1,7 +1,5 @@
-"""The documentation's Python runs as it stands; links of pages beside the site lead to files.
-
-`make docs` checks the links of the site. Files that comments, docstrings and pages name are there.
-"""
+"""The documentation's Python runs as it stands; links of pages beside the site lead to files. `make
+docs` checks the links of the site. Files that comments, docstrings and pages name are there."""
 
 import importlib
 import io

@@ -4,7 +4,7 @@ and those of the configs of the models that convert reads.
     python tools/fla_signatures.py FOLDER > tests/compat/fla_signatures.json
 
 FOLDER is where fla-core is installed. Its files are read, not imported.
-tests/compat/test_fla_signatures.py compares slipstream.compat.fla with the result, and
+tests/compat/test_signatures.py compares slipstream.compat.fla with the result, and
 tests/models/test_convert.py the defaults of slipstream.models.convert.
 """
 

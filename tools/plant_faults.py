@@ -134,17 +134,28 @@ def functions(source: str) -> list[str]:
     return names
 
 
+@lru_cache(maxsize=1)
+def numbers(source: str) -> dict[str, list[int]]:
+    """Where each text of a line stands."""
+    found: dict[str, list[int]] = {}
+    for n, line in enumerate(source.split("\n")):
+        found.setdefault(line.strip(), []).append(n)
+    return found
+
+
+def place(source: str, fault: Fault) -> int | None:
+    """The number of its line; None if the source has no such line, or several."""
+    names, inside = functions(source), f".{fault.function}.".replace("..", ".")
+    places = [n for n in numbers(source).get(fault.before, ()) if f"{names[n]}.".startswith(inside)]
+    return places[0] if len(places) == 1 else None
+
+
 def planted(source: str, fault: Fault) -> str | None:
-    """The source with the fault; None if it has no such line, or several."""
-    lines, inside = source.split("\n"), f".{fault.function}.".replace("..", ".")
-    places = [
-        n
-        for n, name in enumerate(functions(source))
-        if lines[n].strip() == fault.before and f"{name}.".startswith(inside)
-    ]
-    if len(places) != 1:
+    """The source with the fault; None where that has no place."""
+    lines = source.split("\n")
+    if (n := place(source, fault)) is None:
         return None
-    lines[places[0]] = lines[places[0]].replace(fault.before, fault.after)
+    lines[n] = lines[n].replace(fault.before, fault.after)
     return "\n".join(lines)
 
 
@@ -158,7 +169,7 @@ def sites(file: str, source: str) -> Iterator[Fault]:
             changed = line[: x.col_offset] + after + line[x.end_col_offset :]
             fault = Fault(file, names[n][1:], kind, line.strip(), changed.strip())
             constant = isinstance(x, ast.Constant) and kind == "key's field"
-            if x.lineno == x.end_lineno and not constant and planted(source, fault):
+            if x.lineno == x.end_lineno and not constant and place(source, fault) is not None:
                 yield fault
 
 

@@ -1,4 +1,5 @@
-"""Every command has a page that names its options. And how the matrix ends."""
+"""Every command has a page that names its options; how the matrix ends; slipstream convert and
+precompile as they are called."""
 
 import io
 import json
@@ -11,18 +12,22 @@ from typing import Any
 
 import click
 import pytest
+import torch
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 import slipstream
 from slipstream.cli.commands import app, reported
-from slipstream.compiler import compiler_state
+from slipstream.compiler import compiler_state, support_matrix
 from slipstream.compiler.support_matrix import Row
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.models.convert import convert
 from slipstream.models.convert.files import Weights
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.files import read_text
-from slipstream.tools.model_kernels import read
+from slipstream.tools.model_kernels import read, trace_model
+from slipstream.tools.precompile_cache import is_model
 from slipstream.training.config import load
 from tests.support.forked import run_code
 from tests.support.scripts import ROOT, script
@@ -204,3 +209,93 @@ def test_file_that_cannot_be_read_is_named(name: str, content: bytes, tmp_path: 
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(str(tmp_path / file))):
         reader(tmp_path / file)
+
+
+KDA = {"type": "kda", "gate_bias": True, "norm_eps": 1e-6}
+
+
+def run(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["convert", *map(str, words)])
+    return result.exit_code, result.output
+
+
+def test_convert_there_and_back_and_errors(tmp_path: Path) -> None:
+    ours, theirs, again = (tmp_path / x for x in ("ours", "theirs", "again"))
+    config = SlipstreamConfig(vocab_size=17, hidden_size=16, num_heads=2, mixers=[KDA])
+    SlipstreamForCausalLM(config).save_pretrained(ours)
+    status, output = run(ours, theirs, "--to", "kda")
+    assert status == 0 and output.startswith("slipstream to kda: ")
+    status, output = run(theirs, again)
+    assert status == 0 and output.startswith("kda to slipstream: ")
+    status, output = run(ours, tmp_path / "more")
+    assert status == 2 and "error: to: want one of gla, retnet" in output
+    status, output = run(theirs, tmp_path / "more", "--ignore", "nothing")
+    assert status == 2 and "error: ignore: nothing is not in" in output
+
+
+needs_compiler = pytest.mark.skipif(
+    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
+)
+SMALL = {"vocab_size": 512, "hidden_size": 128, "num_heads": 2}
+BF16 = torch.bfloat16
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def small(*mixers: str) -> SlipstreamConfig:
+    return SlipstreamConfig(**SMALL, mixers=list(mixers))
+
+
+def test_operators_are_no_models_in_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("kda", "chunk_kda", "run"):
+        (tmp_path / name).mkdir()
+    assert not is_model("kda") and not is_model("chunk_kda")
+    assert is_model("run") and is_model("./kda") and is_model("config.json")
+
+
+@needs_compiler
+def test_kernels_of_a_step() -> None:
+    names = [x.name for x in trace_model(small(*["kda"] * 5), BF16, (2, 512), "sm_90", True)]
+    both = {"conv_fwd", "conv_bwd", "dplr_chunk_fwd_sm90", "dplr_dqkg_sm90", "norm_bwd"}
+    both |= {"embedding", "cross_entropy", "decay_gate"}
+    assert {f"{x}_kernel" for x in both} <= {*names}
+    few = [x.name for x in trace_model(small("kda", "kda"), BF16, (2, 512), "sm_90", True)]
+    assert sorted(few) == sorted(names)  # the other blocks are like these
+    forward = {x.name for x in trace_model(small("kda"), BF16, (2, 512), "sm_90", False)}
+    assert forward < {*names} and not any("bwd" in x for x in forward)
+
+
+def test_configurations_are_read_from_folders_and_files(tmp_path: Path) -> None:
+    config = small("gla", "attention")
+    config.save_pretrained(tmp_path)
+    for name in (tmp_path, tmp_path / "config.json"):
+        assert read(str(name)).mixers == config.mixers
+    assert read(f"{CONFIGS}/kda.yaml").mixers == ["kda"] * 4
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match="want model_type 'slipstream', got 'llama'"):
+        read(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="got None"):
+        read(str(tmp_path))
+    with pytest.raises(ValueError, match="want a model's folder"):
+        read(str(tmp_path / "no.json"))
+
+
+@needs_compiler
+def test_command_compiles_what_it_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiled: list[str] = []
+
+    def run(tasks: list, **options: object) -> list:
+        compiled.extend(job.name for job, _ in tasks)
+        return []
+
+    monkeypatch.setattr(support_matrix, "run", run)
+    options = ["--batch", "2x256", "--cache", str(tmp_path / "cache")]
+    got = CliRunner().invoke(app, ["precompile", f"{CONFIGS}/retention.yaml", *options])
+    assert got.exit_code == 0, got.output
+    assert any("scalar_decay" in x for x in compiled)
+    for wrong in ("8", "0x4", "8x1", "axb"):
+        got = CliRunner().invoke(app, ["precompile", f"{CONFIGS}/kda.yaml", "--batch", wrong])
+        assert got.exit_code == 2 and "--batch: want rows and tokens" in got.output

@@ -1,7 +1,5 @@
-"""fla's references in plain torch beside our operators, under fla's names and arguments.
-
-Wants fla's files, as tests/compat/test_fla_interop.py does.
-"""
+"""fla's references in plain torch beside our operators, under fla's names and arguments. Wants
+fla's files, as tests/compat/test_fla_interop.py does."""
 
 import importlib.metadata
 import importlib.util

@@ -115,14 +115,11 @@ def job(name: str, tensors: dict[str, str], constants: dict[str, Any], **rest: A
 
 @pytest.mark.parametrize(
     ("which", "M", "N", "warps", "has"),
-    [
-        ("turned", 64, 64, 4, {"transposed_dot", "chained_64_dots"}),
-        ("narrow", 64, 32, 4, {"narrow_dot"}),
-        ("narrow", 64, 64, 4, set()),
+    [("turned", 64, 64, 4, {"transposed_dot", "chained_64_dots"}),
+        ("narrow", 64, 32, 4, {"narrow_dot"}), ("narrow", 64, 64, 4, set()),
         ("narrow", 32, 32, 4, set()),  # too few rows for wgmma
-        ("narrow", 64, 32, 2, set()),
-    ],
-)
+        ("narrow", 64, 32, 2, set())],
+)  # fmt: skip
 def test_patterns_are_found_where_they_are(
     which: str, M: int, N: int, warps: int, has: set[str]
 ) -> None:

@@ -1,5 +1,6 @@
-"""Uniform registers that nothing has written are found in listings of machine code."""
+"""What tests/support/uniform_registers.py and sass.py find in listings of machine code."""
 
+from tests.support.sass import arrives_early, overwritten
 from tests.support.uniform_registers import unwritten
 
 
@@ -39,3 +40,20 @@ def test_copies_are_what_was_copied() -> None:
     # both registers of a load of 64 bits are others then, not the second one alone
     loaded = "LDL.64 R10, [R1+0x30]"
     assert not unwritten(listing(*BEGIN, kept, loaded, back, NEXT, "EXIT"))
+
+
+def test_early_arrivals_are_found() -> None:
+    store, meet = "st.shared.v4.b32 [%r1], {%r2, %r3, %r4, %r5};", "bar.sync 2, 128;"
+    arrival = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r6];"
+    assert arrives_early("\n".join([meet, store, arrival])) == [(store, arrival)]
+    assert not arrives_early("\n".join([store, meet, arrival]))
+
+
+def test_overwritten_operands_are_found() -> None:
+    product = "HGMMA.64x32x16.F32.BF16 R56, R32, gdesc[UR4].tnspB, RZ, !UPT ;"
+    constant = "IMAD.MOV.U32 R33, RZ, RZ, 0x3f803f80 ;"
+    wait = "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
+    assert len(overwritten("\n".join([product, constant, wait]))) == 1
+    assert len(overwritten("\n".join([product, "LDS.128 R28, [R4] ;", wait]))) == 0
+    assert not overwritten("\n".join([constant, product, wait, constant]))
+    assert not overwritten("\n".join([product, "STS [R33], R32 ;", wait]))

@@ -1,6 +1,5 @@
 """slipstream.integrations.sglang in SGLang's own classes: dispatchers, backends and hooks of both
-releases, as they are.
-"""
+releases, as they are."""
 
 import re
 from collections.abc import Iterator
@@ -201,12 +200,9 @@ def test_registry_of_external_models(engine: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("asked", [None, "1"])
 def test_plugin_is_called(
-    engine: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    asked: str | None,
-    tmp_path: Path,
-) -> None:
+    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    asked: str | None, tmp_path: Path
+) -> None:  # fmt: skip
     install(monkeypatch, tmp_path)
     if asked is not None:
         monkeypatch.setenv("SLIPSTREAM_SGLANG", asked)
@@ -224,11 +220,9 @@ def test_plugin_is_called(
 
 
 def test_release_without_a_class_keeps_its_own(
-    engine: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:
+    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path
+) -> None:  # fmt: skip
     """Or a function; the other kinds are ours."""
     install(monkeypatch, tmp_path)
     monkeypatch.setenv("SLIPSTREAM_SGLANG", "1")
@@ -243,10 +237,8 @@ def test_release_without_a_class_keeps_its_own(
 
 
 def test_another_dispatcher_keeps_its_kernels(
-    engine: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
     for kind, name in NAMES.items():
         theirs = getattr(engine.modules[kind], f"{kind.upper()}KernelDispatcher")
         made = theirs.__init__

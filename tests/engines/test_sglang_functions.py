@@ -1,8 +1,6 @@
 """SGLang's Mamba-2 mixer and lightning backend, of both releases' own files, on slipstream's
-functions: prompts, decoding, mixed batches and drafts against the recurrences, token by token.
-
-The convolution and the norm leave their input, projections are given.
-"""
+functions: prompts, decoding, mixed batches and drafts against the recurrences, token by token. The
+convolution and the norm leave their input, projections are given."""
 
 import sys
 from collections.abc import Iterator

@@ -1,9 +1,7 @@
 """Random schedules of SGLang on slipstream's kernels: prefixes found, prompts in parts, decoding,
-drafts accepted, preemption, padded rows. After each pass every slot of the pool is compared.
-
-The backend, the pool and what copies states to tracked slots are SGLang's own files; which slot is
-whose is said here. By hand: SCHEDULE_STEPS=10000.
-"""
+drafts accepted, preemption, padded rows. After each pass every slot of the pool is compared. The
+backend, the pool and what copies states to tracked slots are SGLang's own files; which slot is
+whose is said here. By hand: SCHEDULE_STEPS=10000."""
 
 import os
 import sys

@@ -1,6 +1,5 @@
 """slipstream's overrides of torchtitan's Qwen3.5 in the model of its own files, whole and on two
-ranks, and slipstream.compat.install("fla") for that model.
-"""
+ranks, and slipstream.compat.install("fla") for that model."""
 
 import ast
 import sys

@@ -1,9 +1,7 @@
 """slipstream.integrations.vllm in vLLM's own classes: custom_op.py, the layers of Gated DeltaNet
-and ssu_dispatch.py of both releases, as they are.
-
-Absent are the compiled parts, configuration, platforms and distribution (tests/support/engines):
-what a layer does to find out which kernels it may take.
-"""
+and ssu_dispatch.py of both releases, as they are. Absent are the compiled parts, configuration,
+platforms and distribution (tests/support/engines): what a layer does to find out which kernels it
+may take."""
 
 import copy
 import re
@@ -252,12 +250,9 @@ def test_stochastic_rounding_is_refused(engine: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("asked", [None, "0", "1", "yes"])
 def test_plugin_is_called(
-    engine: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    asked: str | None,
-    tmp_path: Path,
-) -> None:
+    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    asked: str | None, tmp_path: Path
+) -> None:  # fmt: skip
     install(monkeypatch, tmp_path)
     if asked is not None:
         monkeypatch.setenv("SLIPSTREAM_VLLM", asked)
@@ -282,12 +277,9 @@ MISSING = {
 
 @pytest.mark.parametrize("what", [*MISSING, "arguments", "another plugin"])
 def test_another_release_keeps_its_own(
-    engine: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    what: str,
-    tmp_path: Path,
-) -> None:
+    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    what: str, tmp_path: Path
+) -> None:  # fmt: skip
     install(monkeypatch, tmp_path)
     monkeypatch.setenv("SLIPSTREAM_VLLM", "1")
     registered = engine.custom.op_registry_oot

@@ -1,9 +1,7 @@
 """slipstream's layers in vLLM's place: vLLM's own classes of both releases, with metadata that
-vLLM's own builders make of random batches, against float64, token by token.
-
-Absent are the projections and what vLLM has compiled. The convolution of a single token stays
-vLLM's, here by what its kernel does (tests/support/vllm_steps).
-"""
+vLLM's own builders make of random batches, against float64, token by token. Absent are the
+projections and what vLLM has compiled. The convolution of a single token stays vLLM's, here by what
+its kernel does (tests/support/vllm_steps)."""
 
 import os
 import re
@@ -43,17 +41,10 @@ def refused(*args: Any, **kwargs: Any) -> Any:
 
 
 def prepared(
-    conv_output: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    num_k_heads: int,
-    head_k_dim: int,
-    head_v_dim: int,
-    apply_l2norm: bool,
-    output_g_exp: bool,
-) -> tuple[torch.Tensor, ...]:
+    conv_output: torch.Tensor, a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor,
+    dt_bias: torch.Tensor, num_k_heads: int, head_k_dim: int, head_v_dim: int, apply_l2norm: bool,
+    output_g_exp: bool
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """vLLM's fused_post_conv_prep."""
     keys = num_k_heads * head_k_dim
     q, k, v = conv_output.split([keys, keys, conv_output.shape[1] - 2 * keys], -1)

@@ -1,8 +1,6 @@
 """Faults that tests/gluon_emulator/race_detector.py finds in small kernels; without the fault it
-finds none.
-
-In each a part fills two stages and another has products of them, whose results go out.
-"""
+finds none. In each a part fills two stages and another has products of them, whose results go
+out."""
 
 import time
 from types import SimpleNamespace

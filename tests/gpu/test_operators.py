@@ -429,7 +429,7 @@ def test_past_of_small_keys_keeps_its_bits(op: Sample, impl: str | None) -> None
 
 
 # ---- A NaN in a gate or in an input reaches whatever depends on it, by every back end on a GPU.
-# tests/kernels/test_nan_interpreted.py has all operators and inputs, without a GPU.
+# tests/kernels/test_blocks_interpreted.py has all operators and inputs, without a GPU.
 
 
 GATES = ("gv", "g", "gk", "w")

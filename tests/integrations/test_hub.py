@@ -1,8 +1,6 @@
 """register_kernels(): transformers' use_kernels=True on slipstream's functions, in its own models.
-
 Where the package `kernels` is, in the release that transformers wants; in a process of its own,
-which transformers' functions are changed in for good.
-"""
+which transformers' functions are changed in for good."""
 
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """slipstream.integrations for engines: their calls beside the recurrence, and what registers them.
-
-tests/engines has them called by the engines' own classes, and beside the engines' own functions.
-"""
+tests/engines has them called by the engines' own classes, and beside the engines' own functions."""
 
 import sys
 from collections.abc import Callable

@@ -1,8 +1,6 @@
-"""Every kernel compiled for GPUs that need not be there, as the catalogue's calls launch it.
-
-The calls are traced (compiler/trace.py), so tiles and arguments are those of real launches. What a
-kernel's code has to have besides is in the tests of its family.
-"""
+"""Every kernel compiled for GPUs that need not be there, as the catalogue's calls launch it. The
+calls are traced (compiler/trace.py), so tiles and arguments are those of real launches. What a
+kernel's code has to have besides is in the tests of its family."""
 
 import math
 import re

@@ -1,6 +1,7 @@
 """The layers beside code that is not ours: transformers' where it has them, the paper's formulas
 written out where it has not."""
 
+import importlib
 import math
 from typing import Any
 
@@ -104,45 +105,27 @@ def test_mamba2_matches_transformers(bias: bool, limit: tuple[float, float] | No
     torch.testing.assert_close(ours(x)[0], theirs(x), rtol=1e-4, atol=1e-5)
 
 
-def test_attention_matches_llama() -> None:
-    from transformers import LlamaConfig
-    from transformers.models.llama import modeling_llama as hf
-
+@pytest.mark.parametrize("peer", ["Llama", "Qwen2"])
+def test_attention_matches_that_of_transformers(peer: str) -> None:
+    """Qwen2's has biases, and a base of its own."""
+    transformers = importlib.import_module("transformers")
+    hf = importlib.import_module(f"transformers.models.{peer.lower()}.modeling_{peer.lower()}")
     D, H, HKV = 24, 4, 2
-    config: Any = LlamaConfig(
+    config: Any = getattr(transformers, f"{peer}Config")(
         hidden_size=D, num_attention_heads=H, num_key_value_heads=HKV, num_hidden_layers=1
     )
     config._attn_implementation = "sdpa"
-    theirs = randomised(hf.LlamaAttention(config, 0))
-    ours = Attention(D, H, HKV)
-    p = dict(theirs.named_parameters())
-    qkv = torch.cat([p[f"{name}_proj.weight"] for name in "qkv"])
-    load(ours, qkv_proj_weight=qkv, o_proj_weight=p["o_proj.weight"])
+    theirs = randomised(getattr(hf, f"{peer}Attention")(config, 0))
+    p, has_bias = dict(theirs.named_parameters()), peer == "Qwen2"
+    options = {"qkv_bias": True, "rotary_base": config.rope_parameters["rope_theta"]}
+    ours = Attention(D, H, HKV, **(options if has_bias else {}))
+    given = {
+        f"qkv_proj_{kind}": torch.cat([p[f"{n}_proj.{kind}"] for n in "qkv"])
+        for kind in ("weight", *(["bias"] if has_bias else []))
+    }
+    load(ours, **given, o_proj_weight=p["o_proj.weight"])
     x = torch.randn(2, 30, D)
-    rotary = hf.LlamaRotaryEmbedding(config)(x, torch.arange(30)[None])
-    want, _ = theirs(x, position_embeddings=rotary, attention_mask=None)
-    torch.testing.assert_close(ours(x)[0], want, rtol=1e-4, atol=1e-5)
-
-
-def test_attention_matches_qwen2() -> None:
-    from transformers import Qwen2Config
-    from transformers.models.qwen2 import modeling_qwen2 as hf
-
-    D, H, HKV = 24, 4, 2
-    config: Any = Qwen2Config(
-        hidden_size=D, num_attention_heads=H, num_key_value_heads=HKV, num_hidden_layers=1
-    )
-    config._attn_implementation = "sdpa"
-    theirs = randomised(hf.Qwen2Attention(config, 0))
-    base = config.rope_parameters["rope_theta"]
-    ours = Attention(D, H, HKV, qkv_bias=True, rotary_base=base)
-    p = dict(theirs.named_parameters())
-    weight, bias = (
-        torch.cat([p[f"{n}_proj.{kind}"] for n in "qkv"]) for kind in ("weight", "bias")
-    )
-    load(ours, qkv_proj_weight=weight, qkv_proj_bias=bias, o_proj_weight=p["o_proj.weight"])
-    x = torch.randn(2, 30, D)
-    rotary = hf.Qwen2RotaryEmbedding(config)(x, torch.arange(30)[None])
+    rotary = getattr(hf, f"{peer}RotaryEmbedding")(config)(x, torch.arange(30)[None])
     want, _ = theirs(x, position_embeddings=rotary, attention_mask=None)
     torch.testing.assert_close(ours(x)[0], want, rtol=1e-4, atol=1e-5)
 

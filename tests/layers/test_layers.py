@@ -1,4 +1,4 @@
-"""Properties of every layer."""
+"""Properties of every layer; attention makes no dense mask, rwkv7 takes other projections."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream import layers
-from slipstream.layers import Mixer, base
+from slipstream.layers import MLA, RWKV7, Attention, Mixer, base, rwkv7
 from tests.support.small_layers import LAYERS, D, make
 
 # seconds each: one of each kind of state, the rest are slow
@@ -418,3 +418,50 @@ def test_norm_across_ranks_is_that_of_all_heads(
         for x in (one, ranks)
     )
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("layer", [Attention, MLA])
+def test_packed_sequences_need_no_dense_mask(monkeypatch: Any, layer: type) -> None:
+    calls = []
+    torchs = F.scaled_dot_product_attention
+
+    def watched(q: Any, *args: Any, attn_mask: Any = None, **kwargs: Any) -> Any:
+        assert attn_mask is None
+        calls.append(q.shape[2])
+        return torchs(q, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    widths = {} if layer is Attention else {"nope_head_dim": 4, "rope_head_dim": 4, "v_head_dim": 8}
+    made = layer(16, 2, **widths)
+    offsets = torch.tensor([0, 9, 9, 12, 30], dtype=torch.int32)
+    _, state = made(torch.randn(1, 30, 16), cu_seqlens=offsets, use_cache=True)
+    assert calls == [9, 0, 3, 18]
+    made(torch.randn(1, 30, 16), cu_seqlens=offsets, state=state)
+
+
+def test_projections_with_a_bias_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel mixes tokens for matrices, which have none."""
+    taken: list[bool] = []
+    monkeypatch.setattr(rwkv7.token_mix, "mixed_projections", lambda *a, **k: taken.append(True))
+    layer = RWKV7(hidden_size=32, num_heads=2)
+    nn.init.normal_(layer.o_proj.weight)  # which starts at 0
+    x = torch.randn(1, 5, 32)
+    before = layer(x)[0]
+    assert taken
+    taken.clear()
+    biased = nn.Linear(32, 32)
+    with torch.no_grad():
+        biased.weight.copy_(layer.r_proj.weight)
+    layer.r_proj = biased
+    after = layer(x)[0]
+    assert not taken
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize(("width", "ranks"), [(768, (64, 64, 128, 32)), (2560, (96, 96, 320, 64))])
+def test_ranks_are_those_of_released_models(width: int, ranks: tuple[int, ...]) -> None:
+    """Of w, a, g and v: RWKV-7 of 0.1B and of 2.9B."""
+    with torch.device("meta"):
+        layer: Any = RWKV7(width, head_dim=64, layer_idx=1)
+    loras = layer.w_lora, layer.a_lora, layer.g_lora, layer.v_lora
+    assert tuple(x.down.shape[1] for x in loras) == ranks

@@ -210,9 +210,8 @@ def test_generate_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mixers", PAIRS, ids=str)
 @torch.no_grad()
 def test_steps_give_the_logits_of_prompts(mixers: tuple[str, str]) -> None:
-    """Steps of one token a row, in blocks of which some end earlier than others. Not bit for bit
-    on a CPU, where they have other shapes; on a GPU they are
-    (tests/gpu/test_models.py)."""
+    """Steps of one token a row, in blocks of which some end earlier than others. Not bit for bit on
+    a CPU, where they have other shapes; on a GPU they are (tests/gpu/test_models.py)."""
     assert {*CONSISTENT_MIXERS} == {mixer for pair in PAIRS for mixer in pair}
     model, ids = model_of(*mixers), sequences(3)[:, :140]
     lengths = (70, 61, 8)

@@ -1,7 +1,5 @@
-"""fla's models, made by fla's own classes on slipstream.compat, converted and back.
-
-Wants fla's files, as tests/compat/test_fla_interop.py does.
-"""
+"""fla's models, made by fla's own classes on slipstream.compat, converted and back. Wants fla's
+files, as tests/compat/test_fla_interop.py does."""
 
 import importlib
 import importlib.metadata

@@ -1,10 +1,12 @@
-"""torch.export of the language model with gradients enabled, which is torch's default."""
+"""torch.export with gradients enabled; layers of one kind share a graph under torch.compile."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
 from tests.support.forked import run_code
@@ -59,3 +61,20 @@ def test_saved_export_loads_by_the_guides_imports(tmp_path: Path) -> None:
         load = f"import sys, torch, {name}; torch.export.load(sys.argv[1]).module()"
         done = run_code(load, tmp_path / "x.pt2")
         assert done.returncode == 0, done.stderr[-2000:]
+
+
+# of Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize(("mixer", "graphs"), [("kda", 1), ("rwkv7", 2)])
+def test_layers_share_a_graph(mixer: str, graphs: int) -> None:
+    """rwkv7's first layer makes the value that others take."""
+    mixers: list[Any] = [mixer] * 3
+    config = SlipstreamConfig(vocab_size=64, hidden_size=64, num_heads=2, mixers=mixers)
+    model: Any = SlipstreamForCausalLM(config).train()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    torch._dynamo.reset()
+    counters.clear()
+    ids = torch.arange(2 * 20).remainder(64).view(2, 20)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert counters["stats"]["unique_graphs"] == graphs

@@ -171,15 +171,11 @@ def test_offsets_that_agree_may_be_given_twice() -> None:
     offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
     numbers = torch.tensor([[0, 0, 1, 1, 1, 1]])
     out = m(
-        ids,
-        cu_seqlens=offsets.long(),
-        cu_seq_lens_q=offsets,
+        ids, cu_seqlens=offsets.long(), cu_seq_lens_q=offsets,
         cu_seq_lens_k=torch.tensor([0, 2, 2, 6]),  # an empty sequence holds no token
-        seq_idx=numbers,
-        max_length_q=4,
-        max_length_k=4,
+        seq_idx=numbers, max_length_q=4, max_length_k=4,
         position_ids=torch.tensor([[0, 1, 0, 1, 2, 3]]),
-    )
+    )  # fmt: skip
     assert_same(out.logits, m(ids, seq_idx=numbers).logits)
 
 

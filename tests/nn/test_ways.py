@@ -1,8 +1,6 @@
 """Every module of slipstream.nn and every layer in the ways that trainers and libraries run them:
 the outputs and gradients of the untouched module. What is refused is a row, with its reason.
-
-Operators are in tests/ops/test_ways.py, whole models in tests/models/test_ways.py.
-"""
+Operators are in tests/ops/test_ways.py, whole models in tests/models/test_ways.py."""
 
 import copy
 import inspect

@@ -15,7 +15,6 @@ from slipstream.ops.conv import short_convolution, short_convolution_update
 from slipstream.ops.embedding import embedding
 from slipstream.ops.norm import l2_norm, rms_norm
 from slipstream.ops.rotary import packed_positions, rotary_embedding, rotary_tables
-from slipstream.ops.token_shift import token_shift
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.tools.catalog import Sample
 from tests.support.formulas import wanted
@@ -120,17 +119,6 @@ def test_block_exports(block: Sample) -> None:
 
     program = torch.export.export(Module(), (args,))
     torch.testing.assert_close(program.module()(args), block.call(args))
-
-
-def test_token_shift_across_calls_and_sequences() -> None:
-    x = torch.arange(1.0, 7.0).view(1, 6, 1)
-    assert token_shift(x)[0].flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    offsets = torch.tensor([0, 2, 2, 6])
-    state = torch.tensor([[10.0], [20.0], [30.0]])
-    y, last = token_shift(x, initial_state=state, output_final_state=True, cu_seqlens=offsets)
-    assert y.flatten().tolist() == [10, 1, 30, 3, 4, 5]
-    assert last is not None
-    assert last.flatten().tolist() == [2, 20, 6]
 
 
 def test_glu_linear_keeps_no_product_for_the_backward() -> None:
@@ -306,19 +294,6 @@ def test_copies_go_to_any_strides(wider: tuple[int, ...]) -> None:
     assert torch.equal(x, y)
     _copy(x.mT, 2 * y.mT)  # columns of it
     assert torch.equal(x, 2 * y)
-
-
-@pytest.mark.parametrize("cut", [0, 1, 3, 9])
-def test_short_convolution_split_equals_whole(cut: int) -> None:
-    x, weight = torch.randn(2, 9, 6), torch.randn(6, 4)
-    whole, end = short_convolution(x, weight, output_final_state=True)
-    first, state = short_convolution(x[:, :cut], weight, output_final_state=True)
-    second, last = short_convolution(
-        x[:, cut:], weight, initial_state=state, output_final_state=True
-    )
-    torch.testing.assert_close(torch.cat([first, second], 1), whole)
-    assert last is not None
-    assert torch.equal(last, end)
 
 
 def test_short_convolution_update_continues_a_sequence_in_place() -> None:

@@ -1,9 +1,7 @@
 """Calls of any size ask for kernel variants of a list alone, forward and backward: that of a call
 of any other size, whose operators say what they compile behind it (runtime/compile_ahead.py).
-
 Random sizes are held against it: up to 64 rows, 160,000 tokens, 300 packed sequences and 160,000
-keys of a cache.
-"""
+keys of a cache."""
 
 import zlib
 from random import Random

@@ -1,8 +1,6 @@
-"""Wrong arguments of every public operator: an error that names the argument, and no number.
-
-The operators and their arguments come from the table of slipstream/tools/catalog.py; what it lacks,
-which is mostly optional arguments and indices, is added here. Small calls on the CPU.
-"""
+"""Wrong arguments of every public operator: an error that names the argument, and no number. The
+operators and their arguments come from the table of slipstream/tools/catalog.py; what it lacks,
+which is mostly optional arguments and indices, is added here. Small calls on the CPU."""
 
 import inspect
 import re
@@ -28,10 +26,8 @@ ERRORS = (ValueError, TypeError, NotImplementedError)
 
 @dataclass(frozen=True)
 class Case:
-    """A valid call of an operator.
-
-    indices: integer arguments, and for each of them the number that its values stay below.
-    """
+    """A valid call of an operator. indices: integer arguments, and for each of them the number that
+    its values stay below."""
 
     sample: Sample
     indices: Mapping[str, tuple[Tensor, int | None]] = field(default_factory=dict)

@@ -1,8 +1,6 @@
-"""prefix_states: what operators leave in a pool on their way, in plain torch.
-
-Kernels have tests/kernels/linear/test_prefix_states_interpreted.py, those of sm_90 their emulated
-tests, and a GPU tests/gpu/test_prefix_states.py.
-"""
+"""prefix_states: what operators leave in a pool on their way, in plain torch. Kernels have
+tests/kernels/linear/test_bits_interpreted.py, those of sm_90 their emulated tests, and a
+GPU tests/gpu/test_prefix_states.py."""
 
 from itertools import pairwise
 from typing import Any

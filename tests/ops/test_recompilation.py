@@ -1,11 +1,9 @@
 """Other numbers of sequences, tokens and heads, or other lengths packed, take the same kernels.
-
 There are few ways that a call can go: with fewer programs than the card takes at once, or with
 more, which some tiles are chosen by; with its sequences split over programs, where they are few and
 long; the delta rule back in one scan, where it has many programs; packed, with so few heads that a
-scan's programs have a multiprocessor each. The sizes say which.
-Each is compiled when it is first wanted; within one nothing is compiled again.
-"""
+scan's programs have a multiprocessor each. The sizes say which. Each is compiled when it is first
+wanted; within one nothing is compiled again."""
 
 from collections.abc import Sequence
 

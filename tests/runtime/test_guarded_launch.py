@@ -193,12 +193,9 @@ def test_failed_probe_decides_nothing(here: guarded_launch.CompilerState) -> Non
         ("sm_90", "13.1.80", ["transposed-dot", "overwritten-tile"]), ("sm_80", "12.8.93", [])],
 )  # fmt: skip
 def test_mismatch_names_known_faults(
-    here: guarded_launch.CompilerState,
-    monkeypatch: pytest.MonkeyPatch,
-    arch: str,
-    ptxas: str,
-    known: list[str],
-) -> None:
+    here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch, arch: str, ptxas: str,
+    known: list[str]
+) -> None:  # fmt: skip
     """With the way out of each; none where the compilers have no fault that makes wrong results."""
     monkeypatch.setattr(compiler_state, "verified", dict)
     found = guarded_launch.CompilerState(arch, "3.6.0", ptxas)
@@ -327,12 +324,9 @@ def jitting(
     ("what", "words"), [("abort", "SIGABRT"), ("kill", "SIGKILL"), ("hang", "had not finished")]
 )
 def test_process_survives_dying_compiler(
-    here: guarded_launch.CompilerState,
-    jitting: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch,
-    what: str,
-    words: str,
-) -> None:
+    here: guarded_launch.CompilerState, jitting: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch, what: str, words: str
+) -> None:  # fmt: skip
     assert jitting("nothing") is not None
     if what == "hang":
         monkeypatch.setattr(compiler_state, "TIMEOUT", 0.2)

@@ -1,8 +1,6 @@
-"""Every operator through its public function, on a machine whose compilers nobody has verified.
-
-The launches are planted: they do what the kernels do in plain torch, or die, or are wrong. Only the
-GPU is missing: the operators take their Triton path on the CPU.
-"""
+"""Every operator through its public function, on a machine whose compilers nobody has verified. The
+launches are planted: they do what the kernels do in plain torch, or die, or are wrong. Only the GPU
+is missing: the operators take their Triton path on the CPU."""
 
 import ast
 import importlib
@@ -125,12 +123,9 @@ def results(family: Family) -> list[Tensor]:
     ids=["dies", "refuses", "wrong"],
 )
 def test_failing_kernel_falls_back(
-    family: Family,
-    fate: Callable,
-    words: str,
-    unverified: Callable,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    family: Family, fate: Callable, words: str, unverified: Callable,
+    monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """With a warning that says why; the next process knows."""
     with monkeypatch.context() as patch:
         patch.setattr(backends, "INTERPRETED", False)
@@ -230,12 +225,9 @@ def test_kinds_are_of_one_dtype(
 @pytest.mark.parametrize("dying", ["forward", "backward"])
 @pytest.mark.parametrize("portable", [lambda plain: plain, dies], ids=["sound", "dies too"])
 def test_sm90_falls_back_to_portable(
-    family: Family,
-    dying: str,
-    portable: Callable,
-    unverified: Callable,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    family: Family, dying: str, portable: Callable, unverified: Callable,
+    monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """The first that works of "sm90|triton|eager"; plain torch only where both die."""
     ran: list[str] = []
 

@@ -1,7 +1,5 @@
-"""A verdict on a kernel is of one kind of calls: what a kernel is compiled for is in its key.
-
-Each field of each key, by a call that differs from the first one in that alone.
-"""
+"""A verdict on a kernel is of one kind of calls: what a kernel is compiled for is in its key. Each
+field of each key, by a call that differs from the first one in that alone."""
 
 import re
 import sys

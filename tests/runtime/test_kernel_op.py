@@ -100,12 +100,10 @@ def test_functions_take_the_schema(name: str) -> None:
 
 @pytest.mark.parametrize(
     "named",
-    [
-        {"back": False, "interleaved": False, "impl": "eager"},  # two flags in other places
+    [{"back": False, "interleaved": False, "impl": "eager"},  # two flags in other places
         {"interleaved": False, "back": False},
-        {"interleaved": False, "back": False, "impl": "eager", "further": 1},
-    ],
-)
+        {"interleaved": False, "back": False, "impl": "eager", "further": 1}],
+)  # fmt: skip
 def test_other_names_or_orders_are_refused(named: dict[str, Any]) -> None:
     x, table = torch.randn(1, 4, 2, 8), torch.randn(4, 4)
     with pytest.raises(TypeError, match=r"want .*'interleaved', 'back', 'impl'.* by name, got"):

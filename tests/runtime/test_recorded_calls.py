@@ -1,7 +1,5 @@
-"""Which calls can be recorded on a GPU and replayed, found out without one.
-
-A call that cannot be is right, and takes the host several times as long.
-"""
+"""Which calls can be recorded on a GPU and replayed, found out without one. A call that cannot be
+is right, and takes the host several times as long."""
 
 from contextlib import suppress
 from functools import partial

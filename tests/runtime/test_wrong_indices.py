@@ -1,11 +1,14 @@
-"""Kernels under the interpreter whose indices are outside of what they index, which a device finds
-out after the launch: they touch no other memory, and one that is past a pool means what a negative
-one does, none."""
+"""Kernels that look for indices that are too large, under the interpreter: they find what the CPU
+refuses, touch no other memory, and one that is past a pool means what a negative one does, none.
+When it is reported: with the next call, or at once with SLIPSTREAM_CHECK=sync."""
 
+import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.runtime import token_ids
+from slipstream.runtime.call_recorder import CallRecorder
+from slipstream.runtime.recording import use_recorder
 from slipstream.runtime.token_ids import INDICES, TABLES, WrongId, raise_pending
 from slipstream.tools.catalog import OPERATORS, Sample, flat
 from tests.support.decode_pool import HV, SLOTS, K, V, make, step
@@ -150,3 +156,173 @@ def test_wrong_offsets_touch_no_other_memory(name: str) -> None:
             check_step(wrong)
         else:
             check_offsets(next(x for x in OPERATORS if x.name == name), wrong)
+
+
+def message() -> str:
+    """The error that the next call would raise."""
+    try:
+        token_ids.raise_pending()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def on_cpu(name: str, indices: Tensor, size: int, **options: object) -> bool:
+    """Whether the CPU raises."""
+    try:
+        token_ids.expect_below(name, indices, size, "rows", **options)  # pyright: ignore
+    except ValueError:
+        return True
+    return False
+
+
+def check_indices() -> None:
+    from slipstream.runtime import token_ids_kernel
+
+    token_ids_kernel.BLOCK, token_ids_kernel.SLOTS = 8, 4  # several blocks a program
+    found = 0
+    for i in range(60):
+        torch.manual_seed(i)
+        N, W = int(torch.randint(1, 9, ())), int(torch.randint(1, 7, ()))
+        table = torch.randint(-3, 12, (N, W), dtype=torch.int32)
+        lengths = torch.randint(-2, 4 * W, (N,), dtype=torch.int32)
+        rows = torch.randint(-1, 3, (N,))
+        for size in (9, 11, 12):
+            given = (size, lengths, i % 3, 4, None)
+            token_ids_kernel.scan_indices("block_table", table, *given)
+            want = on_cpu("block_table", table, size, lengths=lengths, more=i % 3, step=4)
+            assert (message() != "") == want, (i, size)
+            token_ids_kernel.scan_indices("cache_seqlens", lengths, size, None, 0, 1, rows)
+            assert (message() != "") == on_cpu("cache_seqlens", lengths, size, rows=rows)
+            found += want
+    assert 20 < found < 160
+    token_ids_kernel.scan_indices(
+        "state_indices", torch.tensor([0, -1, 5, 1 << 40]), 5, None, 0, 1, None
+    )
+    assert message() == "state_indices: want less than 5, got 5 at position (2,)"
+    token_ids_kernel.scan_indices(
+        "block_table", torch.tensor([[0, 1], [9, 1]]), 9, None, 0, 1, None
+    )
+    assert message() == "block_table: want less than 9, got 9 at position (1, 0)"
+
+
+def check_offsets_rule() -> None:
+    from slipstream.runtime import token_ids_kernel
+
+    for offsets, wrong in [
+        ([0, 3, 3, 9], None), ([0], None), ([0, 9], None), ([1, 9], 0), ([0, 8], 1),
+        ([0, 5, 4, 9], 2), ([0, 12, 9], 1), ([0, 10], 1), ([0, -1, 9], 1),
+        ([*range(40), 9], 10), ([0, 9, 9, 7], 3),
+    ]:  # fmt: skip
+        for dtype in (torch.int32, torch.int64):
+            total = 0 if offsets == [0] else 9
+            token_ids_kernel.scan_offsets("cu_seqlens", torch.tensor(offsets, dtype=dtype), total)
+            want = "" if wrong is None else (
+                f"cu_seqlens: want offsets from 0 to the {total} tokens given that never fall, got "
+                f"{offsets[wrong]} at position ({wrong},)"
+            )  # fmt: skip
+            assert message() == want, (offsets, message())
+
+
+def test_indices_are_checked_again_when_changed() -> None:
+    x, lengths = torch.tensor([0, 3]), torch.tensor([4, 4])
+    looked = token_ids._looked_at
+    assert [looked("table", x, 5, lengths) for _ in range(3)] == [False, True, True]
+    assert not looked("table", x, 4, lengths)
+    x[0] = 7
+    assert not looked("table", x, 4, lengths)
+    lengths.add_(1)
+    assert not looked("table", x, 4, lengths)
+    assert not looked("table", x.clone(), 4, lengths)
+    assert looked("block_table", x, 4) is False and looked("block_table", x, 4) is True
+    with torch.inference_mode():
+        y = torch.tensor([0])
+        assert not looked("table", y, 4) and not looked("table", y, 4)
+
+
+def test_indices_found_wrong_are_checked_again() -> None:
+    x = torch.tensor([9])
+    assert [token_ids._looked_at("table", x, 4) for _ in range(2)] == [False, True]
+    slots = token_ids.slots_for(x)
+    slots[:6] = torch.tensor([1, 1, 9, 4, 0, token_ids.NAMES.index("table")])
+    with pytest.raises(ValueError, match="table: want less than 4, got 9"):
+        token_ids.raise_pending()
+    assert not token_ids._looked_at("table", x, 4)
+
+
+@interpreted
+def test_kernels_find_what_the_cpu_refuses() -> None:
+    check_indices()
+    check_offsets_rule()
+
+
+@pytest.mark.parametrize("value", [None, "sync"])
+def test_wrong_ids_are_waited_for_if_asked(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    """SLIPSTREAM_CHECK=sync: the call that read the id raises, else the one after it."""
+    monkeypatch.delenv("SLIPSTREAM_CHECK", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SLIPSTREAM_CHECK", value)
+    spec = importlib.util.spec_from_file_location("fresh_ids", token_ids.__file__)
+    assert spec is not None and spec.loader is not None
+    fresh: Any = importlib.util.module_from_spec(spec)  # the flag is read at the import
+    spec.loader.exec_module(fresh)
+    monkeypatch.setattr(fresh, "HAVE_TRITON", True)
+
+    def scan(*args: Any) -> None:  # as the kernel: position + 1, id, size, last length, name
+        slots = fresh.slots_for(torch.zeros(1, dtype=torch.long))
+        slots[:6] = torch.tensor([1, 3 + 1, 149, 50, 2, 0])
+
+    monkeypatch.setattr(fresh, "_scan", scan)
+    ids = SimpleNamespace(is_cuda=True, device=SimpleNamespace(type="cuda"), numel=lambda: 4)
+    words = r"input_ids: id 149 at position \(1, 1\) .* of 50"
+    with contextlib.nullcontext() if value is None else pytest.raises(ValueError, match=words):
+        fresh.expect_ids("input_ids", ids, 50)
+    with pytest.raises(ValueError, match=words) if value is None else contextlib.nullcontext():
+        fresh.raise_pending()
+    fresh.raise_pending()
+
+
+def test_other_ways_to_check_ids_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CHECK", "snyc")
+    spec = importlib.util.spec_from_file_location("fresh_ids", token_ids.__file__)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(ValueError, match="SLIPSTREAM_CHECK: want sync or nothing, got 'snyc'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_earlier_wrong_id_is_raised_while_recording() -> None:
+    watch, taking = token_ids._Watch(-1), CallRecorder(())
+    watch.slots[:6] = torch.tensor([1, 1 + 2, 9, 8, 0, token_ids.NAMES.index("cu_seqlens")])
+    with taking, use_recorder(taking), pytest.raises(token_ids.WrongId, match="got 9"):
+        watch.read()
+    assert watch.word.value == 0 and not watch.slots.any()
+
+
+@pytest.mark.parametrize("index", [0, 3])
+@pytest.mark.parametrize("look", ["synchronize", "launched", "raise_pending"])
+def test_devices_are_waited_for_before_their_slots_are_read(
+    look: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a device's programs find is there once they have ended; the first position is named."""
+    watch, name = token_ids._Watch(-1), token_ids.NAMES.index("input_ids")
+    watch.index = index
+    monkeypatch.setattr(token_ids, "_watches", [watch])
+    monkeypatch.setattr(token_ids, "SYNC", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def end(which: int) -> None:
+        assert which == index
+        watch.slots[:6] = torch.tensor([1, 4 + 1, 149, 50, 0, name])
+
+    monkeypatch.setattr(torch.cuda, "synchronize", end)
+    if look == "raise_pending":  # a later program is done
+        watch.slots[0], watch.slots[6:11] = 1, torch.tensor([9 + 1, 200, 50, 0, name])
+    with pytest.raises(token_ids.WrongId, match=r"id 149 at position \(4,\)"):
+        getattr(token_ids, look)()
+
+
+def test_host_memory_has_no_device_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", pytest.fail)
+    token_ids._Watch(-1).wait()

@@ -12,10 +12,8 @@ from slipstream.kernels.attention.reference import softmax_reference
 
 @dataclass(frozen=True)
 class Call:
-    """q_lengths, k_lengths: of packed sequences. used: of the keys. slopes: their rank.
-
-    Widths and lengths are odd, and windows narrower and wider than the interpreter's tiles.
-    """
+    """q_lengths, k_lengths: of packed sequences. used: of the keys. slopes: their rank. Widths and
+    lengths are odd, and windows narrower and wider than the interpreter's tiles."""
 
     name: str
     B: int = 1

@@ -1,10 +1,8 @@
-"""The engines' own files, which `make engines` unpacks, as modules of the names they have there.
-
-A test names the files that it is about; these are run as they are. Whatever else they import of the
+"""The engines' own files, which `make engines` unpacks, as modules of the names they have there. A
+test names the files that it is about; these are run as they are. Whatever else they import of the
 engine, and of packages that are not installed, is an `Absent`: a module whose every member is a
 class that takes any call, is false, and hands a decorated function back. A member that an answer
-hangs on is given.
-"""
+hangs on is given."""
 
 import ast
 import importlib

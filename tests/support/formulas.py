@@ -1,7 +1,5 @@
-"""The formula of each operator around the linear family, under its own name, in any dtype.
-
-Those of the linear family are slipstream/kernels/linear/reference.py and recurrences.py here.
-"""
+"""The formula of each operator around the linear family, under its own name, in any dtype. Those of
+the linear family are slipstream/kernels/linear/reference.py and recurrences.py here."""
 
 import sys
 from typing import Any
@@ -57,13 +55,9 @@ def wanted(row: Sample, args: dict[str, Any]) -> list[Tensor]:
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    zero_centered: bool = False,
-    prenorm: bool = False,
-) -> Any:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+    residual: Tensor | None = None, zero_centered: bool = False, prenorm: bool = False
+) -> Any:  # fmt: skip
     h = x if residual is None else x + residual
     if weight is not None and zero_centered:
         weight = weight + 1
@@ -73,13 +67,9 @@ def rms_norm(
 
 
 def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    return_entropy: bool = False,
-) -> Any:
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    temperature: float = 1.0, return_entropy: bool = False
+) -> Any:  # fmt: skip
     log_p = (F.linear(hidden, weight, bias) / temperature).log_softmax(-1)
     live = target != -100
     chosen = log_p.gather(-1, torch.where(live, target, 0)[..., None])[..., 0]
@@ -90,12 +80,9 @@ def linear_log_probs(
 
 
 def attnres(
-    query: Tensor,
-    residuals: Tensor,
-    rms_weight: Tensor,
-    output_rms_weight: Tensor | None = None,
-    scale: float = 1.0,
-) -> Tensor:
+    query: Tensor, residuals: Tensor, rms_weight: Tensor, output_rms_weight: Tensor | None = None,
+    scale: float = 1.0
+) -> Tensor:  # fmt: skip
     keys = rms_reference(residuals, rms_weight, 1e-6)
     p = (scale * (keys * query).sum(-1)).softmax(0)
     o = (p[..., None] * residuals).sum(0)
@@ -120,13 +107,9 @@ def group_norm(
 
 
 def rms_norm_gated(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    activation: str = "silu",
-    norm_before_gate: bool = True,
-    group_size: int | None = None,
-) -> Tensor:
+    x: Tensor, gate: Tensor, weight: Tensor, activation: str = "silu",
+    norm_before_gate: bool = True, group_size: int | None = None
+) -> Tensor:  # fmt: skip
     f = torch.sigmoid if activation == "sigmoid" else F.silu
     if not norm_before_gate:
         x = x * f(gate)
@@ -136,15 +119,10 @@ def rms_norm_gated(
 
 
 def short_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    activation: str | None = None,
-    output_final_state: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    activation: str | None = None, output_final_state: bool = True
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     y, state = conv_reference(x, weight, initial_state, cu_seqlens)
     y = y if bias is None else y + bias
     y = y if activation is None else F.silu(y)
@@ -153,18 +131,10 @@ def short_convolution(
 
 
 def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Any:
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Any:  # fmt: skip
     B, C = (x[:, :, None] if x.dim() == 3 else x for x in (B, C))
     inputs = ScanInputs(u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens)
     return selective_scan_reference(inputs, delta_softplus)
@@ -208,12 +178,9 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def glu_linear(
-    gate: Tensor,
-    up: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str = "swiglu",
-) -> Tensor:
+    gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None = None,
+    activation: str = "swiglu"
+) -> Tensor:  # fmt: skip
     if up is None:
         return F.linear(squared_relu(gate), weight, bias)
     f = geglu if activation == "geglu" else swiglu
@@ -240,14 +207,9 @@ def linear_cross_entropy(
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = True,
-    window_size: int | None = None,
-    cu_seqlens: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, window_size: int | None = None,
+    cu_seqlens: Tensor | None = None, key_lengths: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """Sequence by sequence."""
     if cu_seqlens is not None:
         bounds = list(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:]))

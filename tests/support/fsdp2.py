@@ -63,12 +63,9 @@ def loss_of(model: SlipstreamForCausalLM, ids: torch.Tensor, reentrant: bool | N
 
 
 def compare(
-    cases: list[tuple[str, bool | None]],
-    mixers: list[Any],
-    device: str = "cpu",
-    rtol: float = 1e-3,
-    atol: float = 1e-5,
-) -> None:
+    cases: list[tuple[str, bool | None]], mixers: list[Any], device: str = "cpu",
+    rtol: float = 1e-3, atol: float = 1e-5
+) -> None:  # fmt: skip
     """Loss and gradients of the sharded model against those of the whole one."""
     from torch.distributed.fsdp import fully_shard
 

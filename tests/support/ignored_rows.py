@@ -1,8 +1,6 @@
 """Losses of rows of which some, or all, do not count: what comes into the loss does not reach them.
-
 A loss of N rows is called with tensors, of which those of N rows have a gradient of its rows, and
-with `live` [N]: which of the rows count.
-"""
+with `live` [N]: which of the rows count."""
 
 import itertools
 from collections.abc import Callable

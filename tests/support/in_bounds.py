@@ -12,11 +12,8 @@ from torch import Tensor
 @contextmanager
 def in_bounds(corners: bool = False) -> Iterator[None]:
     """Elsewhere than between the first and the last element of a tensor, in a storage that is
-    larger too, is an error. A GPU only notices where no memory is.
-
-    corners: only by programs that are first or last of their grid's axes, which mostly are those
-    beside a tensor's ends.
-    """
+    larger too, is an error. A GPU only notices where no memory is. corners: only by programs that
+    are first or last of their grid's axes, which mostly are those beside a tensor's ends."""
     from triton.runtime import interpreter as triton
 
     executor: Any = triton.GridExecutor

@@ -1,12 +1,9 @@
-"""A check under Triton's interpreter: a program reads what it wrote only behind a barrier.
-
-Nothing says which thread has an element of a block: one may load, or overwrite, what another one
-has stored, or is still to load, unless tl.debug_barrier() is in between. What is loaded too early
-is NaN, which some kernels do not use. In place, where the same element of a block of the same shape
-is loaded and then stored, it is the same thread. No two threads store at one address. A number
-that is no block may be overwritten: between its load and its store all threads meet, at a
-reduction.
-"""
+"""A check under Triton's interpreter: a program reads what it wrote only behind a barrier. Nothing
+says which thread has an element of a block: one may load, or overwrite, what another one has
+stored, or is still to load, unless tl.debug_barrier() is in between. What is loaded too early is
+NaN, which some kernels do not use. In place, where the same element of a block of the same shape is
+loaded and then stored, it is the same thread. No two threads store at one address. A number that is
+no block may be overwritten: between its load and its store all threads meet, at a reduction."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -127,14 +127,9 @@ def expected(
 
 
 def check(
-    kind: str,
-    impl: str,
-    n: Sizes,
-    v_first: bool = False,
-    limit: float = LIMIT,
-    strength: float = 1.0,
-    pool_limit: float | None = None,
-) -> None:
+    kind: str, impl: str, n: Sizes, v_first: bool = False, limit: float = LIMIT,
+    strength: float = 1.0, pool_limit: float | None = None
+) -> None:  # fmt: skip
     args, options = make(KINDS[kind], n, strength)
     at = torch.tensor(INDICES)
     want = expected(args, options, at)
@@ -183,13 +178,9 @@ ROWS += ("cache_slots",)
 
 
 def compile_step(
-    arch: str = "sm_90",
-    K: int = 128,
-    V: int = 128,
-    group: int = 1,
-    pool: str = "*fp32",
-    **constants: Any,
-) -> Compiled:
+    arch: str = "sm_90", K: int = 128, V: int = 128, group: int = 1, pool: str = "*fp32",
+    **constants: Any
+) -> Compiled:  # fmt: skip
     """Qwen3-Next's 16 and 32 heads, with the tile that a launch takes. group: V times this."""
     from slipstream.kernels.mixer_step.triton import launch
 

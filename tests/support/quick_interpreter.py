@@ -1,9 +1,6 @@
 """Triton's interpreter made quicker: the same numbers in a fraction of the time, and NaN as GPUs
-have it.
-
-Most of its time goes to what does not depend on the data: types made and compared for each value,
-combine functions called for each element.
-"""
+have it. Most of its time goes to what does not depend on the data: types made and compared for each
+value, combine functions called for each element."""
 
 import importlib
 import inspect
@@ -228,14 +225,9 @@ def _broadcast_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
         return numbers[key]
 
     def operands(
-        self: Any,
-        a: Any,
-        b: Any,
-        allow_lhs_ptr: bool = False,
-        allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True,
-        div_or_mod: bool = False,
-    ) -> Any:
+        self: Any, a: Any, b: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False
+    ) -> Any:  # fmt: skip
         x, y = a, b
         if not div_or_mod and arithmetic_check:
             if type(a) in (int, float) and type(b) is core.tensor and type(b.dtype) is core.dtype:

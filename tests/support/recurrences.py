@@ -1,7 +1,5 @@
-"""The recurrence of each operator as its paper has it, written out without Terms.
-
-Float64, token by token, states [B, HV, K, V]; the transitions are matrices, as papers have them.
-"""
+"""The recurrence of each operator as its paper has it, written out without Terms. Float64, token by
+token, states [B, HV, K, V]; the transitions are matrices, as papers have them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -89,14 +87,9 @@ def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> Trace:
 
 
 def gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    S: Tensor,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-) -> Trace:
+    q: Tensor, k: Tensor, v: Tensor, S: Tensor, g: Tensor | None = None, gk: Tensor | None = None,
+    gv: Tensor | None = None
+) -> Trace:  # fmt: skip
     rows = gk if g is None else g
     assert rows is not None
     return additive(q, k, v, rows.exp(), (0 * v if gv is None else gv).exp(), S)

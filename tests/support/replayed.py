@@ -1,7 +1,6 @@
 """A stand-in for a CUDA graph on a CPU: the operators that a step has called, on the same memory.
-
-As in a CUDA graph, a replay runs no Python of the step, and writes into the tensors of the capture.
-"""
+As in a CUDA graph, a replay runs no Python of the step, and writes into the tensors of the
+capture."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,10 +1,7 @@
 """How ptxas treats registers that wgmma reads, what it keeps on the stack, and whether all threads
-have met when one arrives at a barrier for them.
-
-ptxas (12.8.93, 13.0.88) may give an element of a left operand in registers that is a constant its
-value only after the first product that reads it. Which elements are wrong then depends on what the
-registers held, and now and then NaN comes out.
-"""
+have met when one arrives at a barrier for them. ptxas (12.8.93, 13.0.88) may give an element of a
+left operand in registers that is a constant its value only after the first product that reads it.
+Which elements are wrong then depends on what the registers held, and now and then NaN comes out."""
 
 import re
 import subprocess

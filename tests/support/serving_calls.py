@@ -14,9 +14,8 @@ N, H, HV, K, V, SLOTS, T = 3, 1, 2, 16, 32, 9, 3
 @dataclass
 class Call:
     """Packed tokens with raw gates a and b, and a pool [SLOTS, HV, V, K] with a stride of its own.
-
-    slots: of each sequence, or with drafts of each of its tokens. buffer: where drafts' states go.
-    """
+    slots: of each sequence, or with drafts of each of its tokens. buffer: where drafts' states
+    go."""
 
     q: Tensor
     k: Tensor

@@ -1,8 +1,6 @@
-"""SGLang's own files of dispatchers, backends and hooks, as modules, and batches for them.
-
-Given here are the base of its backends, which holds the pools, and the convolution, which leaves
-its input. Absent is what asks about devices and settings, and whatever else these files import.
-"""
+"""SGLang's own files of dispatchers, backends and hooks, as modules, and batches for them. Given
+here are the base of its backends, which holds the pools, and the convolution, which leaves its
+input. Absent is what asks about devices and settings, and whatever else these files import."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

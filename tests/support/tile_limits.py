@@ -1,12 +1,9 @@
-"""Whether tiles of the Triton kernels can run on an architecture, before anything is compiled.
-
-A tile is described by TileRequirements; what each architecture has is in compiler/arch.py. Shared
+"""Whether tiles of the Triton kernels can run on an architecture, before anything is compiled. A
+tile is described by TileRequirements; what each architecture has is in compiler/arch.py. Shared
 memory is a lower bound: what passes may still be refused by what the compiler reports, what fails
-can never run.
-
-C tokens a chunk, BX or BV columns of the state a program, BD or BK all of its rows; of attention BM
-queries and BN keys, heads of BD (q, k) and BV (v); of norms BR rows of BD features.
-"""
+can never run. C tokens a chunk, BX or BV columns of the state a program, BD or BK all of its rows;
+of attention BM queries and BN keys, heads of BD (q, k) and BV (v); of norms BR rows of BD
+features."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +24,7 @@ _CHUNK_KERNELS = ("fwd", "fwd_states", "dstate")
 class TileRequirements:
     """size: bytes an element. products: M, N, K of each. loads: elements of the blocks that a step
     brings into shared memory. held: elements that stay in it where wgmma multiplies. sums: float32
-    that a program keeps in registers. boxes: what TMA brings at once, the last dimension inmost.
-    """
+    that a program keeps in registers. boxes: what TMA brings at once, the last dimension inmost."""
 
     size: int
     warps: int

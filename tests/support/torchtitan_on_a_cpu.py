@@ -1,7 +1,5 @@
 """torchtitan's trainer on a CPU, which it does not know: arguments as torchtitan.train has them.
-
-The first rank prints losses and gradient norms, a line a step.
-"""
+The first rank prints losses and gradient norms, a line a step."""
 
 import os
 import sys

@@ -76,12 +76,9 @@ def row_loss(model: nn.Module, ids: Tensor, smoothing: float = 0.0) -> Tensor:
 
 
 def own_loop(
-    model: nn.Module,
-    smoothing: float = 0.0,
-    steps: int = STEPS,
-    rate: float = RATE,
-    batches: Sequence[int] | None = None,
-) -> list[float]:
+    model: nn.Module, smoothing: float = 0.0, steps: int = STEPS, rate: float = RATE,
+    batches: Sequence[int] | None = None
+) -> list[float]:  # fmt: skip
     """Plain descent on the batches in order, or on these; the losses."""
     data, found = [x["input_ids"] for x in rows()], []
     parameters = [p for p in model.parameters() if p.requires_grad]

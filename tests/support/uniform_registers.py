@@ -1,8 +1,6 @@
-"""Uniform registers that a kernel computes with before it has written to them.
-
-ptxas 12.8.93 may compute where a product's operands are in shared memory before what that depends
-on (narrow-dot of compiler/known_bugs.py): the first products read what ran before left there.
-"""
+"""Uniform registers that a kernel computes with before it has written to them. ptxas 12.8.93 may
+compute where a product's operands are in shared memory before what that depends on (narrow-dot of
+compiler/known_bugs.py): the first products read what ran before left there."""
 
 import re
 from collections.abc import Iterator

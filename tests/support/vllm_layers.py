@@ -16,11 +16,8 @@ Token = dict[str, Tensor]
 
 
 class Kind:
-    """A layer `of` vLLM, registered as ours, with its pools, in small.
-
-    sizes: of a token's inputs. run(inputs, n): its output [n, ..]. oracle: as Scheduler.check
-    wants it.
-    """
+    """A layer `of` vLLM, registered as ours, with its pools, in small. sizes: of a token's inputs.
+    run(inputs, n): its output [n, ..]. oracle: as Scheduler.check wants it."""
 
     name: str
     metadata = "gdn_attn", "GDNAttentionMetadata"

@@ -1,8 +1,7 @@
 """A scheduler of random steps for vLLM's layers: prompts in chunks, prefixes that hit, drafts, rows
 that are padding and sequences that lose their blocks; and what each token comes to in float64.
-
-Pools lie as vLLM's: windows [blocks, W - 1 + drafts, C] and states in one page of memory a block.
-"""
+Pools lie as vLLM's: windows [blocks, W - 1 + drafts, C] and states in one page of memory a
+block."""
 
 import random
 from collections.abc import Callable
@@ -17,20 +16,12 @@ W = 4
 
 
 def conv_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | bool | None = None,
-    conv_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-    max_query_len: int = -1,
-    null_block_id: int = 0,
-    validate_data: bool = False,
-    out: Tensor | None = None,
-    **kwargs: Any,
-) -> Tensor:
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | bool | None = None, conv_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None, query_start_loc: Tensor | None = None,
+    max_query_len: int = -1, null_block_id: int = 0, validate_data: bool = False,
+    out: Tensor | None = None, **kwargs: Any
+) -> Tensor:  # fmt: skip
     """vLLM's causal_conv1d_update, by what its Triton kernel does."""
     assert not any(x is not None for x in kwargs.values()) and conv_state_indices is not None
     slots = conv_state_indices if conv_state_indices.dim() == 1 else conv_state_indices[:, 0]
@@ -174,13 +165,9 @@ class Scheduler:
         return Row(sequence, 1 + max(drafts, 0), drafts)
 
     def check(
-        self,
-        rows: list[Row],
-        outputs: Tensor,
-        inputs: dict[str, Tensor],
-        oracle: Callable[[Any, dict[str, Tensor]], tuple[Tensor, Any]],
-        tolerance: float = 1e-4,
-    ) -> int:
+        self, rows: list[Row], outputs: Tensor, inputs: dict[str, Tensor],
+        oracle: Callable[[Any, dict[str, Tensor]], tuple[Tensor, Any]], tolerance: float = 1e-4
+    ) -> int:  # fmt: skip
         """How many tokens are wrong. The sequences move on, by as many drafts as are accepted."""
         at = wrong = 0
         for row in rows:

@@ -1,4 +1,5 @@
-"""The plain torch path, its two ways through lengths, its gradients, the registered operators."""
+"""Plain torch: its two ways through lengths, its gradients, a cache of latents; a call's plan,
+modes."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,9 +10,15 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from slipstream.kernels.attention import eager
+from slipstream.kernels.attention import eager, run
+from slipstream.kernels.attention.inputs import Asked, AttentionInputs, AttentionOptions
+from slipstream.kernels.attention.latent import eager_latent_attention, latent_attention
+from slipstream.kernels.attention.reference import softmax_reference
+from slipstream.kernels.attention.run import FORBIDDEN, MODES, Plan, make_plan
 from slipstream.ops.attention import attention
+from slipstream.runtime.consistent import BLOCK
 from tests.support.attention_calls import CALLS, Call, check, got, incoming, want
+from tests.support.interpreted import interpreted
 
 every_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 
@@ -107,3 +114,139 @@ def test_keys_that_no_query_sees_are_left_out(
     found = [(x.start, x.stop) for _, x in eager._blocks(block, of(left=left, right=right))]
     low, high = (0, 0) if left < 0 else (3 - left, 7 - left), (11, 11) if right < 0 else (7, 11)
     assert found == [(max(a, 0), min(b + max(right, 0), 11)) for a, b in zip(low, high)]
+
+
+CAUSAL = AttentionOptions(0.1, right=0)
+
+
+def inputs(T: int = 3) -> AttentionInputs:
+    return AttentionInputs(*(torch.randn(2, T, 4, 8) for _ in range(3)))
+
+
+def plan(terms: AttentionInputs, same_bits: bool = False, **asked: Any) -> Plan:
+    return make_plan(terms, CAUSAL, Asked(**asked), same_bits, None)
+
+
+def test_modes_come_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "has_gradients", lambda impl, terms: False)
+    monkeypatch.setattr(run, "_call_of", lambda *args: run.softmax)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert plan(inputs(), True).modes == MODES[1:]
+        assert plan(inputs(BLOCK + 1), True).modes == (run.AUTOCAST, run.OTHER_GRADIENTS)
+    assert plan(inputs(), False).modes == (run.OTHER_GRADIENTS,)
+
+
+def test_packed_rows_give_what_rows_give() -> None:
+    terms = inputs()
+    call = run.Call(terms, CAUSAL, "eager", run.softmax, Asked(lse=True), None)
+    o, lse = run.softmax(terms, CAUSAL, "eager")
+    got = run._through_modes(call, Plan("eager", run.softmax, (run.PACKED_ROWS,)))
+    torch.testing.assert_close(got, (o, lse))
+
+
+def test_plan_tells_one_tensor_of_offsets_from_two() -> None:
+    q, k, v = (torch.randn(1, 9, 2, 8) for _ in range(3))
+    offsets, others = torch.tensor([0, 4, 9]), torch.tensor([0, 6, 9])
+    attention(q, k, v, cu_seqlens=offsets, cu_seqlens_k=offsets)
+    got = attention(q, k, v, cu_seqlens=offsets, cu_seqlens_k=others)
+    want = [attention(q[:, :4], k[:, :6], v[:, :6]), attention(q[:, 4:], k[:, 6:], v[:, 6:])]
+    torch.testing.assert_close(got, torch.cat(want, 1))
+
+
+_GIVEN = {
+    "acausal": (CAUSAL._replace(right=-1), Asked()),
+    "later": (CAUSAL._replace(right=2), Asked()),
+    "dropout": (CAUSAL._replace(dropout=0.5), Asked()), "reference": (CAUSAL, Asked("reference")),
+    "compiling": (CAUSAL, Asked()), "context": (CAUSAL, Asked()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other", "text"), FORBIDDEN, ids=lambda x: x[:20])
+def test_forbidden_pair_raises(
+    monkeypatch: pytest.MonkeyPatch, one: str, other: str, text: str
+) -> None:
+    monkeypatch.setattr(run, "is_compiling", lambda: other == "compiling")
+    options, asked = _GIVEN[other]
+    given = options, asked, one == "consistent", "context" in (one, other)
+    with pytest.raises(NotImplementedError, match="^" + text.partition("{")[0]):
+        run._expect_allowed(*given)
+    if other != "compiling":
+        run._expect_allowed(options, asked, False, False)
+
+
+# B, T, S, H, page, width, rest
+CALLS_LATENT = [(2, 1, 70, 7, 0, 40, 8), (3, 3, 96, 3, 16, 64, 32), (2, 2, 90, 5, 30, 48, 16)]
+
+
+def inputs_latent(
+    call: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    B, T, S, H, page, width, rest = call
+    torch.manual_seed(0)
+    q = torch.randn(B, T, H, width + rest, dtype=dtype)
+    table = torch.randperm(B * S // page).int().view(B, -1) if page else None
+    latent = torch.randn(*((B * S // page, page) if page else (B, S)), width + rest, dtype=dtype)
+    return q, latent, torch.tensor([S, 1, 77][:B]), table
+
+
+@pytest.mark.parametrize("call", CALLS_LATENT)
+def test_plain_latent_attention_matches_reference(call: tuple) -> None:
+    q, latent, lengths, table = inputs_latent(call, torch.float64)
+    o, lse = eager_latent_attention(q, latent, lengths, table, call[5], 0.2)
+    rows = latent if table is None else latent[table.long()].flatten(1, 2)
+    k = rows[:, :, None]
+    terms = AttentionInputs(q, k, k[..., : call[5]], lengths=lengths)
+    right_o, right_lse = softmax_reference(terms, AttentionOptions(0.2, -1, 0))
+    torch.testing.assert_close(o, right_o)
+    torch.testing.assert_close(lse, right_lse)
+
+
+def test_latent_attention_has_gradients_in_plain_torch() -> None:
+    q, latent, lengths, _ = inputs_latent((2, 2, 6, 2, 0, 5, 3), torch.float64)
+    leaves = [q.requires_grad_(), latent.requires_grad_()]
+    torch.autograd.gradcheck(
+        lambda q, latent: latent_attention(q, latent, lengths.clamp(max=6), width=5, scale=0.3),
+        leaves,
+    )
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_latent_attention_reads_no_missing_page(grad: bool) -> None:
+    q, latent, lengths, table = inputs_latent(CALLS_LATENT[2], torch.float64)
+    assert table is not None
+    q.requires_grad_(grad)
+    given = {"width": 48, "scale": 0.2}
+    unused = table.clone()
+    unused[1, 1:] = len(latent)  # sequence 1 has one key
+    want = latent_attention(q, latent, lengths, table=table, **given)
+    torch.testing.assert_close(
+        latent_attention(q, latent, lengths, table=unused, **given), want, rtol=0, atol=0
+    )
+    missing = table.clone()
+    missing[1] = -1
+    latent[int(table[1, 0])] = torch.nan
+    o = latent_attention(q, latent, lengths, table=missing, **given)
+    torch.testing.assert_close(o[0], want[0], rtol=0, atol=0)
+    assert not o[1].any()
+    missing[0, 1] = len(latent)
+    with pytest.raises(ValueError, match=r"table: want less than the 6 pages of latent, got 6"):
+        latent_attention(q, latent, lengths, table=missing, **given)
+
+
+@interpreted
+def test_latent_kernel_interpreted() -> None:
+    for call in CALLS_LATENT:
+        q, latent, lengths, table = inputs_latent(call, torch.float32)
+        given = {"width": call[5], "scale": 0.2, "table": table, "impl": "triton"}
+        o = latent_attention(q, latent, lengths, **given)
+        right, _ = eager_latent_attention(q, latent, lengths, table, call[5], 0.2)
+        torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-5)
+        if table is None:
+            continue
+        from slipstream.kernels.attention.triton import decode_latent
+
+        table[0, 1], table[1] = -1, len(latent)
+        o, _ = decode_latent.decode(q, latent, lengths, table, call[5], 0.2)
+        right, _ = eager_latent_attention(q, latent, lengths, table, call[5], 0.2)
+        torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-5)
+        assert not o[1].any()

@@ -117,12 +117,9 @@ def test_hopper_refuses_what_was_found_to_fail_here(monkeypatch: pytest.MonkeyPa
         ("cuda", (9, 0), (3, 9), "and q is torch.float64")],
 )  # fmt: skip
 def test_hopper_says_what_it_wants_of_the_machine(
-    kind_of_device: str,
-    capability: tuple[int, int],
-    release: tuple[int, int],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    kind_of_device: str, capability: tuple[int, int], release: tuple[int, int], words: str,
+    monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     monkeypatch.setattr(backends, "HAVE_TRITON", True)
     monkeypatch.setattr(backends, "INTERPRETED", False)
     monkeypatch.setattr(backends, "RELEASE", release)

@@ -1,8 +1,6 @@
 """Decoding from keys of 8 bits compiled for GPUs that need not be there, and what attention's
-kernels are not compiled for.
-
-The calls themselves are traced, so tiles and arguments are those of a real launch.
-"""
+kernels are not compiled for. The calls themselves are traced, so tiles and arguments are those of a
+real launch."""
 
 from functools import partial
 from typing import Any

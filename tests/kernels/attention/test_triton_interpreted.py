@@ -1,18 +1,22 @@
-"""The Triton kernels under Triton's interpreter, on a CPU, against the float64 reference.
-
-bfloat16 products are wrong in the interpreter: float32 and float16 only.
-"""
+"""The Triton kernels under Triton's interpreter, on a CPU, against the float64 reference; with
+dropout the weights that plain torch keeps. bfloat16 products are wrong there: float32 and float16
+only."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from slipstream.kernels.attention import dropout
 from slipstream.kernels.attention.cache import Cache, append, gather, hidden_keys
 from slipstream.kernels.attention.eager import forward as eager_forward
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.ops.attention import attention
 from tests.support.attention_calls import CALLS, check, got, incoming, want
 from tests.support.interpreted import PARTS, interpreted
+from tests.support.operators import with_grads
 
 # calls of the default run: masks, groups, options and ways of packing, each once
 SAMPLE = {"one", "causal", "more queries", "causal window", "gate, sinks", "slopes, sinks"}
@@ -125,3 +129,113 @@ def test_kernels_match_reference_when_interpreted(part: str) -> None:
             check_call(i, torch.float32)
         if call.name in NARROW and (call.name == "packed apart") == (part == "sample"):
             check_call(i, torch.float16)
+
+
+def check_delta(B: int, T: int, cu: list[int] | None, has_dlse: bool, BM: int) -> None:
+    from slipstream.kernels.attention.triton.sums import launch_delta, launch_delta_of_tiles
+
+    H, D = 3, 20
+    o, do = torch.randn(B, T, H, D), torch.randn(B, T, H, D)
+    lse, dlse = torch.randn(B, H, T), torch.randn(B, H, T) if has_dlse else None
+    lse[:, 1, ::3] = float("-inf")  # queries that see no key
+    want = [lse / torch.tensor(2.0).log(), (o * do).sum(-1).mT - (0 if dlse is None else dlse)]
+    want[0] = torch.where(want[0].isneginf(), float("inf"), want[0])
+    offsets = None if cu is None else torch.tensor(cu, dtype=torch.int32)
+    tiles = -(-T // BM) if cu is None else T // BM + len(cu) - 1
+    found = [torch.full((B, H, tiles * BM), float("nan")) for _ in range(2)]
+    launch_delta_of_tiles(o, do, lse, dlse, *found, offsets, tiles, BM)
+    for x, right, none in zip(found, want, (float("inf"), 0.0)):
+        expected = torch.full_like(x, none)
+        for n, (begin, end) in enumerate(zip(cu or [0], (cu or [0, T])[1:])):
+            to = begin // BM * BM + n * BM
+            expected[..., to : to + end - begin] = right[..., begin:end]
+        torch.testing.assert_close(x, expected)
+    found = [torch.full((B, H, -(-T // 4) * 4), float("nan")) for _ in range(2)]
+    launch_delta(o, do, lse, dlse, *found)
+    for x, right in zip(found, want):
+        torch.testing.assert_close(x[..., :T], right)
+
+
+@interpreted
+def test_delta_of_queries_and_of_tiles() -> None:
+    check_delta(2, 37, None, True, 16)
+    check_delta(1, 50, [0, 5, 5, 31, 50], False, 16)
+    check_delta(1, 33, [0, 33], True, 16)
+
+
+# of q, k and v: batch, tokens, keys, heads, heads of keys, widths; and what is given beside them
+CALLS_DROPOUT: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "causal": ((2, 70, 70, 4, 2, 16, 16), {}),
+    "window": (
+        (1, 150, 190, 2, 2, 8, 24),
+        {"window_size": (20, 3), "causal": False, "softcap": 2.0},
+    ),
+    "packed": ((1, 90, 90, 2, 1, 16, 16), {"cu_seqlens": torch.tensor([0, 33, 33, 90])}),
+    "lengths": (
+        (2, 5, 40, 2, 2, 16, 16),
+        {"key_lengths": torch.tensor([9, 40]), "sinks": torch.tensor([0.3, -0.2])},
+    ),
+    "gate": ((1, 40, 40, 2, 1, 16, 16), {"g": -torch.rand(1, 40, 2)}),
+}  # fmt: skip
+
+
+def inputs(sizes: tuple[int, ...]) -> dict[str, Tensor]:
+    B, T, S, H, HKV, D, DV = sizes
+    shapes = {"q": (B, T, H, D), "k": (B, S, HKV, D), "v": (B, S, HKV, DV)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def check_dropout(name: str) -> None:
+    """Outputs and gradients are those of plain torch from the same seed, and again the same."""
+    sizes, options = CALLS_DROPOUT[name]
+    args = inputs(sizes) | {n: x for n, x in options.items() if n in ("g", "sinks")}
+    rest = {n: x for n, x in options.items() if n not in args}
+
+    def by(impl: str) -> tuple[list[Tensor], list[Tensor]]:
+        torch.manual_seed(11)
+        return with_grads(
+            lambda args: list(attention(**args, **rest, dropout_p=0.4, impl=impl, return_lse=True)),
+            args,
+        )
+
+    found, wanted, again = by("triton"), by("eager"), by("triton")
+    for x, y, z in zip(map(tuple, found), map(tuple, wanted), map(tuple, again)):
+        for one, other, same in zip(x, y, z, strict=True):
+            torch.testing.assert_close(
+                one, other, rtol=1e-4, atol=2e-5, msg=lambda m: f"{name}: {m}"
+            )
+            assert torch.equal(one, same)
+
+
+def weights(impl: str, p: float, T: int = 64) -> Tensor:
+    """[heads, T, T]: with v = 1, an output is its weights."""
+    q = torch.zeros(1, T, 2, 16)
+    v = torch.eye(T)[None, :, None].expand(1, T, 2, T)
+    torch.manual_seed(5)
+    o = attention(q, q, v, dropout_p=p, causal=False, impl=impl)
+    assert isinstance(o, Tensor)
+    return o[0].transpose(0, 1)
+
+
+def check_weights() -> None:
+    for p in (0.25, 0.9):
+        got, want = weights("triton", p), weights("eager", p)
+        assert torch.equal(got == 0, want == 0)
+        torch.testing.assert_close(got, want)
+    assert not weights("triton", 1.0).any()
+
+
+def test_words_are_philox() -> None:
+    """Salmon et al.'s test vectors of Philox4x32-7: counter 0 and key 0, and all bits set."""
+    zero, ones = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0xFFFFFFFF)
+    want = {0: "5f6fb709 0d893f64 4f121f81 4f730a48", -1: "5207ddc2 45165e59 4d8ee751 8c52f662"}
+    for seed, x in ((0, zero), (-1, ones)):
+        words = dropout.philox(torch.tensor([seed]), x, x, x, x)
+        assert " ".join(f"{int(word):08x}" for word in words) == want[seed]
+
+
+@interpreted
+def test_kernels_drop_what_plain_torch_drops() -> None:
+    check_weights()
+    for each in CALLS_DROPOUT:
+        check_dropout(each)

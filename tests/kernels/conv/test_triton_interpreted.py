@@ -110,10 +110,8 @@ def check_apart(W: int, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def check_unit(W: int, T: int, dtype: torch.dtype, bias: bool, packed: bool = False) -> None:
-    """Heads that are normalised within the convolution, against l2_norm after it.
-
-    packed: four sequences, one of them empty, that begin with states.
-    """
+    """Heads that are normalised within the convolution, against l2_norm after it. packed: four
+    sequences, one of them empty, that begin with states."""
     from slipstream.kernels.conv import eager, op
     from slipstream.kernels.conv.inputs import ConvInputs
 

@@ -1,7 +1,5 @@
 """Calls whose scratch memory would be large, in groups of rows and heads, are the calls as a whole.
-
-Every row of the catalogue is cut into as many groups as there can be, and has the same bits.
-"""
+Every row of the catalogue is cut into as many groups as there can be, and has the same bits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

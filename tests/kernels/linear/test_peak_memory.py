@@ -1,7 +1,5 @@
-"""Peaks of memory on sm_90, found out without a GPU: what a call allocates there, and when.
-
-Beyond arguments, results and gradients a call takes 4 GiB or as much as these, whichever is more.
-"""
+"""Peaks of memory on sm_90, found out without a GPU: what a call allocates there, and when. Beyond
+arguments, results and gradients a call takes 4 GiB or as much as these, whichever is more."""
 
 from collections.abc import Callable
 from typing import Any

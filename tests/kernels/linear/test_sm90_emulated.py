@@ -1,9 +1,6 @@
 """The linear family's launches on sm_90 from forward to gradients, with kernels as numpy, a thread
-for each part, against the oracle.
-
-Sums, masks, rings, phases and segments are those of the kernels; layouts and rounding are not there
-(tests/gluon_emulator/threads.py says what is).
-"""
+for each part, against the oracle. Sums, masks, rings, phases and segments are those of the kernels;
+layouts and rounding are not there (tests/gluon_emulator/threads.py says what is)."""
 
 from collections.abc import Callable
 from itertools import pairwise

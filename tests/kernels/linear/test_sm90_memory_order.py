@@ -1,8 +1,6 @@
 """That every wait and fence of the linear family's scans is wanted: without any one of them what
 the parts of a program do is not ordered, and that is found (tests/gluon_emulator/race_detector.py).
-
-As they are they have to be ordered wherever a test runs kernels by threads.
-"""
+As they are they have to be ordered wherever a test runs kernels by threads."""
 
 from collections import Counter
 from types import SimpleNamespace

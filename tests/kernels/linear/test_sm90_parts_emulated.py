@@ -23,10 +23,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("views", [True, False], ids=["views", "tiles"])
 def test_inverse_is_of_what_is_below_the_diagonal(views: bool) -> None:
-    """Gives the diagonal back too; no kernel reads what is above it.
-
-    views: of several tiles where one is, as up to Triton 3.7; else each warp finds its own tile.
-    """
+    """Gives the diagonal back too; no kernel reads what is above it. views: of several tiles where
+    one is, as up to Triton 3.7; else each warp finds its own tile."""
     a = torch.randn(C, C, dtype=torch.float64) / 4
     junk = torch.where(torch.rand(C, C) < 0.5, torch.inf, torch.nan)
     given = torch.where(torch.ones(C, C).triu(1) > 0, junk, a)

@@ -1,9 +1,7 @@
 """The Gluon kernels of the linear family in the emulator that rounds as a GPU does
-(tests/gluon_emulator/rounding.py).
-
-Early rows keep their bits: later gates choose how chunks make scores, and chunks that they make
-strong or weak may be made by another kernel, which has to round alike.
-"""
+(tests/gluon_emulator/rounding.py). Early rows keep their bits: later gates choose how chunks make
+scores, and chunks that they make strong or weak may be made by another kernel, which has to round
+alike."""
 
 import math
 

@@ -1,7 +1,5 @@
-"""The Triton kernels under Triton's interpreter, on a CPU, against the float64 reference.
-
-bfloat16 products are wrong in the interpreter: float32 and float16 only.
-"""
+"""The Triton kernels under Triton's interpreter, on a CPU, against the float64 reference. bfloat16
+products are wrong in the interpreter: float32 and float16 only."""
 
 import dataclasses
 

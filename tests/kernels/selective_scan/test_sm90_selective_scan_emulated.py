@@ -1,8 +1,6 @@
-"""The Gluon kernels of the selective scan as numpy, with their launches, against the oracle.
-
-Sums, masks and indices are those of the kernels; layouts and rounding are not there
-(tests/kernels/test_compiles.py).
-"""
+"""The Gluon kernels of the selective scan as numpy, with their launches, against the oracle. Sums,
+masks and indices are those of the kernels; layouts and rounding are not there
+(tests/kernels/test_compiles.py)."""
 
 import functools
 import importlib

@@ -15,12 +15,9 @@ from tests.support.interpreted import error, interpreted
 
 
 def one_by_one(
-    x: Tensor,
-    before: Tensor | None,
-    mu: Tensor,
-    weights: token_mix.Weights,
-    starts: Tensor | None = None,
-) -> list[Tensor]:
+    x: Tensor, before: Tensor | None, mu: Tensor, weights: token_mix.Weights,
+    starts: Tensor | None = None
+) -> list[Tensor]:  # fmt: skip
     mixes = token_mix.plain(x, before, starts, mu)
     return [F.linear(mix, w) for mix, row in zip(mixes, weights) for w in row]
 
@@ -30,14 +27,9 @@ def by_kernels(*args: Any, starts: Tensor | None = None) -> list[Tensor] | None:
 
 
 def check(
-    B: int,
-    T: int,
-    D: int,
-    outputs: tuple[tuple[int, ...], ...],
-    dtype: torch.dtype,
-    shifted: bool = False,
-    offsets: Sequence[int] = (),
-) -> None:
+    B: int, T: int, D: int, outputs: tuple[tuple[int, ...], ...], dtype: torch.dtype,
+    shifted: bool = False, offsets: Sequence[int] = ()
+) -> None:  # fmt: skip
     """outputs: of each mix the rows of its weights. shifted: x itself is what came before, of
     packed sequences with these offsets if there are any."""
     given = [torch.randn(B, T, D), torch.randn(B, T, D), torch.rand(len(outputs), D)]

@@ -1,6 +1,12 @@
-"""The Triton norms under Triton's interpreter: small tiles, options."""
+"""The Triton norms under Triton's interpreter: small tiles, options; and what Triton 3.3.1 refuses.
+With it all of them compile, by tools/matrix.py rms_norm rms_norm_gated layer_norm group_norm
+l2_norm --triton 3.3.1"""
 
+import ast
 import itertools
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +15,7 @@ from torch import Tensor
 from slipstream.kernels.norm.inputs import NormInputs
 from slipstream.kernels.norm.op import run as norm
 from slipstream.kernels.primitives.norm_options import RECOMPUTED, NormOptions
+from slipstream.nn import RMSNorm
 from tests.support.interpreted import error, interpreted
 
 
@@ -152,3 +159,50 @@ def check_operators() -> None:
     got = torch.autograd.grad(compiled(*leaves), leaves)
     for x, y in zip(got, torch.autograd.grad(call(*leaves), leaves), strict=True):
         assert error(x, y) < 1e-5
+
+
+PLAIN = NormOptions(1e-5)
+OTHER: dict[str, Any] = {x: not getattr(PLAIN, x) for x in PLAIN._fields} | {
+    "eps": 1e-3,
+    "groups": 2,
+    "activation": "sigmoid",
+}
+
+
+@pytest.mark.parametrize("name", PLAIN._fields)
+def test_row_norms_are_those_whose_options_are_told(name: str) -> None:
+    """An option that such kernels do not get, also one yet to come, is no row norm's."""
+    other = PLAIN._replace(**{name: OTHER[name]})
+    told = name == "eps" or other.row_constants() != PLAIN.row_constants()
+    assert other.is_row_norm == told
+
+
+def test_modules_with_other_options_have_no_row_norm() -> None:
+    norm = RMSNorm(4, 1e-5, zero_centered=True)
+    assert norm.row_norm == NormOptions(1e-5, zero_centered=True)
+    norm.options["centre"] = True
+    assert norm.row_norm is None and RMSNorm(4).row_norm is None
+
+
+def refused(source: str) -> list[str]:
+    """`a = b = x`, and variables that are None first, and a tensor later, in a loop."""
+    found = []
+    for loop in (x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.For)):
+        for step in (x for x in ast.walk(loop) if isinstance(x, ast.Assign)):
+            values = step.value.elts if isinstance(step.value, ast.Tuple) else [step.value]
+            none = any(isinstance(x, ast.Constant) and x.value is None for x in values)
+            if none or len(step.targets) > 1:
+                found.append(ast.unparse(step))
+    return found
+
+
+def test_norm_kernels_have_nothing_that_triton_33_refuses() -> None:
+    spec = find_spec("slipstream.kernels.norm.triton_kernels")
+    assert spec is not None and spec.origin is not None
+    assert refused(Path(spec.origin).read_text()) == []
+
+
+def test_refused_patterns_are_found() -> None:
+    for step in ("b = None", "b, c = (None, load(x))", "b = c = load(x)"):
+        assert refused(f"for i in range(3):\n    {step}") == [step]
+    assert refused("b = None\nfor i in range(3):\n    b, c = load(x), load(y)") == []

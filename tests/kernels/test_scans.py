@@ -1,5 +1,7 @@
-"""selective_scan in plain torch against the recurrence token by token, and against the paper."""
+"""Both scans in plain torch: against the recurrence token by token, and against the paper. What
+holds for every operator is in tests/ops/test_properties.py and test_compile.py."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -8,22 +10,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.kernels.gated_scan import eager as gated
 from slipstream.kernels.selective_scan import eager
 from slipstream.kernels.selective_scan.inputs import CHUNK
-from slipstream.ops import selective_scan
+from slipstream.ops import chunk_hgrn, selective_scan
 
 TOKENS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 5 * CHUNK + 7)
+C = gated.BLOCK
+# around one block, two, where blocks begin to be used, and with tokens past the last block
+BLOCK_TOKENS = [1, 2, C - 1, C, 2 * C - 1, 2 * C, 3 * C, 3 * C + 1, 5 * C - 1]
+
+
+def gated_inputs(B: int = 2, T: int = 3 * C + 5, D: int = 6) -> dict[str, Tensor]:
+    x, g = torch.randn(B, T, D).double(), -torch.rand(B, T, D).double()
+    return {"x": x, "g": g, "initial_state": torch.randn(B, D).double()}
 
 
 def inputs(
-    B: int = 2,
-    T: int = 2 * CHUNK + 5,
-    D: int = 6,
-    N: int = 3,
-    G: int = 2,
-    S: int | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> dict[str, Tensor]:
+    B: int = 2, T: int = 2 * CHUNK + 5, D: int = 6, N: int = 3, G: int = 2, S: int | None = None,
+    dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:  # fmt: skip
     shapes = {
         "u": (B, T, D), "delta": (B, T, D), "A": (D, N), "B": (B, T, G, N), "C": (B, T, G, N),
         "D": (D,), "z": (B, T, D), "delta_bias": (D,),
@@ -33,11 +39,13 @@ def inputs(
     return {**args, "A": -args["A"].abs()}
 
 
-def run(args: dict[str, Tensor], **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and gradients of both and of each alone."""
-    args = {name: x.detach().requires_grad_() for name, x in args.items()}
-    options = {"delta_softplus": True, "output_final_state": True, **options}
-    outputs = selective_scan(**args, **options)
+def run(
+    scan: Callable[..., Any], args: dict[str, Tensor], **options: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and gradients of the inputs for fixed weights of both, and of each alone."""
+    args = {name: x.detach().clone().requires_grad_() for name, x in args.items()}
+    options |= {"delta_softplus": True} if scan is selective_scan else {}
+    outputs = scan(**args, output_final_state=True, **options)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in outputs]
     parts = [(x * w).sum() for x, w in zip(outputs, weights)]
@@ -54,9 +62,32 @@ def near(got: Any, want: Any, tolerance: float = 1e-11) -> None:
         torch.testing.assert_close(some, others, rtol=tolerance, atol=tolerance)
 
 
-@pytest.fixture(params=[1, 1 << 20], ids=["chunks", "one segment"])
-def segment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "SEGMENT_ELEMENTS_CPU", request.param)
+@pytest.fixture(params=[True, False], ids=["parts", "whole"])
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gated scan's spans of 24 C elements are two blocks of 2 x 6 channels; the other's
+    segments are chunks."""
+    monkeypatch.setattr(gated, "BLOCK_ELEMENTS", 24 * C if request.param else 1 << 20)
+    monkeypatch.setattr(eager, "SEGMENT_ELEMENTS_CPU", 1 if request.param else 1 << 20)
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("T", BLOCK_TOKENS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_hgrn_matches_reference(T: int, reverse: bool) -> None:
+    args = gated_inputs(T=T)
+    want = run(chunk_hgrn, args, reverse=reverse, impl="reference")
+    near(run(chunk_hgrn, args, reverse=reverse), want, 1e-12)
+
+
+def test_hgrn_sequences_do_not_see_one_another() -> None:
+    args = gated_inputs(B=3)
+    both, _ = chunk_hgrn(**args)
+    for b in range(3):
+        alone, _ = chunk_hgrn(**{n: x[b : b + 1] for n, x in args.items()})
+        assert torch.equal(alone, both[b : b + 1])
+    args["x"][1] = torch.nan
+    h, _ = chunk_hgrn(**args)
+    assert torch.equal(h[::2], both[::2])
 
 
 def test_selective_scan_is_the_papers_sum() -> None:
@@ -75,20 +106,20 @@ def test_selective_scan_is_the_papers_sum() -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.usefixtures("segment")
+@pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("T", TOKENS)
 def test_selective_scan_matches_reference(T: int) -> None:
     args = inputs(T=T)
-    near(run(args), run(args, impl="reference"))
+    near(run(selective_scan, args), run(selective_scan, args, impl="reference"))
 
 
-@pytest.mark.usefixtures("segment")
+@pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("lengths", [(CHUNK + 8, 0, 3 * CHUNK, 1, CHUNK), (0, 0, 70, 0)])
 def test_selective_scan_packed_equals_separate(lengths: tuple[int, ...]) -> None:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     args = inputs(B=1, T=sum(lengths), S=len(lengths))
-    got = run(args, cu_seqlens=cu_seqlens)
-    near(got, run(args, cu_seqlens=cu_seqlens, impl="reference"))
+    got = run(selective_scan, args, cu_seqlens=cu_seqlens)
+    near(got, run(selective_scan, args, cu_seqlens=cu_seqlens, impl="reference"))
     for s, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
         cut = {n: x[:, begin:end] if x.dim() > 2 else x for n, x in args.items()}
         cut["initial_state"] = args["initial_state"][s : s + 1]
@@ -96,23 +127,11 @@ def test_selective_scan_packed_equals_separate(lengths: tuple[int, ...]) -> None
         near([[y, final]], [[got[0][0][:, begin:end], got[0][1][s : s + 1]]])
 
 
-@pytest.mark.parametrize("cut", [1, CHUNK, CHUNK + 9])
-def test_selective_scan_split_equals_whole(cut: int) -> None:
-    args = inputs()
-    options = {"delta_softplus": True, "output_final_state": True}
-    whole = selective_scan(**args, **options)
-    head = {n: x[:, :cut] if x.dim() > 2 and n != "initial_state" else x for n, x in args.items()}
-    tail = {n: x[:, cut:] if x.dim() > 2 and n != "initial_state" else x for n, x in args.items()}
-    first, state = selective_scan(**head, **options)
-    second, state = selective_scan(**{**tail, "initial_state": state}, **options)
-    near([[torch.cat([first, second], dim=1), state]], [whole])
-
-
 def test_selective_scan_survives_steps_that_forget_all() -> None:
     args = inputs(dtype=torch.float32)
     args["delta"] = torch.where(torch.rand_like(args["delta"]) < 0.3, 1e3, args["delta"])
     args["A"] = args["A"] - 1
-    got, want = run(args), run(args, impl="reference")
+    got, want = run(selective_scan, args), run(selective_scan, args, impl="reference")
     assert not any(x.isnan().any() for part in got for x in part)
     near(got, want, 1e-4)
 

@@ -1,11 +1,11 @@
-"""Bits of the past where halves or quarters of a chunk are apart and inputs small: Triton kernels
-under the interpreter.
-
+"""Under Triton's interpreter: the past keeps its bits when the future changes
+(tests/ops/test_properties.py has the same of plain torch), and states that kernels leave on their
+way, whole and in segments; also with small inputs where halves or quarters of a chunk are apart.
 The interpreter has no bfloat16, which alone takes chunks so. float32 has its exponents, and is
-given its limits here, and at last operands of products are rounded as bfloat16.
-"""
+given its limits here, and at last operands of products are rounded as bfloat16."""
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +13,103 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
+from tests.support.causality import changed_bits
 from tests.support.interpreted import PARTS, interpreted
+from tests.support.operators import LINEAR, Size
+from tests.support.prefix_states import OPERATORS, Call, expect_prefix_states
+
+# one of each kernel; the others, and gates that grow weaker, are further
+SAMPLE = ("chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule", "chunk_comba", "chunk_kda")
+SIZE = Size(B=1, T=40, H=1, HV=1, K=16, V=16)
+
+
+def check(part: str) -> None:
+    for op in LINEAR:
+        if "chunk_" not in op.name or (part == "sample") != (op.name in SAMPLE):
+            continue
+        gates = (("weak", "strong"), ("strong", "weak"), ("mixed", "mixed"))
+        found = changed_bits(op, "triton", SIZE, (5, 21), gates[: 1 if part == "sample" else 3])
+        assert not found, f"{op.name}: {found}"
+        print(op.name, "ok", flush=True)
+
+
+def check_apart() -> None:
+    """With halves of chunks apart, as bfloat16 has them, and exp2 as a GPU has it, whose last bits
+    are others below 0: float32 shows every one of them."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from slipstream.kernels.linear.triton.dplr import tiles
+    from slipstream.kernels.linear.triton.vector_decay import backend
+
+    def exp2(x: np.ndarray) -> np.ndarray:
+        y = np.exp2(x)
+        return np.where((x < 0) & (x != np.floor(x)), np.nextafter(y, np.float32(np.inf)), y)
+
+    def create_exp2(self: InterpreterBuilder, arg: object) -> object:
+        return self.unary_op(arg, exp2)
+
+    with (
+        mock.patch.object(InterpreterBuilder, "create_exp2", create_exp2),
+        mock.patch.dict(tiles.APART, {torch.float32: 11.0}),
+        mock.patch.dict(backend.APART, {torch.float32: 55.0}),
+        mock.patch.dict(backend.SHIFT, {torch.float32: 60.0}),
+        mock.patch.dict(backend.BOUND, {torch.float32: 60.0}),
+    ):
+        for op in LINEAR:
+            if op.name in ("chunk_kda", "chunk_dplr_delta_rule", "chunk_gla", "chunk_rwkv6"):
+                gates = (("weak", "strong"), ("strong", "weak"))
+                found = changed_bits(op, "triton", SIZE, (2, 10, 21), gates)
+                assert not found, f"{op.name}: {found}"
+                print(op.name, "apart ok", flush=True)
+
+
+@interpreted
+@pytest.mark.parametrize("part", PARTS)
+def test_past_keeps_its_bits_when_interpreted(part: str) -> None:
+    check(part)
+    if part == "sample":
+        check_apart()
+
+
+LENGTHS = {"batch": None, "packed": (70, 0, 130)}
+
+
+def in_segments() -> None:
+    """Segments are a chunk of the largest tile."""
+    from slipstream.kernels.linear import scalar_decay, vector_decay
+    from slipstream.kernels.linear.triton.delta import plan
+    from slipstream.kernels.linear.triton.dplr import backend
+
+    plan.delta_tokens = lambda programs, T, C: 64
+    assert backend.segments_for_programs.__module__ == plan.__name__
+    for module in (scalar_decay, vector_decay):
+        module.scalar_decay_tokens = lambda terms, programs, C, unit: 64
+
+
+@interpreted
+def test_states_are_left_when_interpreted() -> None:
+    for segments in (False, True):
+        if segments:
+            in_segments()
+        for operator in OPERATORS:
+            for lengths in [*LENGTHS.values()][segments:]:  # in segments packed alone
+                expect_prefix_states(
+                    Call.make(operator, lengths, B=1, T=136, HV=1, impl="triton"), rtol=1e-4
+                )
+    for operator in OPERATORS:
+        call = Call.make(operator, (70, 64), HV=1, impl="triton", consistent=True)
+        _, pool, _ = call.run()
+        alone = Call.make(operator, (70, 64), HV=1, impl="triton", consistent=True)
+        for n, (_, begin, end) in enumerate(alone.places):
+            piece = {name: x[:, begin:end] for name, x in alone.tensors.items()}
+            single = Call(
+                operator, piece, alone.state[n : n + 1], None, [(0, 0, end - begin)],
+                alone.prefix._replace(rows=alone.prefix.rows[n : n + 1, : -(-(end - begin) // 64)]),
+                alone.options,
+            )  # fmt: skip
+            single.run()
+        assert torch.equal(alone.prefix.pool.nan_to_num(7), pool.nan_to_num(7)), operator
+
 
 CALLS = {
     "kda": lambda q, k, v, g, unit, impl="triton": ops.chunk_kda(q=q, k=unit, v=v, g=g,
@@ -52,7 +148,7 @@ def inputs() -> tuple[Tensor, ...]:
     return q, k, v, -0.1 * torch.rand(1, T, 1, D), unit
 
 
-def check(name: str, part: str) -> None:
+def check_halves(name: str, part: str) -> None:
     """A sample: each gate with a cut in each half."""
     q, k, v, g, unit = inputs()
     before = CALLS[name](q, k, v, g, unit)[0]
@@ -147,7 +243,7 @@ def test_small_inputs_keep_their_bits(part: str) -> None:
     check_half_sums()
     as_in_bfloat16()
     for name in CALLS:
-        check(name, part)
+        check_halves(name, part)
         if name != "rwkv6":  # whose u takes chunks whole or by blocks
             check_small_reads(name)
         if name in ("kda", "dplr"):

@@ -1,8 +1,8 @@
-"""compat.fla has fla's names, positional order, defaults and parameters, and the page says so.
+"""Names, positional order and defaults of fla (fla_signatures.json), of causal_conv1d 1.7.0,
+flash_attn 2.8.4 with the module of FlashAttention-3 and mamba_ssm 2.3.2 (other_signatures.json);
+fla's parameters; docs/guides/migrate_fla.md is what tools/fla_page.py writes."""
 
-fla_signatures.json has those of fla; docs/guides/migrate_fla.md is what tools/fla_page.py writes.
-"""
-
+import importlib
 import inspect
 import json
 import re
@@ -169,3 +169,64 @@ def test_page_names_the_layers_of_models_that_are_converted() -> None:
 
     for mixer in MIXERS.keys() & FAMILIES.keys():
         assert re.search(rf"^\| `\w+` \| `\w+` \| `{mixer}` \|$", PAGE, re.M), mixer
+
+
+SNAPSHOT_OTHERS = json.loads((Path(__file__).parent / "other_signatures.json").read_text())
+# helpers of their kernels, and what the pages under docs/guides say is missing
+MISSING_OTHERS = {
+    "flash_attn.flash_attn_interface": ("maybe_contiguous", "round_multiple"),
+    "flash_attn.layers.rotary": ("rotate_half",),
+    "flash_attn.ops.triton.layer_norm": (
+        "layer_norm_ref", "maybe_contiguous", "maybe_contiguous_lastdim", "rms_norm_ref",
+        "triton_autotune_configs",
+    ),
+    "flash_attn_interface": (
+        "get_scheduler_metadata", "maybe_contiguous", "round_multiple",
+        "round_up_headdim", "setup_context",
+    ),
+    "mamba_ssm.ops.selective_scan_interface": ("rms_norm_forward",),
+    "mamba_ssm.ops.triton.ssd_combined": (
+        "ensure_stride", "init_to_zero", "mamba_conv1d_scan_ref", "mamba_split_conv1d_scan_ref",
+        "selective_scan_bwd", "ssd_chunk_scan_combined_ref",
+    ),
+    "mamba_ssm.ops.triton.layernorm_gated": ("rms_norm_ref",),
+    "mamba_ssm.ops.triton.layer_norm": ("config_prune", "layer_norm_ref", "rms_norm_ref"),
+}  # fmt: skip
+NAMES = [
+    (module, name) for module, functions in SNAPSHOT_OTHERS.items() for name in functions
+    if name.partition(".")[0] not in MISSING_OTHERS.get(module, ())
+]  # fmt: skip
+
+
+def member(module: str, name: str) -> Any:
+    found = importlib.import_module(f"slipstream.compat.{module}")
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def parameters(text: str) -> dict[str, Any]:
+    """Names and defaults, in order."""
+    scope: dict[str, Any] = {}
+    exec(f"def f({text}): ...", {"torch": None}, scope)
+    return {p.name: p.default for p in inspect.signature(scope["f"]).parameters.values()}
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES, ids=[".".join(x) for x in NAMES])
+def test_has_the_peers_arguments(module: str, name: str) -> None:
+    """In their order; those of ours alone come after them, by name only."""
+    want = parameters(SNAPSHOT_OTHERS[module][name])
+    ours = list(inspect.signature(member(module, name)).parameters.values())
+    got = {p.name: p.default for p in ours if p.kind is not p.KEYWORD_ONLY}
+    # not needed here, so that they may be left out
+    optional = {x: None for x in got if x.startswith("max_seqlen") and want.get(x) is not None}
+    assert list(got) == list(want)
+    assert got == want | optional
+
+
+@pytest.mark.parametrize("module", SNAPSHOT_OTHERS)
+def test_missing_names_say_so(module: str) -> None:
+    found = importlib.import_module(f"slipstream.compat.{module}")
+    for name in MISSING_OTHERS.get(module, ()):
+        with pytest.raises((ImportError, AttributeError), match=name):
+            getattr(found, name)
