@@ -230,6 +230,7 @@ class _Background:
         with self._lock, contextlib.suppress(RuntimeError):  # no more threads
             if self._thread is None or not self._thread.is_alive():  # also after a fork
                 self._jobs, self._left = queue.SimpleQueue(), 0
+                self._awaited = threading.Event()
                 self._thread = threading.Thread(target=self._serve, daemon=True)
                 self._thread.start()
                 atexit.unregister(self._end)
