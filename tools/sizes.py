@@ -29,7 +29,7 @@ COMMENT_SHARE = 0.05
 IMPORT_SHARE = 0.047
 # lines of host code for each of device code: what has been reached, rounded up to 0.01. Small are
 # the families beside the linear one and attention, without what families share.
-HOST_PER_DEVICE = {"kernels": 1.01, "small families": 1.78}
+HOST_PER_DEVICE = {"kernels": 1.0, "small families": 1.77}
 LARGE_FAMILIES = ("linear", "attention", "primitives")
 # no code, where a line has nothing else
 NO_CODE = (
@@ -38,8 +38,8 @@ NO_CODE = (
 )
 # the package's lines, and its module-level constants with numbers: what has been reached, with 1%
 # of room, to be lowered wherever code goes
-PACKAGE_LINES = 91_300
-CONSTANTS = 490
+PACKAGE_LINES = 91_200
+CONSTANTS = 318
 # comments for tools
 DIRECTIVES = ("# fmt:", "# noqa", "# pyright:")
 

@@ -98,6 +98,8 @@ ARCHS = {
         ),
     )
 }
+# The releases of Triton under which the kernels in Gluon are used.
+GLUON_RELEASES = ((3, 6), (3, 9))
 # Capabilities without a row of their own, by the row that has their limits.
 _LIKE = {(7, 2): "sm_70", (8, 7): "sm_80", (10, 3): "sm_100", (11, 0): "sm_100", (12, 1): "sm_120"}
 

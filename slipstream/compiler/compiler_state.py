@@ -31,14 +31,10 @@ from slipstream.compiler.known_bugs import CORE, FEATURE_RULES, describe, family
 from slipstream.compiler.known_bugs import KernelKey as KernelKey
 from slipstream.runtime.files import write_text
 
-# Seconds that a process waits for another that writes down what it has learnt.
-LOCKED = 10.0
 # The folder of kernels/ with what several families share.
 PRIMITIVES = "primitives"
 # The folder of kernels whose files are families of their own.
 ELEMENTWISE = "elementwise"
-# runtime/backends.py's GLUON
-_GLUON = ((3, 6), (3, 9))
 
 
 class Unusable(RuntimeError):
@@ -128,7 +124,8 @@ def verified() -> dict[tuple[str, str, str], frozenset[str]]:
 
 def uses_gluon(arch: str, triton: str) -> bool:
     """Whether kernels in Gluon, those of folders and files of sm90, are taken there."""
-    return arch == "sm_90" and _GLUON[0] <= known_bugs.version(triton)[:2] <= _GLUON[1]
+    first, last = arches.GLUON_RELEASES
+    return arch == "sm_90" and first <= known_bugs.version(triton)[:2] <= last
 
 
 @cache
@@ -351,13 +348,14 @@ class CompilerState:
         with contextlib.suppress(OSError):
             path = verdicts_file()
             path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(path.with_suffix(".lock"), timeout=LOCKED):
-                everything = self._read()  # others learn, too
-                verdicts_of_state = everything.setdefault(self.name, {})
-                for name, verdicts in self._verdicts.items():
-                    verdicts_of_state[name] = {**verdicts_of_state.get(name, {}), **verdicts}
-                self._verdicts = verdicts_of_state
-                write_text(path, json.dumps(everything, indent=1))
+            # another process that writes down what it has learnt is waited for
+        with FileLock(path.with_suffix(".lock"), timeout=10.0):
+            everything = self._read()  # others learn, too
+            verdicts_of_state = everything.setdefault(self.name, {})
+            for name, verdicts in self._verdicts.items():
+                verdicts_of_state[name] = {**verdicts_of_state.get(name, {}), **verdicts}
+            self._verdicts = verdicts_of_state
+            write_text(path, json.dumps(everything, indent=1))
 
     @staticmethod
     def _read() -> dict[str, dict[str, dict[str, str]]]:

@@ -23,8 +23,6 @@ from slipstream.runtime.files import write_text
 # Fields that say nothing, or that not every Python release fills.
 _SKIPPED = frozenset(("ctx", "kind", "type_comment", "type_params", "type_ignores"))
 _HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# Of families remembered on disk: enough for a few installed versions.
-_REMEMBERED = 400
 PACKAGED = Path(__file__).with_name("source_digests.json")
 
 
@@ -46,7 +44,8 @@ def digests(families: Mapping[str, Collection[Path]], remembered: Path) -> dict[
             if key not in known
         }
         if new:
-            _write(remembered, {**dict(list(on_disk.items())[-_REMEMBERED:]), **new})
+            # of families: enough for a few installed versions
+            _write(remembered, {**dict(list(on_disk.items())[-400:]), **new})
         known |= new
     return {name: known[key] for name, key in keys.items()}
 

@@ -21,8 +21,6 @@ STATUSES = ("ok", "slow", "refused", "hang", "crash")
 # Bytes of stack a thread beyond which a kernel counts as slow: scans keep a state in registers and
 # spill some of it outside of their loops.
 MAX_SPILL_BYTES = 1280
-# Rows from which on Triton makes a product of wgmma or tcgen05.
-MIN_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,8 @@ def _missing(arch: Arch, got: Compiled, job: Job) -> str:
     """
     if arch.instruction is None:
         return "no tensor cores: Triton uses this architecture's no longer"
-    if 0 < got.dot_rows < MIN_ROWS and got.instructions["mma.sync"]:
+    # of as many rows on Triton makes a product of wgmma or tcgen05
+    if 0 < got.dot_rows < 64 and got.instructions["mma.sync"]:
         return ""
     if got.instructions[arch.instruction] == 0:
         instructions = [x for x in ("wgmma", "mma.sync", "tcgen05", "mfma") if got.instructions[x]]

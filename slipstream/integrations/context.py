@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from slipstream.integrations.patching import patch
 from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime.token_ids import IGNORED
 
 # Model types whose layers hand keyword arguments down to all that mixes tokens, and have nothing
 # else that does; tests/parallel/test_transformers_context.py runs each.
@@ -19,7 +20,6 @@ TYPES = (
     "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
     "qwen3_next", "smollm3", "starcoder2", "zamba2",
 )  # fmt: skip
-IGNORED = -100
 CHOICE = "_attn_implementation"
 
 

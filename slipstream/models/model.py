@@ -32,8 +32,7 @@ from slipstream.nn import Embedding, decoding, linear
 from slipstream.ops._fp32 import widen
 from slipstream.ops.loss import cross_entropy, linear_cross_entropy
 from slipstream.runtime import context_parallel, token_ids
-
-IGNORED = -100  # of torch's cross entropy
+from slipstream.runtime.token_ids import IGNORED
 
 
 class SlipstreamPreTrainedModel(PreTrainedModel):

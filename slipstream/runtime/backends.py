@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+from slipstream.compiler import arch
+
 
 def _release() -> tuple[int, ...]:
     """Triton's, as (3, 6), out of its source: importing it takes half a second."""
@@ -29,8 +31,6 @@ RELEASE = _release()
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 # Triton's interpreter runs the kernels on a CPU, for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# The releases under which the kernels in Gluon are used.
-GLUON_RELEASES = ((3, 6), (3, 9))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Options of launches whose kernels spill under Triton 3.9: LLVM orders instructions for fewer
@@ -98,8 +98,9 @@ def sm90_unsupported(x: Tensor) -> str | None:
         return f"it runs on sm_90, and the tensors are on {x.device.type}"
     if torch.version.hip or torch.cuda.get_device_capability(x.device) != (9, 0):
         return "it is written for sm_90"
-    if not GLUON_RELEASES[0] <= RELEASE <= GLUON_RELEASES[1]:
-        found, first, last = (".".join(map(str, x)) for x in (RELEASE, *GLUON_RELEASES))
+    first, last = arch.GLUON_RELEASES
+    if not first <= RELEASE <= last:
+        found, first, last = (".".join(map(str, x)) for x in (RELEASE, first, last))
         reason = f"its language, Gluon, is not that of Triton {found} (it is of {first} to {last})"
         _warn(f"the kernels for sm_90 are not used, slower portable ones run: {reason}")
         return reason

@@ -34,7 +34,6 @@ ENABLED = is_on("SLIPSTREAM_REPLAY")
 MAX_OPERATIONS = 24
 # Bytes of temporary tensors that may come in one allocation: it is there until the last is let go.
 MAX_WORKSPACE_BYTES = 1 << 23
-_ALIGNED = 512  # as torch's allocator does
 # Records of a key, of sizes at which an operator decides otherwise: past this it runs as it is.
 MAX_RECORDS = 16
 # Keys of an operator: past this it starts empty again.
@@ -164,7 +163,7 @@ class _Writer:
             room = f"o{len(self._packed)}"
             for i, line in enumerate(self._packed):
                 before = f"o{i}" if i else "0"
-                size = f"{before} + (({line.size}) + {_ALIGNED - 1} & -{_ALIGNED})"
+                size = f"{before} + (({line.size}) + 511 & -512)"  # as torch's allocator aligns
                 early.append(recording.Line("let", size, f"o{i + 1}", late=False))
             together = ["    " + x for x in self._body(self._packed, room)]
             body = [f"if {room} <= {MAX_WORKSPACE_BYTES}:", *together, *body]

@@ -135,8 +135,6 @@ def resized(x: Tensor | None, *first: int) -> Tensor | None:
 
 
 ENABLED = is_on("SLIPSTREAM_AHEAD")
-# One processor in so many compiles in the background.
-SHARE = 4
 # Seconds of a thread's turn with Python's lock, meanwhile. Python's own 5 ms come on top of each
 # wait of the program for the GPU: on an H200 a forward of linear attention took 10.2 ms for 0.2.
 TURN = 0.0005
@@ -230,7 +228,6 @@ class _Background:
         with self._lock, contextlib.suppress(RuntimeError):  # no more threads
             if self._thread is None or not self._thread.is_alive():  # also after a fork
                 self._jobs, self._left = queue.SimpleQueue(), 0
-                self._awaited = threading.Event()
                 self._thread = threading.Thread(target=self._serve, daemon=True)
                 self._thread.start()
                 atexit.unregister(self._end)
@@ -271,7 +268,8 @@ class _Background:
         launch_cache.of_thread.ahead = True
         triton_cache_key.finish()
         _leave_filters_alone()
-        pool = _Threads(max(1, (os.cpu_count() or 1) // SHARE))
+        # one processor in four compiles
+        pool = _Threads(max(1, (os.cpu_count() or 1) // 4))
         while (job := self._jobs.get()) is not None and not self._ends:
             self._wait_for_quiet()
             with contextlib.suppress(Exception), _brief_lock():

@@ -257,6 +257,7 @@ def _flat(call: Sequence[Any]) -> list[Any]:
 # Relative errors, root mean square: of outputs, of gradients. In 16 bits the inputs' own rounding
 # is not in it: plain torch gets the rounded ones.
 BARS = {torch.float32: (1e-4, 1e-3), torch.float16: (5e-3, 2e-2), torch.bfloat16: (2e-2, 5e-2)}
+TOKENS = 150  # of a probe: more than a tile, and no multiple of one
 
 Given = Mapping[str, Any]
 

@@ -8,9 +8,6 @@ from typing import Any, NamedTuple
 
 # Descriptors that are kept of tiles of one kind.
 MAX_MAPS = 1024
-# Places among a launcher's arguments: two pointers of scratch memory; metadata and hooks; the
-# kernel's own.
-_SCRATCH, _METADATA, _KERNEL = 7, 9, 13
 # What a descriptor tells a map for TMA, besides its memory and sizes; the last from Triton 3.7 on.
 _DESCRIBED = "padding", "round_f32_to_tf32"
 
@@ -75,13 +72,8 @@ class PackedLauncher(NamedTuple):
 
     def __call__(self, *args: Any) -> None:
         launch, *kinds = self
-        launch(
-            *args[:_SCRATCH],
-            *args[_METADATA:_KERNEL],
-            *args[_SCRATCH:_METADATA],
-            *kinds,
-            args[_KERNEL:],
-        )
+        # from 7 on two pointers of scratch memory, from 9 metadata and hooks, from 13 the kernel's
+        launch(*args[:7], *args[9:13], *args[7:9], *kinds, args[13:])
 
 
 def flat_launcher(launcher: Any) -> Callable[..., Any]:

@@ -35,6 +35,8 @@ INDICES += ("cache_leftpad", "block_table", "table", "state_batch_indices", "ind
 INDICES += ("slots", "into_slots", "dst_state_batch_indices")
 OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "query_start_loc")
 NAMES = (*TABLES, *INDICES, *OFFSETS)
+# The label that no loss is made of, as torch's cross entropy has it.
+IGNORED = -100
 # A slot is one program's, so that two never write the same words; of each: position + 1, id,
 # size, length of the last dimension or 0 if it is the only one, number of the name.
 SLOTS, WORDS = 4096, 5

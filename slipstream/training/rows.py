@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerFast
 
+from slipstream.runtime.token_ids import IGNORED
 from slipstream.training.corpus import Corpus
 from slipstream.training.tokenizer import end_of_text
-
-# of torch's cross entropy
-IGNORED = -100
 
 
 class Position(NamedTuple):

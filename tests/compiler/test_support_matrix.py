@@ -15,7 +15,6 @@ from slipstream.compiler import compiler_state, support_matrix
 from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.compile_worker import Outcome
 from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
-from slipstream.runtime import backends
 from tests.support.planted_fault import FAULT, plant
 from tests.support.scripts import script
 from tests.support.traced_in_a_thread import trace_in_a_thread
@@ -297,7 +296,6 @@ def test_families_have_digests_of_what_their_kernels_are() -> None:
     assert set(portable) == set(found) and alike == set(found) - gluon
     takes = [compiler_state.uses_gluon("sm_90", x) for x in ("3.5.1", "3.6.0", "3.9.0", "3.10.0")]
     assert takes == [False, True, True, False] and not compiler_state.uses_gluon("sm_100", "3.6.0")
-    assert compiler_state._GLUON == backends.GLUON_RELEASES
     assert compiler_state.family_of("slipstream.runtime.token_ids_kernel") == "core"
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import slipstream as slipstream  # before its Triton is replaced
 from tests.gluon_emulator import race_detector
 from tests.gluon_emulator.buffer import _LOCAL, Buffer
-from tests.gluon_emulator.values import Descriptor, Pointer, Tensor, tensor
+from tests.gluon_emulator.values import Constexpr, Descriptor, Pointer, Tensor, tensor
 from tests.support.products import product
 
 # a wait that all others wait for too is found at once: this is for one that turns for ever, and far
@@ -319,7 +319,7 @@ def _asm(asm: str, constraints: str, x: list, **options: Any) -> Tensor:
 
 def _language() -> SimpleNamespace:
     return SimpleNamespace(
-        constexpr=lambda x: x,
+        constexpr=Constexpr,
         constexpr_function=_jit,
         int32="int32", int64="int64", float32="float32",
         program_id=lambda axis: tensor(0 if axis else _LOCAL.program[0]),  # grids have one axis

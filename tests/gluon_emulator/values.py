@@ -88,3 +88,13 @@ class Descriptor:
             assert any(x + n <= 0 for x, n in zip(begin, self.block))
             return self.data[:0, : self.block[-1]]
         return self.data[tuple(slice(x, x + n) for x, n in zip(begin, self.block))]
+
+
+class Constexpr:
+    """The value itself; of Names, an instance that has it."""
+
+    def __new__(cls, value: Any, *more: Any, **options: Any) -> Any:
+        return value if cls is Constexpr else super().__new__(cls)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value

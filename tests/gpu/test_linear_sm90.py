@@ -112,7 +112,7 @@ def test_delta_segments_match_reference(
     from slipstream.kernels.linear.sm90.delta import backend
 
     monkeypatch.setattr(segments, "MIN_SEGMENT_CHUNKS", 1)
-    monkeypatch.setattr(segments, "MIN_CHUNKS_SAVED", 1)
+    monkeypatch.setattr(segments, "LAUNCH_COST", 1)
     fresh = vars(segments._delta_sm90_tokens)["__wrapped__"]  # without its cache
     monkeypatch.setattr(segments, "_delta_sm90_tokens", fresh)
     torch.manual_seed(0)

@@ -170,9 +170,9 @@ def check_apart(part: str) -> None:
     from slipstream.kernels.linear.triton.vector_decay import backend
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tiles.APART, torch.float32, 11.0)
-        for table, value in ((backend.APART, 55.0), (backend.SHIFT, 60.0), (backend.BOUND, 60.0)):
-            patch.setitem(table, torch.float32, value)
+        apart = tiles.RANGES[torch.float32]._replace(apart=11.0)
+        patch.setitem(tiles.RANGES, torch.float32, apart)
+        patch.setitem(backend.RANGES, torch.float32, backend.RANGES[torch.bfloat16])
         check_nan(part)
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.common import linear_rows
 from slipstream.kernels.gated_scan import eager as gated
-from slipstream.kernels.selective_scan import eager
 from slipstream.kernels.selective_scan.inputs import CHUNK
 from slipstream.ops import chunk_hgrn, selective_scan
 
@@ -66,8 +66,7 @@ def near(got: Any, want: Any, tolerance: float = 1e-11) -> None:
 def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gated scan's spans of 24 C elements are two blocks of 2 x 6 channels; the other's
     segments are chunks."""
-    monkeypatch.setattr(gated, "BLOCK_ELEMENTS", 24 * C if request.param else 1 << 20)
-    monkeypatch.setattr(eager, "SEGMENT_ELEMENTS_CPU", 1 if request.param else 1 << 20)
+    monkeypatch.setitem(linear_rows.CHUNK_ELEMENTS, "cpu", 24 * C if request.param else 1 << 20)
 
 
 @pytest.mark.usefixtures("parts")

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gated_scan import eager as gated_scan
-from slipstream.kernels.linear.eager import gates as gate_cumsum
+from slipstream.common import linear_rows
 from slipstream.kernels.linear.eager import layout
 from slipstream.tools.catalog import Sample, family, flat
 from tests.support import operators
@@ -132,8 +131,7 @@ def test_operator_in_spans_of_one_chunk_equals_whole(
     of_packed = op.inputs(packed(Size(H=1, HV=2, gate="mixed"), 5, 0, 130, 64))
     want = [run_with_grads(op, x) for x in (args, of_packed)]
     monkeypatch.setattr(layout, "BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr(gate_cumsum, "SLICE_ELEMENTS", 1)
-    monkeypatch.setattr(gated_scan, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setitem(linear_rows.CHUNK_ELEMENTS, "cpu", 1)
     for given, (outputs, grads) in zip((args, of_packed), want):
         got, got_grads = run_with_grads(op, given)
         assert_near(op, got, outputs, budget(torch.float32), "spans")

@@ -26,10 +26,11 @@ def _unsupported_reason(call: tuple[AttentionInputs, AttentionOptions]) -> str |
     )
 
 
+_SM90 = Candidate("sm90", "kernels for sm_90", _sm90_unsupported)
+_TRITON = Candidate("triton", "kernels for any CUDA device", _unsupported_reason)
+_EAGER = Candidate("eager", "plain torch, on any device")
 CANDIDATES = (
-    Candidate("sm90", "kernels for sm_90", _sm90_unsupported),
-    Candidate("triton", "kernels for any CUDA device", _unsupported_reason),
-    Candidate("eager", "plain torch, on any device"),
+    *(_SM90, _TRITON, _EAGER),
     Candidate(
         "reference",
         "dense, the oracle of the tests",
@@ -46,16 +47,13 @@ def _gradients_unsupported_reason(call: tuple[AttentionInputs, AttentionOptions]
 
 
 # what `choose` finds for a call on no CUDA device, at a tenth of what it takes
-_ELSEWHERE = Selection(CANDIDATES[2].name, CANDIDATES[2].why)
+_ELSEWHERE = Selection(_EAGER.name, _EAGER.why)
 OF_GRADIENTS = (
-    replace(CANDIDATES[0], unsupported_reason=_gradients_unsupported_reason),
-    replace(CANDIDATES[1], why="its gradients by kernels for any CUDA device"),
-    CANDIDATES[2],
+    replace(_SM90, unsupported_reason=_gradients_unsupported_reason),
+    replace(_TRITON, why="its gradients by kernels for any CUDA device"),
+    _EAGER,
 )
-CACHE_CANDIDATES = (
-    Candidate("triton", "kernels for any CUDA device", cache_unsupported_reason),
-    CANDIDATES[2],
-)
+CACHE_CANDIDATES = (replace(_TRITON, unsupported_reason=cache_unsupported_reason), _EAGER)
 
 
 def plan_for(inputs: AttentionInputs, options: AttentionOptions, impl: str | None) -> Selection:

@@ -12,10 +12,7 @@ say that 7 are the fewest that pass all tests.
 import torch
 from torch import Tensor
 
-# as few as the source allows, whose multipliers follow, and what keys grow by in a round
-ROUNDS = 7
-_A, _B = 0xD2511F53, 0xCD9E8D57
-_KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 7  # as few as the source allows
 _LOW = 0xFFFFFFFF
 
 
@@ -50,11 +47,12 @@ def philox(seed: Tensor, *counter: Tensor) -> tuple[Tensor, ...]:
     """Four words of 32 bits, as int64, of counters that broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _LOW, seed >> 32 & _LOW
+    # the source's multipliers, and what keys grow by in a round
     for _ in range(ROUNDS):
-        a, b = c0 * _A, c2 * _B
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c2 = _high(b) ^ c1 ^ k0, _high(a) ^ c3 ^ k1
         c1, c3 = b & _LOW, a & _LOW
-        k0, k1 = k0 + _KEY_A & _LOW, k1 + _KEY_B & _LOW
+        k0, k1 = k0 + 0x9E3779B9 & _LOW, k1 + 0xBB67AE85 & _LOW
     return c0, c1, c2, c3
 
 

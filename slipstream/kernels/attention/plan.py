@@ -104,9 +104,6 @@ TILES = {
 }
 # the forward of heads of q and k of one width and of v of another; the backward is the portable one
 MIXED_WIDTHS = {(192, 128): Tile(128, (2, 2))}
-# of a thread of the warpgroups that compute, of one that loads, and of each of the 12 warps before
-# they are handed out
-REGISTERS = 240, 24, 168
 # bytes of keys and values at work at a time: they are to stay in the L2 cache
 SECTION_BYTES = 32 << 20
 # SECTION_BYTES of the forward: half of the cache is far from a multiprocessor

@@ -12,9 +12,7 @@ from slipstream.common import rounded_keys
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.runtime import kernel_pair
-
-# more than a tile, and no multiple of one
-TOKENS = 150
+from slipstream.runtime.kernel_pair import TOKENS
 
 
 def mismatch(

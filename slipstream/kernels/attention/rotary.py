@@ -17,10 +17,6 @@ from slipstream.kernels.elementwise import rotary
 from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair
 from slipstream.runtime.guarded_launch import Guard, known_failure
 
-# heads of which sm90's backward stores gradients so
-WIDTHS = (64, 128)
-_PROBE = 1, 150, 4
-
 
 def softmax_of_rotated(
     qkv: Tensor,
@@ -122,7 +118,8 @@ def _backward(
 def _fits(q: Tensor, cos: Tensor) -> bool:
     """Whether all features turn, by float32, and there is something to do."""
     D = q.shape[-1]
-    whole = D in WIDTHS and 2 * cos.shape[-1] == D and cos.dtype == torch.float32
+    # sm90's backward stores gradients of such heads so
+    whole = D in (64, 128) and 2 * cos.shape[-1] == D and cos.dtype == torch.float32
     return whole and q.numel() > 0 and known_failure(lambda: _kind(q), q.device) is None
 
 
@@ -133,7 +130,7 @@ def _kind(q: Tensor) -> KernelKey:
 def _mismatch(q: Tensor) -> str | None:
     """The probe: two heads of queries and one of keys, causal."""
     D = q.shape[-1]
-    angle = torch.randn(1, _PROBE[1], D // 2, device=q.device)
+    angle = torch.randn(1, kernel_pair.TOKENS, D // 2, device=q.device)
     options = AttentionOptions(D**-0.5, -1, 0, 0.0, 0.0)
 
     def run(qkv: Tensor, impl: str) -> Tensor:
@@ -143,7 +140,7 @@ def _mismatch(q: Tensor) -> str | None:
     return kernel_pair.mismatch(
         lambda t: run(t["qkv"], "sm90|triton|eager"),
         lambda t: run(t["qkv"], "eager"),
-        {"qkv": kernel_pair.random_like(q, *_PROBE, D)},
+        {"qkv": kernel_pair.random_like(q, 1, kernel_pair.TOKENS, 4, D)},
     )
 
 

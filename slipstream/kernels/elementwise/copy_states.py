@@ -69,27 +69,8 @@ def _unsupported_reason(source: Tensor, target: Tensor) -> str | None:
     return None
 
 
-def _mismatch(source: Tensor, target: Tensor) -> str | None:
-    """The probe: three states to rows that lie K first, and from them; one has none."""
-    probe_inputs: dict[str, Tensor] = {
-        # numbers that both dtypes have: the copies are not rounded
-        "pool": kernel_pair.random_like(target, 5, 2, 70, 40).to(source.dtype),
-        "rows": kernel_pair.random_like(target, 3, 2, 40, 70),
-        "other": kernel_pair.random_like(target, 5, 2, 70, 40),
-    }
-    indices = torch.tensor([4, -1, 2], device=source.device)
-
-    def copied(impl: str, t: kernel_pair.Given) -> tuple[Tensor, Tensor]:
-        _call(t["pool"], indices, t["rows"].mT, None, impl=impl)
-        _call(t["pool"].mT.contiguous().mT, indices, t["other"], indices, impl=impl)
-        return t["rows"], t["other"]
-
-    return kernel_pair.mismatch(
-        lambda t: copied(dispatch.TRITON_OR_EAGER, t),
-        lambda t: copied("eager", t),
-        probe_inputs,
-        gradients=False,
-    )
+def _probe_rows(source: Tensor) -> Tensor:
+    return torch.tensor([4, -1, 2], device=source.device)
 
 
 _call = custom_op.KernelOp(
@@ -100,7 +81,21 @@ _call = custom_op.KernelOp(
     kernel="slipstream.kernels.elementwise.triton.copy_states:copy_states",
     plain=_eager,
     kind=_kind,
-    probe=_mismatch,
+    # three states to rows that lie K first, and from them; one has none
+    probe=(
+        {
+            "source": (5, 2, 70, 40),
+            "source_indices": _probe_rows,
+            "target": lambda target: kernel_pair.random_like(target, 3, 2, 40, 70).mT,
+            "target_indices": None,
+        },
+        {
+            "source": lambda source: kernel_pair.random_like(source, 5, 2, 40, 70).mT,
+            "source_indices": _probe_rows,
+            "target": (5, 2, 70, 40),
+            "target_indices": _probe_rows,
+        },
+    ),
     replay=True,
 )
 _CANDIDATES = _call.candidates(_unsupported_reason)

@@ -26,6 +26,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from slipstream.common.linear_rows import CHUNK_ELEMENTS
 from slipstream.common.varlen import check_cu_seqlens_values
 
 
@@ -69,9 +70,6 @@ def _run(x: Tensor, g: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
 
 # tokens of a block; all blocks are scanned side by side
 BLOCK = 64
-# On a CPU the scan goes through spans of so many elements, whose decays stay in cache and whose
-# memory is used again: 4096 tokens of 1024 channels take 14 ms on one core, 30 as one span.
-BLOCK_ELEMENTS = 1 << 20
 
 
 class Sequences:
@@ -205,7 +203,9 @@ def _decay(g: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _token_blocks(h: Tensor) -> Iterator[slice]:
     T, width = h.shape[1], h[:, 0].numel()
-    step = max(BLOCK, BLOCK_ELEMENTS // width) if h.is_cpu else T
+    # On a CPU by spans whose decays stay in cache and whose memory is used again: 4096 tokens of
+    # 1024 channels take 14 ms on one core, 30 as one span.
+    step = max(BLOCK, CHUNK_ELEMENTS["cpu"] // width) if h.is_cpu else T
     for start in range(0, T, step):
         yield slice(start, min(start + step, T))
 

@@ -41,10 +41,6 @@ from slipstream.kernels.primitives.device import tokens_of
 from slipstream.runtime import backends, launch_cache
 
 CHAINS = tl.constexpr(4)
-# Looks at words after which a program gives up, with NaN: far beyond any kernel's time.
-PATIENCE = tl.constexpr(1 << 22)
-FILLED = tl.constexpr(-(1 << 63))
-IDENTITY = tl.constexpr(-0x40800000 << 32)  # 1 and 0: y -> y
 
 
 @triton.jit
@@ -119,13 +115,15 @@ def _load(x_ptr, g_ptr, begin, rows, o_r, stop, o_d, D: tl.constexpr, REVERSE: t
 @triton.jit
 def publish_prefix(p, m, b_a, b_x):
     b_w = b_a.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    b_w |= (b_x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | FILLED
+    # the highest bit says that the word is there
+    b_w |= (b_x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | -(1 << 63)
     tl.atomic_xchg(p, b_w, mask=m, sem="relaxed")
 
 
 @triton.jit
 def poll_prefix(p, m):
-    return tl.load(p, mask=m, other=IDENTITY, volatile=True)
+    # else 1 and 0, by which y stays y
+    return tl.load(p, mask=m, other=-0x40800000 << 32, volatile=True)
 
 
 @triton.jit
@@ -142,9 +140,10 @@ def _before(prefix_ptr, state_ptr, b_0, i_t, m, D: tl.constexpr):
     b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(prefix_ptr - D, m_1)
     b_w2, b_w3 = poll_prefix(prefix_ptr - 2 * D, m_2), poll_prefix(prefix_ptr - 3 * D, m_3)
     b_all = ((b_wy & b_w1 & b_w2 & b_w3) >> 32).to(tl.int32)
-    # poll until the four words are there; they were published by programs that have begun
+    # poll until the four words are there; they were published by programs that have begun. A
+    # program gives up, with NaN, far beyond any kernel's time.
     looks = 0
-    while (tl.max(b_all) >= 0) & (looks < PATIENCE):
+    while (tl.max(b_all) >= 0) & (looks < 1 << 22):
         b_wy, b_w1 = poll_prefix(p_y, m_y), poll_prefix(prefix_ptr - D, m_1)
         b_w2, b_w3 = poll_prefix(prefix_ptr - 2 * D, m_2), poll_prefix(prefix_ptr - 3 * D, m_3)
         b_all = ((b_wy & b_w1 & b_w2 & b_w3) >> 32).to(tl.int32)

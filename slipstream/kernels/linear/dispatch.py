@@ -59,8 +59,6 @@ FORBIDDEN = (
     ("prefix_states", "reverse", "prefix_states: not with reverse"),
     ("prefix_states", "context", "prefix_states: not with context"),
 )
-# Of a rank, where what it runs must not depend on how many it has.
-MANY_TOKENS = 1 << 16
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _PLANS = ValidationCache()
 
@@ -275,7 +273,8 @@ def choose_plan(
     if asked.consistent:
         given = terms = _of_tokens(terms, 1)
     if asked.context is not None and asked.context[0]:
-        given = terms = _of_tokens(terms, MANY_TOKENS)
+        # many, as a rank would have: what it runs must not depend on how many
+        given = terms = _of_tokens(terms, 1 << 16)
     groups = wide_heads.groups_of(terms) if terms.max_head_dim > MAX_HEAD_DIM else None
     if not recurrent and asked.context is None:
         groups = _groups_for_sm90(terms, options.impl) or groups

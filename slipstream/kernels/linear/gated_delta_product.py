@@ -188,12 +188,8 @@ def _fake_backward(*args: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in args[: len(Steps._fields)] if x is not None]
 
 
-# q and g; kernels of other sizes, compiled after a first call
-_SIZES = AtSizes(tokens=(0, 4), states=(5,), heads=2)
-_SIZES_OF_GRADIENTS = AtSizes(tokens=(0, 4, 6), states=(5, 7), heads=2)
-
-
-def _at_sizes(args: tuple, sizes: AtSizes = _SIZES) -> Iterator[tuple]:
+def _at_sizes(args: tuple, sizes: AtSizes) -> Iterator[tuple]:
+    """Calls of other sizes, whose kernels are compiled after a first call."""
     n = Steps(*args[: len(Steps._fields)]).n
     for other in sizes(args):
         given, (B, T) = Steps(*other[: len(Steps._fields)]), other[0].shape[:2]
@@ -209,7 +205,10 @@ _call_forward = custom_op.KernelOp(
     _forward,
     _fake_forward,
     replay=True,
-    at_sizes=op.with_short(_at_sizes, len(Steps._fields) + 1),
+    at_sizes=op.with_short(
+        partial(_at_sizes, sizes=AtSizes(tokens=(0, 4), states=(5,), heads=2)),
+        len(Steps._fields) + 1,
+    ),
 )
 _call_backward = custom_op.KernelOp(
     "steps_backward",
@@ -217,7 +216,7 @@ _call_backward = custom_op.KernelOp(
     _backward,
     _fake_backward,
     replay=True,
-    at_sizes=partial(_at_sizes, sizes=_SIZES_OF_GRADIENTS),
+    at_sizes=partial(_at_sizes, sizes=AtSizes(tokens=(0, 4, 6), states=(5, 7), heads=2)),
 )
 
 

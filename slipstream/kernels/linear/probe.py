@@ -13,10 +13,6 @@ from torch.nn.functional import normalize
 from slipstream.kernels.linear.inputs import TERMS, ForwardCall, LinearInputs
 from slipstream.runtime import kernel_pair
 
-# of a probe in chunks, and token by token
-TOKENS, RECURRENT_TOKENS = 150, 9
-CHUNK = 32
-
 
 def _unit(shape: list[int], device: torch.device) -> Tensor:
     return normalize(torch.randn(shape, device=device), dim=-1)
@@ -39,8 +35,8 @@ def mismatch(terms: LinearInputs, impl: str, by_token: bool, linear: Callable) -
     Args:
         linear: takes terms and a ForwardCall.
     """
-    tiny = like(terms, RECURRENT_TOKENS if by_token else TOKENS)
-    scale, chunk = tiny.q.shape[-1] ** -0.5, 0 if by_token else CHUNK
+    tiny = like(terms, 9 if by_token else kernel_pair.TOKENS)
+    scale, chunk = tiny.q.shape[-1] ** -0.5, 0 if by_token else 32
 
     def run(impl: str) -> Callable[[kernel_pair.Given], Any]:
         how = ForwardCall(scale, chunk, impl)
@@ -51,7 +47,7 @@ def mismatch(terms: LinearInputs, impl: str, by_token: bool, linear: Callable) -
     )
 
 
-def like(terms: LinearInputs, tokens: int = TOKENS) -> LinearInputs:
+def like(terms: LinearInputs, tokens: int = kernel_pair.TOKENS) -> LinearInputs:
     """Fresh terms of the same widths, dtypes and kind: one row of tokens, one or two heads."""
     sizes, cu, device = terms.sizes, terms.cu_seqlens, terms.q.device
     H = min(2, sizes["H"])

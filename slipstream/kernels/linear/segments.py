@@ -38,26 +38,18 @@ ANCHOR_INTERVAL = 16
 FORWARD_UNIT = 4  # chunks of which one is a multiple forward
 MIN_CUT_CHUNKS = 16  # with fewer, the launches of a cut take as long as what it saves
 CHUNK = 64  # tokens a chunk of every sm_90 kernel
+TMA_COLUMNS = 64  # of a tile of 16 bits: a row is as long as TMA swizzles
 TILE_V = 64  # columns of V a program of the delta rule's kernels on sm_90
 MIN_SEGMENT_CHUNKS = 8
-MIN_VECTOR_DECAY_CHUNKS_AND_HEADS = 1024
-# Chunks that a cut has to take off a program's loop: about 30 us, the time of its launches.
-MIN_CHUNKS_SAVED = 18
+# What a cut's launches take, in chunks of a program's loop: about 30 us.
+LAUNCH_COST = 18
 # With fewer, of more heads, a scan without outputs is bound by memory.
 MIN_SCANNED_SEGMENTS = 4
 # Value heads of all sequences from which on the fused backward takes whole sequences.
 FUSED_BWD_MIN_HEADS = 96
-FUSED_BWD_MIN_CHUNKS = 2  # of a segment there
-# Of packed sequences, chunks of a segment there, half as many where a multiprocessor has fewer than
-# so many. The launches before take a chunk's time and a quarter of a multiprocessor's; a cut has to
-# save a fifth.
-PACKED_BWD_CHUNKS, PACKED_BWD_SHARE = 16, 12
 # Programs, one a head and sequence, from which on KDA's forward is one kernel. On an H200 96 take
 # 71 ns a token, however few there are, and the kernels of chunks 73 for 56 of them.
 FUSED_FWD_MIN_PROGRAMS = NUM_SMS * 16 // 33
-# In chunks of a program's loop: combining one more segment with M from memory, and the launches.
-COMBINE_COST, LAUNCH_COST = 4, 18
-MARGIN = 1.04  # what more segments may cost where states do not decay
 
 
 class Segments(NamedTuple):
@@ -163,8 +155,8 @@ def scanned_sm90(terms: LinearInputs, programs: int) -> Segments | None:
 
 def vector_decay_sm90(terms: LinearInputs) -> Segments | None:
     """As many segments as there are multiprocessors for their programs, if that at least triples
-    the programs, since the kernel of what segments add takes half the time of a scan. Below
-    MIN_VECTOR_DECAY_CHUNKS_AND_HEADS Triton's kernels are faster."""
+    the programs, since the kernel of what segments add takes half the time of a scan. Below 1024
+    chunks of all heads Triton's kernels are faster."""
     heads, chunks = terms.v.shape[2] * terms.sequences, _chunks_of_a_sequence(terms)
     tokens = None if consistent_scope.on else _vector_decay_tokens(heads, chunks)
     return split_into_segments(terms, tokens)
@@ -173,7 +165,7 @@ def vector_decay_sm90(terms: LinearInputs) -> Segments | None:
 @by_sizes
 def _vector_decay_tokens(heads: int, chunks: int) -> int | None:
     count = min(NUM_SMS // heads, chunks // MIN_SEGMENT_CHUNKS)
-    if count < 3 or heads * chunks < MIN_VECTOR_DECAY_CHUNKS_AND_HEADS:
+    if count < 3 or heads * chunks < 1024:
         return None
     return -(-chunks // count) * CHUNK
 
@@ -211,7 +203,7 @@ def delta_sm90(terms: LinearInputs) -> Segments | None:
 @by_sizes
 def _delta_sm90_tokens(programs: int, chunks: int) -> int | None:
     count = min(NUM_SMS // programs, isqrt(2 * chunks), chunks // MIN_SEGMENT_CHUNKS)
-    if count < 2 or chunks - chunks // count < MIN_CHUNKS_SAVED:
+    if count < 2 or chunks - chunks // count < LAUNCH_COST:
         return None
     return -(-chunks // count) * CHUNK
 
@@ -221,7 +213,7 @@ def dplr_sm90(terms: LinearInputs) -> Segments | None:
 
     chunks / n       times how often all multiprocessors are filled by E and M of segments, M as
                      wide as K, which take no longer for a chunk than o does
-    COMBINE_COST n   from segment to segment, S <- M S + E with M from memory
+    4 n              from segment to segment, S <- M S + E with M from memory
     chunks / n       o
     LAUNCH_COST      the launches
 
@@ -243,13 +235,14 @@ def num_dplr_sm90(programs: int, tiles: int, chunks: int) -> int:
         if n == 1:
             return chunks
         waves = -(-programs * tiles * n // NUM_SMS)
-        return -(-chunks // n) * (waves + 1) + COMBINE_COST * n + LAUNCH_COST
+        return -(-chunks // n) * (waves + 1) + 4 * n + LAUNCH_COST
 
     counts = range(1, max(1, max_segments) + 1)
     best = min(counts, key=cost)
-    # where states decay E and M take no time, and the more segments the better (chunk_fwd.py)
+    # where states decay E and M take no time, and the more segments the better (chunk_fwd.py): they
+    # may cost 4% more where states do not
     fits = [n for n in counts if programs * tiles * n <= NUM_SMS]
-    return max([best, *(n for n in fits if cost(n) <= MARGIN * cost(best))])
+    return max([best, *(n for n in fits if cost(n) <= 1.04 * cost(best))])
 
 
 def uses_fused_fwd(terms: LinearInputs) -> bool:
@@ -291,7 +284,7 @@ def num_fused_bwd(terms: LinearInputs) -> int:
 
 @by_sizes
 def _num_fused_bwd(heads: int, chunks: int) -> int:
-    return max(1, min(NUM_SMS // heads, chunks // FUSED_BWD_MIN_CHUNKS))
+    return max(1, min(NUM_SMS // heads, chunks // 2))
 
 
 def packed_bwd_chunks(terms: LinearInputs) -> int:
@@ -306,7 +299,9 @@ def packed_bwd_chunks(terms: LinearInputs) -> int:
 @by_sizes
 def _packed_bwd_chunks(heads: int, sequences: int, chunks: int) -> int:
     of_a_processor = heads * chunks // NUM_SMS
-    segment = PACKED_BWD_CHUNKS >> (of_a_processor < PACKED_BWD_SHARE)
+    segment = 8 if of_a_processor < 12 else 16
+    # the launches before take a chunk's time and a quarter of a multiprocessor's; a cut has to save
+    # a fifth
     cut = of_a_processor + segment + of_a_processor // 4 + 1
     longest = max(of_a_processor, _longest(sequences, chunks))
     return segment if 5 * cut < 4 * longest else 0

@@ -269,9 +269,8 @@ MIDDLE = {2: (128, 128, 128, 8, 3), 1: (128, 128, 128, 4, 3), 4: (128, 64, 128, 
 SMALL = {2: (128, 128, 64, 4, 4), 1: (128, 128, 64, 4, 4), 4: (64, 64, 128, 4, 3)}
 # by fused multiply-adds: float64, float32 as IEEE has it, and GPUs without tensor cores
 PLAIN = MatmulConfig(64, 64, 16, 4, 2)
-# Few tiles, with wgmma: alone if they fill the device, else programs share wider ones.
+# Few tiles, with wgmma, alone if they fill the device.
 ALONE = {2: (64, 64, 256, 4, 4), 1: (64, 64, 256, 4, 4), 4: (64, 64, 128, 4, 4)}
-SHARED = {2: (64, 128, 128, 4, 4), 1: (64, 128, 128, 4, 4), 4: (64, 128, 128, 4, 4)}
 
 
 def choose(p: Problem, arch: Arch, M: int, N: int, K: int, tma: bool) -> MatmulConfig:
@@ -300,7 +299,8 @@ def choose(p: Problem, arch: Arch, M: int, N: int, K: int, tma: bool) -> MatmulC
     alone = _pointer(ALONE, p)
     if (M <= 64 or p.size == 1) and _tiles(alone, M, N) * 10 >= arch.units * 9:
         return alone
-    return _shared(_pointer(SHARED, p), arch, M, N, K)
+    # else programs share wider ones
+    return _shared(MatmulConfig(64, 128, 128 // p.size, 4, 4), arch, M, N, K)
 
 
 def _pointer(table: Mapping[int, tuple[int, ...]], p: Problem) -> MatmulConfig:

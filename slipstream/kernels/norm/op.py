@@ -132,7 +132,7 @@ _forward = KernelOp(
     probe={"x": (37, 0), "gate": (37, 0), "residual": (37, 0), "save": False},
     packed={"t": inputs.NormInputs, "n": NormOptions},
     replay=True,
-    # x, gate, residual: few rows, whose launch begins ahead, and more (triton_launch.py: STEP_ROWS)
+    # x, gate, residual: few rows, whose launch begins ahead, and more (triton_launch.py: forward)
     at_sizes=AtSizes(tokens=(0, 3, 4), steps=(Size(1, 1), Size(1, 1024))),
 )
 _backward = KernelOp(

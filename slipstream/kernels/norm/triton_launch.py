@@ -103,10 +103,6 @@ def choose(
     return Tile(BR, BD, row.warps, row.per_processor, stages, row.lean)
 
 
-# rows up to which it is one of a decoding step's launches, which begin ahead
-STEP_ROWS = 64
-
-
 @launch_cache.cache
 def _tile(index: int, D: int, bytes_each: int, backward: bool, **options: bool) -> Tile:
     tile = choose(D, bytes_each, backends.shared_memory_bytes(index), backward, **options)
@@ -143,7 +139,8 @@ def forward(
         h = torch.empty_like(x, dtype=sum_dtype)
     if (shape := n.stats_shape(x, save)) is not None:
         stats = torch.empty(shape, dtype=torch.float32, device=x.device)
-    pdl = R <= STEP_ROWS and backends.supports_pdl(x.device)
+    # up to 64 rows it is one of a decoding step's launches, which begin ahead
+    pdl = R <= 64 and backends.supports_pdl(x.device)
     with backends.device_of(x.device):
         launch_cache.cached(triton_kernels.norm_fwd_kernel)[(-(-R // tile.BR) * groups,)](
             x_ptr=x,

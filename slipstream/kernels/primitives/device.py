@@ -1,6 +1,8 @@
 """Device functions that the portable kernels of several families share."""
 
+from collections import namedtuple
 from collections.abc import Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -10,6 +12,23 @@ from slipstream.runtime import backends, launch_cache
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# float32 beside it are whole numbers, which its last bits are
+WHOLE = tl.constexpr(1.5 * 2.0**23)
+
+
+class Names(tl.constexpr):
+    """Numbers by name, in order: Names("ROW", "LENGTH").LENGTH is 1, or as many more as `first`;
+    with `bits` powers of two."""
+
+    def __init__(self, *names: str, first: int = 0, bits: bool = False) -> None:
+        numbers = [tl.constexpr(1 << n if bits else n) for n in range(first, first + len(names))]
+        super().__init__(namedtuple("Names", names)(*numbers))
+
+    def __getattr__(self, name: str) -> Any:
+        # Triton compiles a name as one of `value`, but looks for what a kernel reads in this
+        if name.startswith("__") or name == "value":
+            raise AttributeError(name)
+        return getattr(self.value, name)
 
 
 @triton.jit

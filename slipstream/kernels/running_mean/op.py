@@ -8,9 +8,6 @@
 slipstream::_running_mean gives o (RWKV-4). MATH.md has the gradients.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -49,27 +46,6 @@ def _kind(k: Tensor) -> KernelKey:
     return ("running_mean.triton", k.dtype)
 
 
-def _mismatch(k: Tensor) -> str | None:
-    """The probe: packed sequences of more than a tile, with states."""
-    inputs = {
-        "k": kernel_pair.random_like(k, 1, 150, 40),
-        "v": kernel_pair.random_like(k, 1, 150, 40),
-        "start": torch.randn(2, 80, device=k.device),
-        "w": -torch.rand(40, device=k.device),
-        "u": torch.randn(40, device=k.device),
-    }
-    cu_seqlens = torch.tensor([0, 40, 150], device=k.device)
-
-    def mean(of: Callable) -> Callable:
-        return lambda t: of(MeanInputs(t["k"], t["v"], t["w"], t["u"], t["start"], cu_seqlens))
-
-    return kernel_pair.mismatch(
-        mean(partial(running_mean, impl=dispatch.TRITON_OR_EAGER)),
-        mean(lambda inputs: _plain_mean(inputs, False)[:2]),
-        inputs,
-    )
-
-
 def _plain_mean(inputs: MeanInputs, keep: bool) -> tuple[Tensor, ...]:
     """o, the state after the last token, and what backward reads, of no elements unless `keep`."""
     wide = _widen(inputs.k), _widen(inputs.v)
@@ -91,7 +67,16 @@ _mean = custom_op.KernelOp(
     kernel=f"{_LAUNCH}:means",
     plain=_plain_mean,
     kind=_kind,
-    probe=_mismatch,
+    # packed sequences of more than a tile, with states
+    probe={
+        "k": (1, kernel_pair.TOKENS, 40),
+        "v": (1, kernel_pair.TOKENS, 40),
+        "w": lambda w: -torch.rand(40, device=w.device),
+        "u": (40,),
+        "start": lambda k: torch.randn(2, 80, device=k.device),
+        "cu_seqlens": lambda k: torch.tensor([0, 40, kernel_pair.TOKENS], device=k.device),
+        "keep": True,
+    },
     packed={"inputs": MeanInputs},
     replay=True,
 )

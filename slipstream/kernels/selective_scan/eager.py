@@ -3,7 +3,7 @@
 The states of a segment are made at once, token by token, and again in backward: what is saved is a
 state each CHUNK tokens. MATH.md has the gradients.
 
-Cost: 9 B T D N flops forward; memory 3 SEGMENT_ELEMENTS forward, 6 backward.
+Cost: 9 B T D N flops forward; memory 3 CHUNK_ELEMENTS forward, 6 backward.
 
 The oracle is the recurrence token by token:
 
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.common.linear_rows import CHUNK_ELEMENTS
 from slipstream.common.varlen import check_cu_seqlens_values
 from slipstream.kernels.selective_scan.inputs import CHUNK, ScanInputs, compute_dtype, empty_states
 
@@ -71,10 +72,6 @@ def _run(inputs: ScanInputs, delta_softplus: bool) -> tuple[Tensor, Tensor]:
     return y, h
 
 
-# Numbers in a segment's states: on a CPU they stay in cache.
-SEGMENT_ELEMENTS_CPU = 1 << 20
-SEGMENT_ELEMENTS = 1 << 26
-
 Gradients = list[Tensor | None]
 
 
@@ -92,7 +89,7 @@ class Rows(NamedTuple):
 
     def segments(self) -> Iterator[slice]:
         u, N = self.inputs.u, self.inputs.A.shape[1]
-        max_elements = SEGMENT_ELEMENTS_CPU if u.is_cpu else SEGMENT_ELEMENTS
+        max_elements = CHUNK_ELEMENTS["cpu" if u.is_cpu else "cuda"]
         step = CHUNK * max(1, max_elements // max(u.shape[0] * u.shape[2] * N * CHUNK, 1))
         for start in range(0, u.shape[1], step):
             yield slice(start, min(start + step, u.shape[1]))

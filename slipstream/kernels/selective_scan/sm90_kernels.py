@@ -16,10 +16,8 @@ for each block of channels; what sums over tokens, dA, dD and the bias's, for ea
 that share the sequences. Who launches it sums both in order: the same inputs, the same bits.
 """
 
+from slipstream.kernels.primitives.device import LN2, LOG2E
 from slipstream.kernels.primitives.sm90 import gl, gluon
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.constexpr_function

@@ -11,7 +11,7 @@ _rwkv7_terms_backward and _rwkv7_output_backward the gradients of the tensors th
 Backward reads what forward read, and nothing in between.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -149,34 +149,8 @@ def _kind(x: Tensor, parameter: Tensor | None) -> KernelKey:
     return ("rwkv7.triton", x.dtype, None if parameter is None else parameter.dtype)
 
 
-def _mismatch(x: Tensor, parameter: Tensor, heads: int) -> str | None:
-    """The probe: a few tokens of as many heads and channels, through both operators."""
-    D = parameter.numel()
-    probe_inputs = {
-        name: kernel_pair.random_like(x, 1, 37, D)
-        for name in ("w", "k", "a", "v", "v_gate", "first_value", "r", "gate")
-    }
-    probe_inputs |= {
-        name: kernel_pair.random_like(parameter, D)
-        for name in ("k_k", "k_a", "w_bias", "a_bias", "v_bias", "weight", "bias", "r_k")
-    }
-
-    def run(t: kernel_pair.Given, terms: Callable, output: Callable) -> tuple[Tensor, ...]:
-        w, k, a, b, v, *_ = terms(TermsInputs(*(t[name] for name in TermsInputs._fields)), heads)
-        shape = (heads, -1)
-        o, r = (t[name].unflatten(-1, shape) for name in ("w", "r"))
-        parameters = t["weight"], t["bias"], t["r_k"].view(shape)
-        return w, a, b, output(OutputInputs(o, r, k, v, t["gate"], *parameters), EPS)
-
-    return kernel_pair.mismatch(
-        lambda t: run(
-            t,
-            lambda inputs, heads: _Terms.apply(*inputs, heads, dispatch.TRITON_OR_EAGER),
-            lambda inputs, eps: _Output.apply(*inputs, eps, dispatch.TRITON_OR_EAGER),
-        ),
-        lambda t: run(t, plain_terms, plain_output),
-        probe_inputs,
-    )
+def _probe_tokens(w: Tensor) -> Tensor:
+    return kernel_pair.random_like(w, 1, 37, w.shape[-1])
 
 
 def terms_grads(douts: TermsGrads, inputs: TermsInputs, heads: int) -> list[Tensor]:
@@ -197,7 +171,13 @@ _terms = custom_op.KernelOp(
     kernel=f"{_LAUNCH}:terms",
     plain=plain_terms,
     kind=lambda w, k_k: _kind(w, k_k),
-    probe=lambda w, k_k, heads: _mismatch(w, k_k, heads),
+    # a few tokens, with all that there may be
+    probe={
+        **dict.fromkeys(TermsInputs._fields[:6], _probe_tokens),
+        **dict.fromkeys(
+            TermsInputs._fields[6:], lambda k_k: kernel_pair.random_like(k_k, len(k_k))
+        ),
+    },
     packed={"inputs": TermsInputs},
     replay=True,
 )
@@ -208,7 +188,7 @@ _terms_backward = custom_op.KernelOp(
     kernel=f"{_LAUNCH}:terms_backward",
     plain=terms_grads,
     kind=lambda w, k_k: _kind(w, k_k),
-    probe=lambda w, k_k, heads: _mismatch(w, k_k, heads),
+    forward=_terms,
     packed={"douts": TermsGrads, "inputs": TermsInputs},
     replay=True,
 )
@@ -220,7 +200,7 @@ _output = custom_op.KernelOp(
     kernel=f"{_LAUNCH}:output",
     plain=plain_output,
     kind=lambda o, weight: _kind(o, weight),
-    probe=lambda o, weight: _mismatch(o, weight, o.shape[2]),
+    probe={**dict.fromkeys("orkv", (1, 37, 0, 0)), "gate": (1, 37, 0)},
     packed={"inputs": OutputInputs},
     replay=True,
 )

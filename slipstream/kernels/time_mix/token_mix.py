@@ -117,33 +117,8 @@ def _unsupported_reason(x: Tensor, before: Tensor | None, mu: Tensor) -> str | N
     return None
 
 
-def _mismatch(x: Tensor, mu: Tensor) -> str | None:
-    """The probe: a few rows of the same width, with a `before` and without, whole and packed."""
-    width = x.shape[-1]
-    probe_inputs = {
-        "x": kernel_pair.random_like(x, 1, 37, width),
-        "before": kernel_pair.random_like(x, 1, 37, width),
-        "mu": kernel_pair.random_like(mu, *mu.shape),
-    }
-    starts = torch.zeros(37, dtype=torch.uint8, device=x.device)
-    starts[5] = 1
-
-    def run(forward: Any, backward: Any) -> Any:
-        def call(t: kernel_pair.Given) -> tuple[Tensor, ...]:
-            found: list[Tensor] = []
-            for given in ((t["before"], None), (None, None), (None, starts)):
-                mixes = forward(t["x"], *given, t["mu"])
-                found += [mixes, *backward(mixes, t["x"], *given, t["mu"])]
-            return tuple(found)
-
-        return call
-
-    kernels = run(
-        lambda *args: _forward(*args, impl=dispatch.TRITON_OR_EAGER),
-        lambda *args: _backward(*args, impl=dispatch.TRITON_OR_EAGER),
-    )
-    in_torch = run(plain, _backward.impl.plain)
-    return kernel_pair.mismatch(kernels, in_torch, probe_inputs, gradients=False)
+def _probe_rows(x: Tensor) -> Tensor:
+    return kernel_pair.random_like(x, 1, 37, x.shape[-1])
 
 
 _LAUNCH = "slipstream.kernels.time_mix.triton.token_mix"
@@ -154,7 +129,16 @@ _forward = custom_op.KernelOp(
     kernel=f"{_LAUNCH}:forward",
     plain=plain,
     kind=_kind,
-    probe=_mismatch,
+    # with a `before` and without, whole and packed
+    probe=(
+        {"x": _probe_rows, "before": _probe_rows, "starts": None},
+        {"x": _probe_rows, "before": None, "starts": None},
+        {
+            "x": _probe_rows,
+            "before": None,
+            "starts": lambda x: torch.arange(37, device=x.device).eq(5).byte(),
+        },
+    ),
     replay=True,
 )
 _forward.with_gradient(

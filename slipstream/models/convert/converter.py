@@ -39,8 +39,6 @@ FAMILIES: dict[str, families.Family] = {
 """Name -> the family: of transformers qwen3_next, kimi_linear and mamba2, of fla the others."""
 
 OURS = "slipstream"
-# of a file of weights
-SHARD_BYTES = 5_000_000_000
 
 
 class Converted(NamedTuple):
@@ -57,7 +55,7 @@ def convert(
     target: str | Path,
     to: str = OURS,
     ignore: Collection[str] = (),
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 5_000_000_000,
     shown: Callable[[int, int], None] | None = None,
 ) -> Converted:
     """Writes a checkpoint of safetensors as that of another model, with the same logits.

@@ -50,10 +50,10 @@ def check_apart() -> None:
 
     with (
         mock.patch.object(InterpreterBuilder, "create_exp2", create_exp2),
-        mock.patch.dict(tiles.APART, {torch.float32: 11.0}),
-        mock.patch.dict(backend.APART, {torch.float32: 55.0}),
-        mock.patch.dict(backend.SHIFT, {torch.float32: 60.0}),
-        mock.patch.dict(backend.BOUND, {torch.float32: 60.0}),
+        mock.patch.dict(
+            tiles.RANGES, {torch.float32: tiles.RANGES[torch.float32]._replace(apart=11.0)}
+        ),
+        mock.patch.dict(backend.RANGES, {torch.float32: backend.RANGES[torch.bfloat16]}),
     ):
         for op in LINEAR:
             if op.name in ("chunk_kda", "chunk_dplr_delta_rule", "chunk_gla", "chunk_rwkv6"):
@@ -126,16 +126,12 @@ CUTS = (3, 12, 36, 52)
 
 
 def as_in_bfloat16() -> None:
-    from slipstream.kernels.linear.triton.dplr import backend as dplr_backend
     from slipstream.kernels.linear.triton.dplr import tiles
     from slipstream.kernels.linear.triton.vector_decay import backend
 
-    tables = [backend.BOUND, backend.SHIFT, backend.APART]
-    for module in (tiles, dplr_backend):
-        names = ("ANCHORED_TILES", "SHIFT", "APART")
-        tables += [getattr(module, name) for name in names if hasattr(module, name)]
-    for table in tables:
-        table[torch.float32] = table[torch.bfloat16]
+    whole = tiles.RANGES[torch.bfloat16]._replace(limit=tiles.RANGES[torch.float32].limit)
+    tiles.RANGES[torch.float32] = whole
+    backend.RANGES[torch.float32] = backend.RANGES[torch.bfloat16]
 
 
 def inputs() -> tuple[Tensor, ...]:

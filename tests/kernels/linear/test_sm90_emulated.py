@@ -72,7 +72,7 @@ def many_programs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(segments, "MIN_SEGMENT_CHUNKS", 1)
-    monkeypatch.setattr(segments, "MIN_CHUNKS_SAVED", 1)
+    monkeypatch.setattr(segments, "LAUNCH_COST", 1)
     fresh = vars(segments._delta_sm90_tokens)["__wrapped__"]  # without its cache
     monkeypatch.setattr(segments, "_delta_sm90_tokens", fresh)
     return two_kernels(monkeypatch) | {"segment_transition", "state_passing"}

@@ -154,8 +154,8 @@ def products_of_scores(gate: float, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_strong_blocks_go_by_levels_below_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 tokens that decay by no more than the bound are one product, in a strong chunk too."""
     launches.as_numpy(monkeypatch)
-    for name in ("BOUND", "SHIFT"):
-        monkeypatch.setattr(backend("gla").triton, name, {torch.float64: 60.0})
+    tables = backend("gla").triton.RANGES
+    monkeypatch.setitem(tables, torch.float64, tables[torch.bfloat16])
     gates = (-0.1, -5.0, -7.4, -7.6)
     weak, at_once, *others = [products_of_scores(x, monkeypatch) for x in gates]
     assert weak < at_once

@@ -84,17 +84,16 @@ def check_shifted() -> None:
     """Blocks that decay further, with factors above 1, as bfloat16 has them."""
     from slipstream.kernels.linear.triton.dplr import tiles
 
-    shift, apart = dict(tiles.SHIFT), dict(tiles.APART)
-    tiles.SHIFT[torch.float32] = tiles.ANCHORED_TILES[torch.float32]
+    usual = tiles.RANGES[torch.float32]
+    tiles.RANGES[torch.float32] = usual._replace(shift=usual.whole)
     for kind in ("kda", "dplr"):
         check(kind, "short", "mixed", torch.float32, True)
     # halves that are apart, and quarters of gradients, whose sums are rounded to 2^-14
-    tiles.APART[torch.float32] = 11.0
+    tiles.RANGES[torch.float32] = usual._replace(shift=usual.whole, apart=11.0)
     for gate in ("middling", "mixed", "even"):
         check("kda", "long", gate, torch.float32, True, times=20)
         check("dplr", "packed" if gate == "mixed" else "odd", gate, torch.float32, True, times=20)
-    tiles.SHIFT.update(shift)
-    tiles.APART.update(apart)
+    tiles.RANGES[torch.float32] = usual
 
 
 def check_segments(part: str) -> None:

@@ -122,12 +122,11 @@ def check_shifted() -> None:
     """Blocks that decay further, with factors above 1, as bfloat16 has them."""
     from slipstream.kernels.linear.triton.vector_decay import backend
 
-    bound, shift = dict(backend.BOUND), dict(backend.SHIFT)
-    backend.BOUND[torch.float16] = backend.SHIFT[torch.float16] = 3.0
+    usual = backend.RANGES[torch.float16]
+    backend.RANGES[torch.float16] = usual._replace(bound=3.0, shift=3.0)
     for form in FORMS:
         check(form, "odd", "per token", torch.float16, True)
-    backend.BOUND.update(bound)
-    backend.SHIFT.update(shift)
+    backend.RANGES[torch.float16] = usual
 
 
 def check_apart() -> None:
@@ -135,15 +134,15 @@ def check_apart() -> None:
     gradients ("even"); sums of gates are multiples of 2^-14 there."""
     from slipstream.kernels.linear.triton.vector_decay import backend
 
-    apart = dict(backend.APART)
-    backend.APART[torch.float32] = 55.0
+    usual = backend.RANGES[torch.float32]
+    backend.RANGES[torch.float32] = usual._replace(apart=55.0)
     gates = [(form, gate) for form in FORMS for gate in ("middling", "even")]
     for form, gate in (*gates, ("g", "mixed"), ("gv", "reset")):
         # what a read has of the token before it does not decay, and cancels in dg
         times = 500 if form == "u" and gate == "even" else 20
         check(form, "long", gate, torch.float32, True, times=times)
         print(form, gate, "apart ok", flush=True)
-    backend.APART.update(apart)
+    backend.RANGES[torch.float32] = usual
 
 
 def check_operators() -> None:

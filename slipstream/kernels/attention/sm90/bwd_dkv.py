@@ -26,14 +26,7 @@ p and dx are computed transposed, keys by queries, so that they go from register
 from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90 import common
-from slipstream.kernels.attention.sm90.common import (
-    LEFT,
-    LENGTHS,
-    RIGHT,
-    SOFTCAP,
-    THREAD_COLUMN_BITS,
-    THREAD_ROW_BITS,
-)
+from slipstream.kernels.attention.sm90.common import FLAG, THREAD_COLUMN_BITS, THREAD_ROW_BITS
 from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
 from slipstream.kernels.primitives import sm90, sm90_device
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
@@ -76,12 +69,12 @@ def row_values(
 def first_and_width(low, high, window, FLAGS: gl.constexpr):
     """The first query that a key is seen by, and how many; a side without a bound reads none."""
     width = high * 0
-    if (FLAGS & LEFT) and (FLAGS & RIGHT):
+    if (FLAGS & FLAG.LEFT) and (FLAGS & FLAG.RIGHT):
         width += window[0] + window[1] + 1
-    elif FLAGS & LEFT:
+    elif FLAGS & FLAG.LEFT:
         low *= 0
         width = gl.maximum(high, 0)
-    elif not FLAGS & RIGHT:
+    elif not FLAGS & FLAG.RIGHT:
         low *= 0
     return low, width
 
@@ -115,19 +108,19 @@ def _whole(a, b, like):
 @gluon.jit
 def _weights(s, base, o_m, low, width, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     """p, and the factor of dp - delta in dx: p, or with a softcap p (1 - tanh^2)."""
-    if FLAGS & SOFTCAP:
+    if FLAGS & FLAG.SOFTCAP:
         t = 1.0 - 2.0 * common.inverse(1.0 + gl.exp2(s * factor))
         s = cap * t
     else:
         s = s * factor
     if MASKED:
-        if FLAGS & LEFT:
+        if FLAGS & FLAG.LEFT:
             s = common.where_within(s, o_m, low, width)
         else:
             s = common.where_below(s, low - 1, o_m)
     p = gl.exp2(s - base)
     w = p
-    if FLAGS & SOFTCAP:
+    if FLAGS & FLAG.SOFTCAP:
         w = p * (1.0 - t * t)
     return p, w
 
@@ -159,7 +152,7 @@ def weights(s, base, mask_args, o_m, factor, cap, MASKED: gl.constexpr, FLAGS: g
         low, width = low[:, None], width[:, None]
     else:
         low, width = o_m[None, :], o_m[None, :]
-    if FLAGS & SOFTCAP:
+    if FLAGS & FLAG.SOFTCAP:
         _, base = gl.broadcast(s, base[None, :])
         _, o_m = gl.broadcast(s, o_m[None, :])
         _, low = gl.broadcast(s, low)
@@ -314,7 +307,7 @@ def _query_loop(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, ba
             i_r = i_r * (gl.cdiv(T, 4) * 4) + loc.begin
             # masked edge, inside, masked edge
             edges = (0, inner, outer, count)
-            for i_loop in gl.static_range(0 if FLAGS & RIGHT else 1, 3):
+            for i_loop in gl.static_range(0 if FLAGS & FLAG.RIGHT else 1, 3):
                 for i in range(edges[i_loop], edges[i_loop + 1]):
                     acc = step(
                         zero, acc, buffers, full, empty, base_ptr + i_r, delta_ptr + i_r,
@@ -325,7 +318,7 @@ def _query_loop(step: gl.constexpr, KEYS: gl.constexpr, out_ptr, out_buffers, ba
         units_done += 1
         mbarrier.arrive(empty.kv.index(0))
         # keys beyond the length in use have no gradient
-        if FLAGS & LENGTHS:
+        if FLAGS & FLAG.LENGTHS:
             used = row + gl.arange(0, 64, gl.SliceLayout(1, k_layout)) < keys
             acc = gl.where(used[:, None], acc, 0.0)
         out = common.stage_through_smem(

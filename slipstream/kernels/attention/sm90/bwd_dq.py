@@ -23,13 +23,11 @@ products run beside this one's exponentials instead (_tile_loop).
 from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90 import common
-from slipstream.kernels.attention.sm90.common import LEFT, RIGHT, SOFTCAP, THREAD_ROW_BITS
+from slipstream.kernels.attention.sm90.bwd_dkv import NUM_SCALARS
+from slipstream.kernels.attention.sm90.common import FLAG, THREAD_ROW_BITS
 from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
 from slipstream.kernels.primitives import sm90, sm90_device
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
-
-# scalars of a unit that each warpgroup parks in shared memory
-NUM_SCALARS = gl.constexpr(5)
 
 
 class Buffers(NamedTuple):
@@ -100,14 +98,14 @@ def _load_partition(descs, buffers, full, empty, offsets, sizes, window, strides
 def _scores(s, low, high, key, factor, cap, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     """Scores in base 2, -inf where not seen, and the softcap's tanh."""
     t = s
-    if FLAGS & SOFTCAP:
+    if FLAGS & FLAG.SOFTCAP:
         t = 1.0 - 2.0 * common.inverse(1.0 + gl.exp2(s * factor))
         s = cap * t
     else:
         s = s * factor
     if MASKED:
         o_n = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-        if FLAGS & LEFT:
+        if FLAGS & FLAG.LEFT:
             s = common.where_within(s, o_n[None, :], low[:, None], high[:, None])
         else:
             s = common.where_below(s, o_n[None, :], high[:, None])
@@ -120,7 +118,7 @@ def _gradient(p, t, dp, delta, MASKED: gl.constexpr, FLAGS: gl.constexpr):
     dp -= delta[:, None]
     if MASKED:
         dp = gl.where(p > 0.0, dp, 0.0)
-    if FLAGS & SOFTCAP:
+    if FLAGS & FLAG.SOFTCAP:
         dp *= 1.0 - t * t
     return p * dp
 
@@ -145,7 +143,7 @@ def _step(c, zero, dq, buffers, full, empty, base, delta, i_step, low, high, key
     dp = _gradient(p, t, dp, delta, MASKED, FLAGS)
     dx = gl.convert_layout(dp.to(q.dtype), gl.DotOperandLayout(0, dq.type.layout, 2))
     if MASKED:
-        common.zero_tail_rows((k,), keys - key, 0 if FLAGS & SOFTCAP else i_step, BN, D)
+        common.zero_tail_rows((k,), keys - key, 0 if FLAGS & FLAG.SOFTCAP else i_step, BN, D)
     dq = warpgroup_mma(dx, k, dq, is_async=True)
     dq = sm90.warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(empty.k.index(i_step % KS))
@@ -161,7 +159,7 @@ def _tile_loop(c, zero, buffers, full, empty, base, delta, i_step, low, high, ke
     dq = gl.zeros([64, D], gl.float32, q_layout)
     # left edge (masked), inside, right edge (masked)
     edges = (0, inner, outer, count)
-    for i_loop in gl.static_range(0 if FLAGS & LEFT else 1, 3):
+    for i_loop in gl.static_range(0 if FLAGS & FLAG.LEFT else 1, 3):
         for i in range(edges[i_loop], edges[i_loop + 1]):
             dq = _step(
                 c, zero, dq, buffers, full, empty, base, delta, i_step + i, low, high,
@@ -190,14 +188,14 @@ def _key_loop(c: gl.constexpr, dq_ptr, base_ptr, delta_ptr, factor, cap, scale, 
         left, right = window
         o_m = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
         # with a softcap there are registers to keep these in
-        if not FLAGS & SOFTCAP:
+        if not FLAGS & FLAG.SOFTCAP:
             left, right = common.opaque(window, i_step)
             o_m = common.opaque_range(o_m, i_step, THREAD_ROW_BITS)
         low = row + keys - queries + o_m - left
         high = keys + o_m * 0
-        if FLAGS & RIGHT:
+        if FLAGS & FLAG.RIGHT:
             high = gl.minimum(row + keys - queries + o_m + right + 1, keys)
-        if FLAGS & LEFT:
+        if FLAGS & FLAG.LEFT:
             high = gl.maximum(high - low, 0)
         T, H = common.opaque((sizes.T, sizes.H), i_step)
         i_r = (loc.i_b.to(gl.int64) * H + loc.i_h) * (gl.cdiv(T, 4) * 4) + loc.begin + row

@@ -39,14 +39,7 @@ from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90 import common
 from slipstream.kernels.attention.sm90.bwd_dkv import first_and_width, weights
-from slipstream.kernels.attention.sm90.common import (
-    LEFT,
-    PACKED_Q,
-    RIGHT,
-    SOFTCAP,
-    SPARE_REGISTERS,
-    THREAD_ROW_BITS,
-)
+from slipstream.kernels.attention.sm90.common import FLAG, SPARE_REGISTERS, THREAD_ROW_BITS
 from slipstream.kernels.attention.sm90.forward import _DO_STRIDES, _SIZES, _STRIDES
 from slipstream.kernels.primitives import semaphore, sm90, sm90_device
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
@@ -56,7 +49,7 @@ from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mm
 def tile_of_sequence(i_b, i_h, i_n, begin, sizes, BM: gl.constexpr, FLAGS: gl.constexpr):
     """The number of the first tile of a sequence's queries."""
     T, H, N = sizes.T, sizes.H, sizes.N
-    if FLAGS & PACKED_Q:
+    if FLAGS & FLAG.PACKED_Q:
         first = i_h * (T // BM + N) + begin // BM + i_n
     else:
         first = (i_b * H + i_h) * gl.cdiv(T, BM)
@@ -84,7 +77,7 @@ def _add(parity: gl.constexpr, desc_dq, semaphores_ptr, buffers, full, empty, of
                 tile = first + query // BM
                 rank = loc.row // 128
                 # rank: tiles of keys before this one, with a left bound from the first that is seen
-                if FLAGS & LEFT:
+                if FLAGS & FLAG.LEFT:
                     rank -= gl.maximum(query + loc.keys - loc.queries - bounds[0], 0) // 128
                 while semaphore.semaphore_acquire(semaphores_ptr + tile) < rank:
                     pass
@@ -405,10 +398,10 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     i_head = 0
     going = True
     while going:
-        if FLAGS & SOFTCAP and D > SPARE_REGISTERS:
+        if FLAGS & FLAG.SOFTCAP and D > SPARE_REGISTERS:
             # a loop each for steps with a mask, without and with: two ways to the weights in one
             # would spill
-            for i_loop in gl.static_range(3 if FLAGS & RIGHT else 2):
+            for i_loop in gl.static_range(3 if FLAGS & FLAG.RIGHT else 2):
                 last, count, inner, outer = common.load_scalar(pad, scalars[:4], FIRST, D)
                 edges = (0, outer, inner, count)
                 for i in range(edges[i_loop], edges[i_loop + 1]):
@@ -482,7 +475,7 @@ def _tile_loop(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, ful
         # and barriers in uniform registers
         programs = gl.num_programs(0)
         # the same step count, but not read at the start and kept in a register
-        if FLAGS & SOFTCAP:
+        if FLAGS & FLAG.SOFTCAP:
             programs = units
         for unit in range(common.program_id_volatile(units), units, programs):
             _unit(c, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.triton import scores
 from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.device import Names
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier
 from slipstream.kernels.primitives.sm90_device import load_scalar as load_one
 from slipstream.kernels.primitives.sm90_device import store_scalars as store_all
@@ -65,13 +66,10 @@ class TileRange(NamedTuple):
     outer: Any
 
 
-# what a kernel is compiled for, added up in FLAGS
-LEFT = gl.constexpr(1)
-RIGHT = gl.constexpr(2)
-SOFTCAP = gl.constexpr(4)
-LENGTHS = gl.constexpr(8)
-PACKED_Q = gl.constexpr(16)
-PACKED_K = gl.constexpr(32)
+# what a kernel is compiled for, added up in FLAGS; SINKS: an attention sink, a score of no key
+FLAG = Names(
+    *("LEFT", "RIGHT", "SOFTCAP", "LENGTHS", "PACKED_Q", "PACKED_K", "SINKS", "DYNAMIC"), bits=True
+)
 # rows that are zeroed or stored at a time
 STEP = gl.constexpr(16)
 # bits of the row and the column in a wgmma accumulator [64, N] that differ within a thread
@@ -131,10 +129,10 @@ def locate_tile(unit, offsets, sizes, B: gl.constexpr, KEYS: gl.constexpr, FLAGS
     H, N, tiles = sizes.H, sizes.N, sizes.tiles
     if KEYS:
         H = H // sizes.group
-        PACKED: gl.constexpr = FLAGS & PACKED_K
+        PACKED: gl.constexpr = FLAGS & FLAG.PACKED_K
         cu_ptr = cu_k_ptr
     else:
-        PACKED: gl.constexpr = FLAGS & PACKED_Q
+        PACKED: gl.constexpr = FLAGS & FLAG.PACKED_Q
         cu_ptr = cu_q_ptr
     pairs = H if PACKED else H * N
     tile, pair = pair_of_unit(unit, tiles, pairs, sizes.section)
@@ -146,10 +144,15 @@ def locate_tile(unit, offsets, sizes, B: gl.constexpr, KEYS: gl.constexpr, FLAGS
         tile, pair // H, cu_ptr, N, sizes.search_steps, B, PACKED != 0
     )
     i_b, begin, _, queries = scores.rows_of_sequence(
-        i_n, cu_q_ptr, lengths_ptr, sizes.T, (FLAGS & PACKED_Q) != 0, False
+        i_n, cu_q_ptr, lengths_ptr, sizes.T, (FLAGS & FLAG.PACKED_Q) != 0, False
     )
     i_kb, begin_k, capacity, keys = scores.rows_of_sequence(
-        i_n, cu_k_ptr, lengths_ptr, sizes.S, (FLAGS & PACKED_K) != 0, (FLAGS & LENGTHS) != 0
+        i_n,
+        cu_k_ptr,
+        lengths_ptr,
+        sizes.S,
+        (FLAGS & FLAG.PACKED_K) != 0,
+        (FLAGS & FLAG.LENGTHS) != 0,
     )
     i_b, begin, i_kb, begin_k = (
         i_b.to(gl.int32),
@@ -183,8 +186,8 @@ def visible_key_tiles(
         left,
         right,
         BN,
-        (FLAGS & LEFT) != 0,
-        (FLAGS & RIGHT) != 0,
+        (FLAGS & FLAG.LEFT) != 0,
+        (FLAGS & FLAG.RIGHT) != 0,
     )
     return tile_range(low, inner, outer, high, BN, 1)
 
@@ -202,8 +205,8 @@ def visible_query_tiles(row, queries, keys, window, BM: gl.constexpr, BN: gl.con
         right,
         left,
         BM,
-        (FLAGS & RIGHT) != 0,
-        (FLAGS & LEFT) != 0,
+        (FLAGS & FLAG.RIGHT) != 0,
+        (FLAGS & FLAG.LEFT) != 0,
     )
     return tile_range(low, inner, outer, high, BM, MIN_TILES)
 

@@ -46,9 +46,7 @@ from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90 import common
 from slipstream.kernels.attention.sm90.common import (
-    LEFT,
-    RIGHT,
-    SOFTCAP,
+    FLAG,
     SPARE_REGISTERS,
     THREAD_COLUMN_BITS,
     THREAD_ROW_BITS,
@@ -59,8 +57,6 @@ from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mm
 
 # the next tile is fetched while one is computed
 SCHEDULER_STAGES = gl.constexpr(2)
-# a flag beside those of common.py
-DYNAMIC = gl.constexpr(128)
 
 
 class Scheduler(NamedTuple):
@@ -79,7 +75,7 @@ def alloc_scheduler(CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     # placeholders without DYNAMIC: the tuple has the same types
     full = next_units
     empty = next_units
-    if FLAGS & DYNAMIC:
+    if FLAGS & FLAG.DYNAMIC:
         full = common.barriers(SCHEDULER_STAGES, 1)
         empty = common.barriers(SCHEDULER_STAGES, CONSUMERS)
     return next_units, full, empty
@@ -88,7 +84,7 @@ def alloc_scheduler(CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
 @gluon.jit
 def fetch_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
     """The unit after this one, for the producer; i_step: units taken so far."""
-    if FLAGS & DYNAMIC:
+    if FLAGS & FLAG.DYNAMIC:
         unit = gl.atomic_add(scheduler.counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
         common.wait_empty(scheduler.empty, i_step, SCHEDULER_STAGES)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -104,7 +100,7 @@ def fetch_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
 @gluon.jit
 def receive_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
     """The unit after this one, for a consumer; i_step: units taken so far."""
-    if FLAGS & DYNAMIC:
+    if FLAGS & FLAG.DYNAMIC:
         common.wait_full(scheduler.full, i_step, SCHEDULER_STAGES)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         unit = gl.max(scheduler.next_units.index(i_step % SCHEDULER_STAGES).load(layout), 0)
@@ -167,7 +163,7 @@ def weights(s, m, mask_args, i_step, key, masked, DV: gl.constexpr, FLAGS: gl.co
     layout: gl.constexpr = s.type.layout
     at, keys, window, factor, cap = mask_args
     score_scale = factor
-    if FLAGS & SOFTCAP:
+    if FLAGS & FLAG.SOFTCAP:
         s = cap - 2.0 * cap * common.inverse(1.0 + gl.exp2(s * factor))
         score_scale = 1.0
     if masked:
@@ -178,16 +174,16 @@ def weights(s, m, mask_args, i_step, key, masked, DV: gl.constexpr, FLAGS: gl.co
         o_n = key + common.opaque_range(o_n, common.opaque_if_wide(i_step, DV), THREAD_COLUMN_BITS)
         low, high = at - window[0], at + window[1] + 1
         # with bounds on both sides: else kept in registers between masked tiles
-        if FLAGS & LEFT:
+        if FLAGS & FLAG.LEFT:
             low, high = common.opaque((low, high), i_step)
-        if FLAGS & RIGHT:
+        if FLAGS & FLAG.RIGHT:
             high = gl.minimum(high + o_m, keys)
         # an opaque zero: comparisons that all rows share would be kept as bits
-        elif FLAGS & SOFTCAP:
+        elif FLAGS & FLAG.SOFTCAP:
             high = keys + (o_m & (i_step >> 30))
         else:
             high = keys + o_m * 0
-        if FLAGS & LEFT:
+        if FLAGS & FLAG.LEFT:
             low += o_m
             width = gl.maximum(high - low, 0)
             s = common.where_within(s, o_n[None, :], low[:, None], width[:, None])
@@ -309,8 +305,6 @@ def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides,
 _SIZES = ["T", "S", "H", "N", "group", "tiles", "search_steps", "section", "units", "left", "right"]
 _STRIDES = [f"{x}_{i}" for x in "qkv" for i in ("rb", "rh", "ch")]
 _DO_STRIDES = ["do_rb", "do_rh", "do_ch"]
-# a flag beside those of common.py and of DYNAMIC: an attention sink, a score of no key
-SINKS = gl.constexpr(64)
 # scalars of a unit that each warpgroup parks in shared memory
 NUM_SCALARS = gl.constexpr(8)
 
@@ -389,7 +383,7 @@ def _key_loop(stage_q, bufs_q, zero, ring_k, ring_v, i_step, key_range, mask_arg
     l = gl.sum(e, 1)
     acc = gl.zeros([64, DV], gl.float32, o_layout)
     shrink = gl.full([64], 1.0, gl.float32, m.type.layout)
-    if DV == 128 and FLAGS & (LEFT | RIGHT):
+    if DV == 128 and FLAGS & (FLAG.LEFT | FLAG.RIGHT):
         # one loop, with a branch around the mask alone: the code of a step is there once
         for i in range(1, count):
             e, m, l, acc, shrink = _step(
@@ -399,7 +393,7 @@ def _key_loop(stage_q, bufs_q, zero, ring_k, ring_v, i_step, key_range, mask_arg
     else:
         # where the branch takes time a loop each: left edge (masked), inside, right edge (masked)
         edges = (1, gl.maximum(inner, 1), gl.maximum(outer, 1), count)
-        for i_loop in gl.static_range(0 if FLAGS & LEFT else 1, 3):
+        for i_loop in gl.static_range(0 if FLAGS & FLAG.LEFT else 1, 3):
             for i in range(edges[i_loop], edges[i_loop + 1]):
                 e, m, l, acc, shrink = _step(
                     stage_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), i_step + i,
@@ -418,7 +412,7 @@ def _finish(stage_q, i_step, out, bufs_q, empty_q, coords, sums, sizes, DV: gl.c
     T, H = sizes
     o_layout: gl.constexpr = acc.type.layout
     o_m = common.opaque_range(gl.arange(0, 64, m.type.layout), i_step, THREAD_ROW_BITS)
-    if FLAGS & SINKS:
+    if FLAGS & FLAG.SINKS:
         m, l, shrink = with_sink(m, l, gl.load(sinks_ptr + i_h).to(gl.float32) * LOG2E)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
     has_no_key = l == 0.0
@@ -463,7 +457,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         )
         opaque_cap = cap
         # opaque: 2 cap would be computed once before the loop and spilled
-        if FLAGS & SOFTCAP and DV <= SPARE_REGISTERS:
+        if FLAGS & FLAG.SOFTCAP and DV <= SPARE_REGISTERS:
             (bits,) = common.opaque((cap.to(gl.int32, bitcast=True),), i_step)
             opaque_cap = bits.to(gl.float32, bitcast=True)
         row += c * 64
@@ -471,7 +465,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         common.store_scalars(pad, coords, c * NUM_SCALARS, DV)
         tail_scalars = (units_done, i_step + count, keys - key - (count - 1) * BN)
         # with a left bound the masks take the registers that are left
-        if FLAGS & LEFT:
+        if FLAGS & FLAG.LEFT:
             common.store_scalars(pad, tail_scalars, c * NUM_SCALARS + 5, DV)
         stage_q = units_done % Q_STAGES * NC + c
         mbarrier.wait(full.q.index(stage_q), (units_done // Q_STAGES) & 1)
@@ -481,7 +475,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
             (key, count, inner, outer), (row + keys - queries, keys, window, factor, opaque_cap),
             BN, DV, ST, panels(D), FLAGS,
         )  # fmt: skip
-        if FLAGS & LEFT:
+        if FLAGS & FLAG.LEFT:
             units_done, i_step, num_valid = common.load_scalar(
                 pad, tail_scalars, c * NUM_SCALARS + 5, DV
             )

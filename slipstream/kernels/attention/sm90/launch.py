@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention import plan
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.kernels.attention.latent import MAX_ROPE_WIDTH, MAX_WIDTH
 from slipstream.kernels.attention.sm90 import bwd_dkv, bwd_dq, bwd_fused, decode_latent
 from slipstream.kernels.attention.sm90.forward import panels, softmax_fwd_sm90_kernel
 from slipstream.kernels.attention.triton import decode_launch
@@ -33,8 +34,6 @@ from slipstream.runtime.launch_cache import cache, cached
 BUFFERS = {64: 3, 128: 2}
 # queries and keys of a tile of the fused backward
 BM, BN = 64, 128
-# of decode_latent.py: widths of a latent and of what follows it, keys of a step
-LATENT, ROPE_DIM, LATENT_KEYS = 512, 64, 64
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -260,8 +259,9 @@ def _flags(
         dynamic,
     )
     flags = sum(1 << i for i, x in enumerate(features) if x)
-    consumer, producer, max_registers = plan.REGISTERS
-    registers = {"CONSUMER": consumer, "PRODUCER": producer, "maxnreg": max_registers}
+    # registers of a thread of the warpgroups that compute, of one that loads, and of each of the 12
+    # warps before they are handed out
+    registers = {"CONSUMER": 240, "PRODUCER": 24, "maxnreg": 168}
     return {"FLAGS": flags, "num_warps": 4, **registers}
 
 
@@ -379,16 +379,17 @@ def _tiles(x: Tensor, *block: int) -> TensorDescriptor:
 def takes_latent(q: Tensor, latent: Tensor, width: int, table: Tensor | None) -> bool:
     """Whether decode_latent.py takes a call: the widths, pages of whole tiles, strides for TMA."""
     size, row = latent.shape[1], latent.stride(1)
+    widest = MAX_WIDTH + MAX_ROPE_WIDTH
     return (
-        width == LATENT
-        and q.shape[-1] == LATENT + ROPE_DIM
+        width == MAX_WIDTH
+        and q.shape[-1] == widest
         and q.is_contiguous()
         and latent.stride(2) == 1
-        and row >= LATENT + ROPE_DIM
+        and row >= widest
         and row % 8 == 0
         and latent.stride(0) % row == 0
         and (q.data_ptr() | latent.data_ptr()) % 16 == 0
-        and (table is None or (size % LATENT_KEYS == 0 and latent.stride(0) == size * row))
+        and (table is None or (size % 64 == 0 and latent.stride(0) == size * row))
     )
 
 
@@ -402,7 +403,7 @@ def launch_latent(q: Tensor, latent: Tensor, grid: tuple[int], common: dict[str,
             x, size, [stride, 1], [64, width], _layout(64, width, q.dtype)
         )
         for name, x, size, stride in (("q", q, [B * T * H, D], D), ("k", latent, shape, row))
-        for suffix, width in (("", LATENT // 2), ("r", ROPE_DIM))
+        for suffix, width in (("", MAX_WIDTH // 2), ("r", MAX_ROPE_WIDTH))
     }
     run = cached(decode_latent.softmax_latent_decode_sm90_kernel)[grid]
     run(**descs, **common, rows_b=rows_b, num_warps=4, maxnreg=168)

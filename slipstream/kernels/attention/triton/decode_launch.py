@@ -27,8 +27,6 @@ from slipstream.runtime import backends, launch_cache
 
 # queries times heads of a group up to which cutting the keys is worth it
 MAX_DECODE_ROWS = 64
-# the least keys of a share in tiles, the most shares
-MIN_SPLIT_TILES, MAX_SPLITS = 4, 64
 
 
 def is_supported(inputs: AttentionInputs) -> bool:
@@ -43,7 +41,8 @@ def choose_splits(
     """From the size of the cache alone, so that no length is waited for. As many programs as
     fit."""
     splits_to_fill = per_multiprocessor * multiprocessors(device) // programs
-    return max(1, min(splits_to_fill, capacity // (MIN_SPLIT_TILES * BN), MAX_SPLITS))
+    # a share has four tiles of keys or more
+    return max(1, min(splits_to_fill, capacity // (4 * BN), 64))
 
 
 def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:

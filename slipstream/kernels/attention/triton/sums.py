@@ -20,8 +20,6 @@ from slipstream.kernels.attention.triton.scores import rows_of_sequence, sequenc
 from slipstream.kernels.primitives.device import LOG2E
 from slipstream.runtime.launch_cache import cached
 
-ROWS = 32  # queries of a program, where sequences are not packed
-
 
 @triton.jit
 def locate_tile(cu_q_ptr, T, H, N, tiles, search_steps, BM: tl.constexpr, PACKED: tl.constexpr):
@@ -71,8 +69,8 @@ def launch_delta(
     o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, base: Tensor, delta: Tensor
 ) -> None:
     """Writes base and delta [B, H, R], float32, R >= T: the first T of each head."""
-    tiles = -(-o.shape[1] // ROWS)
-    launch_delta_of_tiles(o, do, lse, dlse, base, delta, None, tiles, ROWS)
+    rows = 32  # queries of a program
+    launch_delta_of_tiles(o, do, lse, dlse, base, delta, None, -(-o.shape[1] // rows), rows)
 
 
 def launch_delta_of_tiles(

@@ -166,7 +166,7 @@ def choose(
     return BIASED_TILES.get(row, TILES[row]) if has_bias else TILES[row], BD, BV
 
 
-LOG2E = 1.4426950408889634
+LOG2E = math.log2(math.e)
 # arguments of kernels: strides of q, k and v [B, T, H, D]
 STRIDES = tuple(f"stride_{name}{dim}" for name in "qkv" for dim in "bth")
 

@@ -12,23 +12,18 @@ from slipstream.runtime import backends, launch_cache
 
 # tokens of a program
 ROWS = 16
-TWO_OVER_PI = tl.constexpr(0.6366197723675814)
-# pi / 2 as a sum, all but the last of 8 bits: with fused products, what is left of an angle below
-# 2^24 after each is exact
-HALF_PI_1 = tl.constexpr(1.5703125)
-HALF_PI_2 = tl.constexpr(0.0004825592041015625)
-HALF_PI_3 = tl.constexpr(1.2665987014770508e-06)
-HALF_PI_4 = tl.constexpr(9.92093629470503e-10)
 
 
 @triton.jit
 def _reduced(b_x):
     """n, and what n quarters of a turn leave of angles."""
-    b_n = tl.floor(b_x * TWO_OVER_PI + 0.5)
-    b_r = tl.fma(b_n, -HALF_PI_1, b_x)
-    b_r = tl.fma(b_n, -HALF_PI_2, b_r)
-    b_r = tl.fma(b_n, -HALF_PI_3, b_r)
-    return b_n.to(tl.int32), tl.fma(b_n, -HALF_PI_4, b_r)
+    b_n = tl.floor(b_x * 0.6366197723675814 + 0.5)  # 2 / pi
+    # pi / 2 as a sum, all but the last of 8 bits: with fused products, what is left of an angle
+    # below 2^24 after each is exact
+    b_r = tl.fma(b_n, -1.5703125, b_x)
+    b_r = tl.fma(b_n, -0.0004825592041015625, b_r)
+    b_r = tl.fma(b_n, -1.2665987014770508e-06, b_r)
+    return b_n.to(tl.int32), tl.fma(b_n, -9.92093629470503e-10, b_r)
 
 
 @triton.jit

@@ -39,12 +39,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A slice of chunks is worked on at a time so that what it needs stays in the cache of a core.
-SLICE_ELEMENTS = 1 << 20
+from slipstream.common.linear_rows import CHUNK_ELEMENTS
 
 
 def slices(chunks: int, elements_each: int) -> Iterator[slice]:
-    step = max(1, SLICE_ELEMENTS // max(1, elements_each))
+    # what a slice of chunks needs stays in the cache of a core
+    step = max(1, CHUNK_ELEMENTS["cpu"] // max(1, elements_each))
     for start in range(0, chunks, step):
         yield slice(start, min(start + step, chunks))
 

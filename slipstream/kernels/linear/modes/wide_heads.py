@@ -27,8 +27,6 @@ from slipstream.common.checks import plain_int
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs
 from slipstream.kernels.linear.modes.call import Call, Results
 
-_ALIGNED = 16  # channels of a group are a multiple
-
 
 class HeadGroups(NamedTuple):
     """How many groups of how many rows (of K) and columns (of V); one group is the head itself."""
@@ -58,7 +56,7 @@ def _groups(channels: int, widest: int) -> tuple[int, int]:
     for n in range(least, 2 * least + 1):
         if channels % n == 0 and channels // n in (widest // 2, widest):
             return n, channels // n
-    return least, -(-channels // (least * _ALIGNED)) * _ALIGNED
+    return least, -(-channels // (least * 16)) * 16
 
 
 def split_heads(terms: LinearInputs, groups: HeadGroups) -> LinearInputs:

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from slipstream.kernels.linear import inputs, segments
 from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.device import WHOLE
 from slipstream.kernels.primitives.sm90 import LARGER_VIEWS, TensorDescriptor, gl, gluon, mbarrier
 from slipstream.kernels.primitives.sm90_device import halves
 from slipstream.runtime.launch_cache import cache
 
-# Packed sequences that programs take by their lengths, and programs: each looks at all lengths.
-MAX_SORTED, MAX_SORTED_PROGRAMS = gl.constexpr(64), gl.constexpr(1024)
-WHOLE = gl.constexpr(1.5 * 2.0**23)  # float32 beside it are whole numbers, which its last bits are
+# Packed sequences that programs take by their lengths.
+MAX_SORTED = gl.constexpr(64)
 
 
 class PoolRefs(NamedTuple):
@@ -113,7 +113,8 @@ def longest_first(cu_ptr, i_n, N, HV, PACKED: gl.constexpr):
     """The i_n-th longest of few packed sequences, of others sequence i_n itself: the last program
     to begin should be a short one, since all wait for it. As Triton's of the vector decay."""
     if PACKED:  # noqa: SIM102
-        if (N <= MAX_SORTED) & (N * HV <= MAX_SORTED_PROGRAMS):
+        # each of N HV programs looks at all lengths
+        if (N <= MAX_SORTED) & (N * HV <= 1024):
             # each warp has all of them
             layout: gl.constexpr = gl.BlockedLayout([MAX_SORTED // 32], [32], [gl.num_warps()], [0])
             o = gl.arange(0, MAX_SORTED, layout)
@@ -166,14 +167,10 @@ def invalidate_mbarriers(bars):
         mbarrier.invalidate(bars.index(i))
 
 
-# rows of a slice
-STEP = gl.constexpr(32)
-ADDED = gl.constexpr(16)  # rows at a time, for want of registers
-
-
 @gluon.jit
 def zero_tail_rows(tile, num_rows, C: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr = 4):
     """Zeroes in rows `num_rows` and on of a tile [C, N], which are of other sequences."""
+    STEP: gl.constexpr = 32
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     o_c = gl.arange(0, STEP, gl.SliceLayout(1, layout))
     # a slice at a time: the whole tile would be in registers at once
@@ -196,14 +193,15 @@ def store_rows_masked(p, tile, i_t, i_col, stride, num_rows, C: gl.constexpr, BK
 @gluon.jit
 def add_rows_masked(p, tile, i_t, i_col, stride, num_rows, C: gl.constexpr, BK: gl.constexpr):
     """That, added to what the same threads wrote there."""
+    STEP: gl.constexpr = 16  # of 32 rows there are too few registers
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_t = gl.arange(0, ADDED, gl.SliceLayout(1, layout))
+    o_t = gl.arange(0, STEP, gl.SliceLayout(1, layout))
     o_n = gl.arange(0, BK, gl.SliceLayout(0, layout))
-    for i in gl.static_range(0, C, ADDED):
+    for i in gl.static_range(0, C, STEP):
         p_x = p + (i_t + o_t + i).to(gl.int64)[:, None] * stride + (i_col + o_n)[None, :]
         m = (o_t < num_rows - i)[:, None]
         b_x = gl.load(p_x, mask=m, other=0.0).to(gl.float32)
-        b_x += tile.slice(i, ADDED).load(layout).to(gl.float32)
+        b_x += tile.slice(i, STEP).load(layout).to(gl.float32)
         gl.store(p_x, b_x.to(tile.dtype), mask=m)
 
 

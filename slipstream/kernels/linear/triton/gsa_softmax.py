@@ -11,9 +11,6 @@ from torch import Tensor
 
 from slipstream.runtime import backends, launch_cache
 
-# Elements of a program, at least a row.
-BLOCK = 4096
-
 
 @triton.jit(do_not_specialize=["R"])
 def gsa_softmax_kernel(
@@ -59,7 +56,7 @@ def softmax_backward(p: Tensor, dp: Tensor) -> None:
 def _run(x: Tensor | None, p: Tensor, dp: Tensor | None) -> None:
     M = p.shape[-1]
     BM = triton.next_power_of_2(M)
-    BR = max(1, BLOCK // BM)
+    BR = max(1, 4096 // BM)  # elements of a program, at least a row
     rows = p.numel() // M
     with backends.device_of(p.device):
         launch_cache.cached(gsa_softmax_kernel)[(-(-rows // BR),)](

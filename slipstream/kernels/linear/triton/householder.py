@@ -14,8 +14,7 @@ from torch import Tensor
 from slipstream.kernels.linear.triton.scalar_decay.tiles import power_of_two
 from slipstream.runtime import backends, launch_cache
 
-# Elements of a program, at least a row; and rows at most.
-BLOCK, ROWS = 2048, 1024
+ROWS = 1024  # of a program, at most
 
 
 @triton.jit
@@ -137,4 +136,5 @@ def _launch(
 
 def _tile(W: int) -> tuple[int, int]:
     BW = power_of_two(W)
-    return BW, min(ROWS, max(1, BLOCK // BW))
+    # 2048 elements of a program, at least a row
+    return BW, min(ROWS, max(1, 2048 // BW))

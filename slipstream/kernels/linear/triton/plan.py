@@ -13,8 +13,6 @@ TERMS_TAKEN = [
     *("q", "k", "v", "g", "gv", "beta", "p", "a", "b", "u", "erase", "write"),
     *("initial_state", "cu_seqlens"),
 ]
-# Shared memory that float32 tiles of more than 128 channels exceed: sm_75 has no more.
-WIDE_FP32_BYTES = 1 << 16
 
 
 def unsupported_reason(terms: LinearInputs) -> str | None:
@@ -52,7 +50,7 @@ def _shared_memory_reason(terms: LinearInputs) -> str | None:
     if terms.max_head_dim <= 128:
         return None
     arch = arch_of_device(terms.q.device)
-    if arch.shared > WIDE_FP32_BYTES:
+    if arch.shared > 1 << 16:  # sm_75 has no more, and its tiles exceed it
         return None
     return f"float32 of more than 128 channels wants more shared memory than {arch.name} has"
 

@@ -16,6 +16,7 @@ from slipstream.kernels.linear.segments import (
     CHUNK,
     NUM_SMS,
     TILE_V,
+    TMA_COLUMNS,
     Segments,
     delta_grid,
     delta_sm90,
@@ -33,20 +34,8 @@ from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm9
 from slipstream.runtime import backends, consistent
 from slipstream.runtime.launch_cache import cached
 
-# Value heads whose gradients of q and k are added up at once, at most: each sum is rounded.
-HEADS_PER_SEMAPHORE = 4
-TILE_K = 64  # channels of K that the gradients' kernel takes at a time
-GRADS = {"num_warps": 4, "maxnreg": 255}
-SOLVE = {"num_warps": 4, "maxnreg": 80}  # six programs fit a multiprocessor
-SCAN: dict[str, Any] = {
-    "BV": TILE_V,
-    "C": CHUNK,
-    "ST": segment_launch.STAGES,
-    "num_warps": 4,
-    "maxnreg": 128,  # of 16 warps: what all partitions share
-}
+SCAN = segment_launch.SCAN | {"maxnreg": 128}  # of 16 warps: what all partitions share
 MAX_WORKSPACES = NUM_SMS  # of chunk_bwd, whose programs run at once
-BWD_STAGES = 2  # tiles that the fused backward loads ahead
 # By V: registers of all warps, of those of the gradients, and of those that load and write.
 BWD_OPTIONS: dict[int, dict[str, Any]] = {
     64: {"num_warps": 4, "maxnreg": 168, "REGISTERS": 208, "LOAD_REGISTERS": 32},
@@ -91,9 +80,9 @@ class Sm90Delta(delta.DeltaBackend):
         return delta_sm90(terms)
 
     def heads_per_sum(self, terms: LinearInputs) -> int:
-        """A divisor of how many share q and k."""
+        """A divisor of how many share q and k, at most 4: each sum is rounded."""
         share = terms.v.shape[2] // terms.q.shape[2]
-        return max(n for n in range(1, HEADS_PER_SEMAPHORE + 1) if share % n == 0)
+        return max(n for n in range(1, 4 + 1) if share % n == 0)
 
     def solve_tril(self, terms: LinearInputs) -> delta.WYFactors:
         """With a gate, transition_lognorm is made too."""
@@ -119,7 +108,8 @@ class Sm90Delta(delta.DeltaBackend):
             C=CHUNK,
             BASE=segment_launch.BASE,
             HAS_GATE=has_gate,
-            **SOLVE,
+            num_warps=4,
+            maxnreg=80,  # six programs fit a multiprocessor
         )
         return delta.WYFactors(r, beta_gate, lognorm)
 
@@ -222,15 +212,15 @@ class Sm90Delta(delta.DeltaBackend):
             semaphores = w.new_zeros(states.shape[0] * heads, dtype=torch.int32)
         launch: Any = cached(dqkg.delta_dqkg_sm90_kernel)[(states.shape[0] * HV,)]
         launch(
-            q_desc=common.token_tiles(terms.q, TILE_K),
-            k_desc=common.token_tiles(terms.k, TILE_K),
+            q_desc=common.token_tiles(terms.q, TMA_COLUMNS),
+            k_desc=common.token_tiles(terms.k, TMA_COLUMNS),
             do_desc=common.token_tiles(do, V),
             w_desc=common.token_tiles(w, V),
             dv_desc=common.token_tiles(dv, V),
-            states_desc=common.tma_descriptor(states, K, V, TILE_K),
-            dstates_desc=common.tma_descriptor(dstates, K, V, TILE_K),
-            dq_desc=common.token_tiles(grads["q"], TILE_K),
-            dk_desc=common.token_tiles(grads["k"], TILE_K),
+            states_desc=common.tma_descriptor(states, K, V, TMA_COLUMNS),
+            dstates_desc=common.tma_descriptor(dstates, K, V, TMA_COLUMNS),
+            dq_desc=common.token_tiles(grads["q"], TMA_COLUMNS),
+            dk_desc=common.token_tiles(grads["k"], TMA_COLUMNS),
             dq_ptr=grads["q"],
             dk_ptr=grads["k"],
             beta_gates_ptr=wy.beta_gate,
@@ -243,11 +233,12 @@ class Sm90Delta(delta.DeltaBackend):
             G=HV // heads,
             K=K,
             V=V,
-            BK=TILE_K,
+            BK=TMA_COLUMNS,
             C=CHUNK,
             HAS_GATE=terms.g is not None,
             GROUPED_HEADS=heads < HV,
-            **GRADS,
+            num_warps=4,
+            maxnreg=255,
         )
 
     def scan_ends(
@@ -406,9 +397,9 @@ class Sm90Delta(delta.DeltaBackend):
             G=HV // heads,
             every=schedule.interval,
             workspaces=workspaces,
-            BK=TILE_K,
+            BK=TMA_COLUMNS,
             C=CHUNK,
-            ST=BWD_STAGES,
+            ST=2,
             WARPS=V // 16,
             GROUPED_HEADS=heads < HV,
             **delta.delta_args(terms, segments, s_in, s_out),

@@ -63,9 +63,10 @@ from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.delta import delta_device
-from slipstream.kernels.linear.sm90.delta.delta_device import MIN_CROSSED
+from slipstream.kernels.linear.sm90.delta.delta_device import LOG2E, MIN_CROSSED
 from slipstream.kernels.linear.sm90.delta.dqkg import ROWS, release_next, row_products, store_or_add
 from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.device import Names
 from slipstream.kernels.primitives.semaphore import (
     lock_workspace,
     proxy_fence,
@@ -177,23 +178,24 @@ def recompute_states(
 
 # Places of a program's numbers (kernels/primitives/sm90_device.py): what it is from its beginning
 # on, then how far the scan is.
-WORKSPACE = gl.constexpr(0)  # its memory
-ROW = gl.constexpr(1)  # the first token
-LENGTH = gl.constexpr(2)  # tokens
-CHUNKS = gl.constexpr(3)
-HEAD = gl.constexpr(4)  # of v
-CHUNK = gl.constexpr(5)  # the first, among those of all heads
-CHECKPOINT = gl.constexpr(6)  # where S before the first part is left
-K_COL = gl.constexpr(7)  # the first column of q and k
-D_COL = gl.constexpr(8)  # and of their gradients
-HEADS = gl.constexpr(9)  # of those
-RANK = gl.constexpr(10)  # which of the heads that add those up this one is
-SEMAPHORE = gl.constexpr(11)  # offset of the first chunk's semaphore
-STATE_IN = gl.constexpr(12)  # where dS comes from
-STATE_OUT = gl.constexpr(13)  # and goes to; -1 if it is not wanted
-GONE = gl.constexpr(14)  # chunks gone back through
-COUNT = gl.constexpr(15)  # those of the part
-NUM_SCALARS = gl.constexpr(16)
+AT = Names(
+    "WORKSPACE",  # its memory
+    "ROW",  # the first token
+    "LENGTH",  # tokens
+    "CHUNKS",
+    "HEAD",  # of v
+    "CHUNK",  # the first, among those of all heads
+    "CHECKPOINT",  # where S before the first part is left
+    "K_COL",  # the first column of q and k
+    "D_COL",  # and of their gradients
+    "HEADS",  # of those
+    "RANK",  # which of the heads that add those up this one is
+    "SEMAPHORE",  # offset of the first chunk's semaphore
+    "STATE_IN",  # where dS comes from
+    "STATE_OUT",  # and goes to; -1 if it is not wanted
+    "GONE",  # chunks gone back through
+    "COUNT",  # those of the part
+)
 
 
 @gluon.jit
@@ -262,7 +264,7 @@ def write_sums(
         dg = gl.associative_scan(b_g, 1, add, reverse=True)
         G = zero + rows.slice(C, C).load(line)[None, :]
         before = gl.gather(G, gl.maximum(o_c - 1, 0)[None, :] + 0 * o_w[:, None], 1)
-        strong = G - gl.where((o_c > 0)[None, :], before, 0.0) < MIN_CROSSED
+        strong = G - gl.where((o_c > 0)[None, :], before, 0.0) < MIN_CROSSED * LOG2E
         gl.store(dg_ptr + o_x, gl.where(strong, 0.0, dg + z[:, None]), mask=m)
     gl.store(dbeta_ptr + o_x, zero + sum_buffers.index(0).load(line)[None, :], mask=m)
 
@@ -282,13 +284,15 @@ def store_tail(
     K: gl.constexpr, C: gl.constexpr, GROUPED_HEADS: gl.constexpr,
 ):  # fmt: skip
     """dq and dk of a short chunk, in turn. q, k: where to, by TMA or not, and the tile."""
-    heads = load_scalar(pad, HEADS, 4)
-    rank = load_scalar(pad, RANK, 4)
+    heads = load_scalar(pad, AT.HEADS, 4)
+    rank = load_scalar(pad, AT.RANK, 4)
     if GROUPED_HEADS:
-        while semaphore_acquire(counts_ptr + load_scalar(pad, SEMAPHORE, 4) + i_c * heads) < rank:
+        while (
+            semaphore_acquire(counts_ptr + load_scalar(pad, AT.SEMAPHORE, 4) + i_c * heads) < rank
+        ):
             pass
-    at = load_scalar(pad, ROW, 4) + i_c * C, num_rows
-    cols = load_scalar(pad, D_COL, 4), heads * K
+    at = load_scalar(pad, AT.ROW, 4) + i_c * C, num_rows
+    cols = load_scalar(pad, AT.D_COL, 4), heads * K
     store_or_add(rank, q[0], q[1], q[2], at, cols, C, K, GROUPED_HEADS)
     store_or_add(rank, k[0], k[1], k[2], at, cols, C, K, GROUPED_HEADS)
 
@@ -302,12 +306,12 @@ def dqk_partition(
     NK: gl.constexpr = c.K // c.BK
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.C, 16])
     zero = gl.zeros([c.C, c.BK], gl.float32, al)
-    n = load_scalar(pad, CHUNKS, 4)
+    n = load_scalar(pad, AT.CHUNKS, 4)
     for i in range(n):
         i_c = n - 1 - i
         j = step_of(i, i_c, n, every)
         s = j % c.ST
-        num_rows = load_scalar(pad, LENGTH, 4) - i_c * c.C
+        num_rows = load_scalar(pad, AT.LENGTH, 4) - i_c * c.C
         rows = tiles.beta_gate.index(s)
         mbarrier.wait(barriers.pairs_full.index(0), i & 1)
         mbarrier.wait(barriers.full.index(s), (j // c.ST) & 1)
@@ -315,16 +319,15 @@ def dqk_partition(
         e = gl.zeros([c.C], gl.float32, gl.SliceLayout(1, al))
         gates = gl.zeros([c.C], gl.float32, gl.SliceLayout(1, al))  # q . dq + p . dp - kb . dk'
         sums = gl.zeros([c.C], gl.float32, gl.SliceLayout(1, al))  # k . dk'
-        row, v_col = load_scalar(pad, ROW, 4), load_scalar(pad, HEAD, 4) * c.V
+        row, v_col = load_scalar(pad, AT.ROW, 4), load_scalar(pad, AT.HEAD, 4) * c.V
         dv = buffers.dv.index(i >> 24)
         common.store_tile(dv_desc, dv_ptr, dv, row + i_c * c.C, v_col, HV * c.V, num_rows, c.C, c.V)
         b_diag = diagonal_of(buffers.diagonal, al, c.C)
         b_beta = beta_of(rows, al, c.C)
         dks = ()
         for h in gl.static_range(NK):
-            o = i >> (
-                27 + h
-            )  # 0, another for each so that no address is kept, as in dstate_partition
+            # 0, another for each so that no address is kept, as in dstate_partition
+            o = i >> (27 + h)
             b_qs = tiles.q.index(s + o).slice(h * c.BK, c.BK, 1)
             b_ks = tiles.k.index(s + o).slice(h * c.BK, c.BK, 1)
             b_ds = buffers.dstate.index(o).slice(h * c.BK, c.BK, 1)
@@ -389,7 +392,7 @@ def dqk_partition(
             b_qs.store(b_dq.to(tiles.q.dtype))
             b_ks.store(dks[h])
         sm90.fence_async_shared()
-        num_rows = load_scalar(pad, LENGTH, 4) - i_c * c.C
+        num_rows = load_scalar(pad, AT.LENGTH, 4) - i_c * c.C
         if num_rows < c.C:  # store_partition takes whole chunks
             gl.thread_barrier()
             store_tail(
@@ -397,7 +400,8 @@ def dqk_partition(
                 counts_ptr, pad, i_c, num_rows, c.K, c.C, c.GROUPED_HEADS,
             )  # fmt: skip
         mbarrier.arrive(barriers.grads_full.index(i % c.ST), count=1)
-        o_t = (load_scalar(pad, ROW, 4) + i_c * c.C).to(gl.int64) * HV + load_scalar(pad, HEAD, 4)
+        o_t = (load_scalar(pad, AT.ROW, 4) + i_c * c.C).to(gl.int64) * HV
+        o_t += load_scalar(pad, AT.HEAD, 4)
         if c.HAS_GATE:
             rows.slice(0, c.C).store(gates)  # beta is not read any more
         gl.thread_barrier()
@@ -414,13 +418,13 @@ def store_partition(descs, counts_ptr, tiles, barriers, pad, HV, G, every, c):
     """dq and dk out of the buffers of q and k, one warp: it waits for its turn, and until what it
     added is there, while the other parts go on."""
     dq_desc, dk_desc, _ = descs
-    heads = load_scalar(pad, HEADS, 1)
-    rank = load_scalar(pad, RANK, 1)
-    col = load_scalar(pad, D_COL, 1)
-    row = load_scalar(pad, ROW, 1)
-    length = load_scalar(pad, LENGTH, 1)
-    n = load_scalar(pad, CHUNKS, 1)
-    p_semaphores = counts_ptr + load_scalar(pad, SEMAPHORE, 1)
+    heads = load_scalar(pad, AT.HEADS, 1)
+    rank = load_scalar(pad, AT.RANK, 1)
+    col = load_scalar(pad, AT.D_COL, 1)
+    row = load_scalar(pad, AT.ROW, 1)
+    length = load_scalar(pad, AT.LENGTH, 1)
+    n = load_scalar(pad, AT.CHUNKS, 1)
+    p_semaphores = counts_ptr + load_scalar(pad, AT.SEMAPHORE, 1)
     for i in range(n):
         i_c = n - 1 - i
         s = step_of(i, i_c, n, every) % c.ST
@@ -501,20 +505,20 @@ def locate_checkpoint_block(i, n, every):
 def load_partition(descs, beta_gates_ptr, tiles, barriers, pad, HV, every, c):
     q_desc, k_desc, v_desc, do_desc, r_desc, w_desc, states_desc, checkpoints_desc = descs
     nbytes: gl.constexpr = k_desc.block_type.nbytes + do_desc.block_type.nbytes
-    row = load_scalar(pad, ROW, 1)
-    n = load_scalar(pad, CHUNKS, 1)
-    head = load_scalar(pad, HEAD, 1)
-    k_col = load_scalar(pad, K_COL, 1)
+    row = load_scalar(pad, AT.ROW, 1)
+    n = load_scalar(pad, AT.CHUNKS, 1)
+    head = load_scalar(pad, AT.HEAD, 1)
+    k_col = load_scalar(pad, AT.K_COL, 1)
     v_col = head * c.V
     r_col = head * c.C
     p_beta_gate, stride = delta_device.beta_gate_ptr(
-        beta_gates_ptr, load_scalar(pad, CHUNK, 1) * HV + head, HV, c.C, c.HAS_GATE
+        beta_gates_ptr, load_scalar(pad, AT.CHUNK, 1) * HV + head, HV, c.C, c.HAS_GATE
     )
     # where this program has S before the second chunk of a part
-    scratch = load_scalar(pad, WORKSPACE, 1) * ((every - 2) * c.V)
+    scratch = load_scalar(pad, AT.WORKSPACE, 1) * ((every - 2) * c.V)
     m_step = HV * c.V  # from S before a part to that before the next
     num_blocks = gl.maximum(gl.cdiv(n, every), 1)
-    checkpoint = load_scalar(pad, CHECKPOINT, 1) + (num_blocks - 1) * m_step
+    checkpoint = load_scalar(pad, AT.CHECKPOINT, 1) + (num_blocks - 1) * m_step
     i = 0
     for block in range(num_blocks):
         first, count = locate_checkpoint_block(i, n, every)
@@ -720,52 +724,52 @@ def state_partition(descs, states, tiles, buffers, barriers, pad, every, scale, 
     block = 0
     going = True
     while going:
-        gone = load_scalar(pad, GONE, c.WARPS)
-        n = load_scalar(pad, CHUNKS, c.WARPS)
+        gone = load_scalar(pad, AT.GONE, c.WARPS)
+        n = load_scalar(pad, AT.CHUNKS, c.WARPS)
         first, count = locate_checkpoint_block(gone, n, every)
-        store_scalars(pad, (count,), COUNT, c.WARPS)
+        store_scalars(pad, (count,), AT.COUNT, c.WARPS)
         if count > 0:
             mbarrier.wait(barriers.entry_full.index(0), block & 1)
         recompute_states(
-            descs, tiles, buffers, barriers, load_scalar(pad, ROW, c.WARPS),
-            load_scalar(pad, HEAD, c.WARPS) * c.V,
-            load_scalar(pad, WORKSPACE, c.WARPS) * ((every - 2) * c.V), gone, first, count,
-            load_scalar(pad, LENGTH, c.WARPS), c,
+            descs, tiles, buffers, barriers, load_scalar(pad, AT.ROW, c.WARPS),
+            load_scalar(pad, AT.HEAD, c.WARPS) * c.V,
+            load_scalar(pad, AT.WORKSPACE, c.WARPS) * ((every - 2) * c.V), gone, first, count,
+            load_scalar(pad, AT.LENGTH, c.WARPS), c,
         )  # fmt: skip
-        gone = load_scalar(pad, GONE, c.WARPS)
+        gone = load_scalar(pad, AT.GONE, c.WARPS)
         # 0, which no compiler knows: it would keep addresses
         none = (gone >> 30).to(gl.int64)
         if block == 0:
-            i_entry = none + load_scalar(pad, STATE_IN, c.WARPS)
+            i_entry = none + load_scalar(pad, AT.STATE_IN, c.WARPS)
             at_in = delta_device.StateRefs(s_in_ptr, None, i_entry * (c.K * c.V), None)
             b_d = delta_device.load_state(
                 at_in, gl.zeros([c.V, c.K], gl.float32, sl), o_k + none, o_v, c.V, c.HAS_S_IN
             )
         else:
-            i_state = load_scalar(pad, STATE_IN if c.SPLIT else WORKSPACE, c.WARPS)
+            i_state = load_scalar(pad, AT.STATE_IN if c.SPLIT else AT.WORKSPACE, c.WARPS)
             o_d = (none + i_state) * (c.K * c.V) + (o_v + none)[:, None] * c.K + o_k[None, :]
             b_d = gl.load(p_park + o_d)
         wait_bulk_stores()
         gl.thread_barrier()
         mbarrier.arrive(barriers.recomputed.index(0), count=1)
         b_d = dstate_partition(
-            tiles, buffers, barriers, b_d, gone, load_scalar(pad, COUNT, c.WARPS),
-            load_scalar(pad, LENGTH, c.WARPS), load_scalar(pad, CHUNKS, c.WARPS), scale, c,
+            tiles, buffers, barriers, b_d, gone, load_scalar(pad, AT.COUNT, c.WARPS),
+            load_scalar(pad, AT.LENGTH, c.WARPS), load_scalar(pad, AT.CHUNKS, c.WARPS), scale, c,
         )  # fmt: skip
-        gone = load_scalar(pad, GONE, c.WARPS) + load_scalar(pad, COUNT, c.WARPS)
+        gone = load_scalar(pad, AT.GONE, c.WARPS) + load_scalar(pad, AT.COUNT, c.WARPS)
         none = (gone >> 29).to(gl.int64)  # another, for nothing of the first is kept for this
-        going = gone < load_scalar(pad, CHUNKS, c.WARPS)
+        going = gone < load_scalar(pad, AT.CHUNKS, c.WARPS)
         if going:
-            i_state = load_scalar(pad, STATE_IN if c.SPLIT else WORKSPACE, c.WARPS)
+            i_state = load_scalar(pad, AT.STATE_IN if c.SPLIT else AT.WORKSPACE, c.WARPS)
             o_d = (none + i_state) * (c.K * c.V) + (o_v + none)[:, None] * c.K + o_k[None, :]
             gl.store(p_park + o_d, b_d)
         else:
-            to = load_scalar(pad, STATE_OUT, c.WARPS)
+            to = load_scalar(pad, AT.STATE_OUT, c.WARPS)
             if to >= 0:
                 at_out = delta_device.StateRefs(None, s_out_ptr, None, (none + to) * (c.K * c.V))
                 delta_device.store_state(at_out, b_d, 0, o_k + none, o_v + none, c.V, c.HAS_S_OUT)
         gl.thread_barrier()  # all have read what it was
-        store_scalars(pad, (gone,), GONE, c.WARPS)
+        store_scalars(pad, (gone,), AT.GONE, c.WARPS)
         gl.thread_barrier()
         block += 1
 
@@ -822,7 +826,7 @@ def delta_chunk_bwd_sm90_kernel(
     # of a chunk's tokens k . dk', and what all gates before the end get of them; sum(S * dS')
     sum_buffers = gl.allocate_shared_memory(gl.float32, [1 + HAS_GATE, C], plain)
     zs = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
-    pad = alloc_scalars(NUM_SCALARS)
+    pad = alloc_scalars(AT.COUNT + 1)
     full = common.alloc_mbarriers(2, ST)
     empty = common.alloc_mbarriers(2, ST)
     r_full = common.alloc_mbarriers(1, 1)
@@ -855,10 +859,10 @@ def delta_chunk_bwd_sm90_kernel(
     store_scalars(
         pad,
         (workspace, row, length, n, i_h, chunk, (checkpoint * HV + i_h) * V, k_col),
-        WORKSPACE,
+        AT.WORKSPACE,
         WARPS,
     )
-    store_scalars(pad, (i_h // G * K, HV // G, i_h % G, semaphore, pid, to, 0), D_COL, WARPS)
+    store_scalars(pad, (i_h // G * K, HV // G, i_h % G, semaphore, pid, to, 0), AT.D_COL, WARPS)
     tiles = Tiles(qs, ks, os, gs, rs, ws, ss, a_s)
     buffers = Buffers(ds, ys, bs, ms, diags, sum_buffers, zs)
     barriers = Barriers(
@@ -886,4 +890,4 @@ def delta_chunk_bwd_sm90_kernel(
         [4, 1, 1],
         [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
-    unlock_workspace(counts_ptr + load_scalar(pad, WORKSPACE, WARPS))
+    unlock_workspace(counts_ptr + load_scalar(pad, AT.WORKSPACE, WARPS))

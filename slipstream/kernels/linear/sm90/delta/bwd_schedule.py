@@ -37,12 +37,6 @@ from slipstream.runtime.launch_cache import by_sizes
 # bytes that it always may.
 MAX_WORKSPACE_PCT = 24.9
 SMALL_BYTES = 1 << 26
-# For a chunk there and back, and for a block's beginning and end, on an H200.
-CHUNK_MICROSECONDS, BLOCK_MICROSECONDS = 11.4, 9.0
-# Chunks of a block where segments are given: fewer take too long, more need too much memory.
-MIN_INTERVAL, MAX_INTERVAL = 8, 64
-# Blocks that a sequence is tried in.
-BLOCK_COUNTS = 1, 2, 3, *(n << i for i in range(8) for n in (4, 5, 6, 7))
 
 
 class BackwardSchedule(NamedTuple):
@@ -124,7 +118,7 @@ def _choose_blocks(
         tokens = blocks * CHUNK
         return T // tokens + N if packed else B * -(-T // tokens)
 
-    for blocks in BLOCK_COUNTS:
+    for blocks in (1, 2, 3, *(n << i for i in range(8) for n in (4, 5, 6, 7))):
         interval = -(-chunks // blocks)
         split = -(-chunks // interval) if cut else 0
         segments = num_segments(interval * split) if split else 0
@@ -134,18 +128,19 @@ def _choose_blocks(
         found = Blocks(interval, split)
         sizes[found] = num_segments(interval) * HV * K * V * E
         sizes[found] += row_bytes * V + max(run, row_bytes * (K + V))
-        times[found] = CHUNK_MICROSECONDS * max(split * interval, chunks)
-        times[found] += BLOCK_MICROSECONDS * -(-chunks // interval)
+        # microseconds on an H200: of a chunk there and back, and of a block's beginning and end
+        times[found] = 11.4 * max(split * interval, chunks) + 9.0 * -(-chunks // interval)
     limit = max(max(allowed, SMALL_BYTES) - saved_bytes, min(sizes.values()))
     return min((x for x, size in sizes.items() if size <= limit), key=lambda x: times[x])
 
 
 def schedule_of_segments(terms: LinearInputs, tokens: int) -> BackwardSchedule | None:
     """A schedule for segments of a given length, by that and V alone: blocks of equal length, at
-    most MAX_INTERVAL chunks. None: in two kernels, where there are no such blocks."""
+    most 64 chunks: more need too much memory. None: in two kernels, which have no such blocks."""
     chunks = tokens // CHUNK
-    interval = max(n for n in range(1, MAX_INTERVAL + 1) if chunks % n == 0)
-    if terms.v.shape[3] != 2 * TILE_V or interval < min(chunks, MIN_INTERVAL):
+    interval = max(n for n in range(1, 64 + 1) if chunks % n == 0)
+    # blocks of fewer than 8 chunks take too long
+    if terms.v.shape[3] != 2 * TILE_V or interval < min(chunks, 8):
         return None
     cut = split_into_segments(terms, tokens)
     assert cut is not None

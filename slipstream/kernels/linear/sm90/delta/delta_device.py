@@ -3,14 +3,12 @@
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common import locate_segment, longest_first
+from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, MIN_CROSSED
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
-# log2 of what a gate leaves: below it nothing crosses the gate (triton/scalar_decay/device.py)
-MIN_CROSSED = gl.constexpr(-32 * 1.4426950408889634)
-# M is 0 once it has decayed by 2^-32, as in dplr/chunk_fwd.py
+# M is 0 once it has decayed by 2^-32
 NEGLIGIBLE_LOG2 = gl.constexpr(32.0)
-MAX_WINDOW_CHUNKS = gl.constexpr(64)  # chunks of which the gates are looked at
 OOB_ROW = gl.constexpr(1 << 30)  # past all rows of a descriptor
 
 
@@ -45,7 +43,7 @@ class Checkpoints(NamedTuple):
 def strong_gates(p_gates, o_i):
     """Where nothing crosses the gate. p_gates: G of a chunk."""
     p = p_gates + o_i
-    return gl.load(p) - gl.load(p + -1, mask=o_i > 0, other=0.0) < MIN_CROSSED
+    return gl.load(p) - gl.load(p + -1, mask=o_i > 0, other=0.0) < MIN_CROSSED * LOG2E
 
 
 @gluon.jit
@@ -80,14 +78,15 @@ def effective_chunks(
     """Chunks, of n, that a state at the end comes from (back, at the start); whether it is so."""
     wide: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [4, 1], [1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    o = gl.arange(0, MAX_WINDOW_CHUNKS, flat)
+    CHUNKS: gl.constexpr = 64  # of which the gates are looked at
+    o = gl.arange(0, CHUNKS, flat)
     at = chunk + gl.where(o < n, o if BACK else n - 1 - o, 0) * HV
     b = gl.load(beta_gates_ptr + at.to(gl.int64) * (2 * C) + (2 * C - 1))
     for i in gl.static_range(BLOCKS):
         b += gl.load(lognorm_ptr + at * BLOCKS + i)
     b = gl.convert_layout(b, gl.SliceLayout(0, wide))
-    o_i = gl.arange(0, MAX_WINDOW_CHUNKS, gl.SliceLayout(1, wide))
-    o_j = gl.arange(0, MAX_WINDOW_CHUNKS, gl.SliceLayout(0, wide))
+    o_i = gl.arange(0, CHUNKS, gl.SliceLayout(1, wide))
+    o_j = gl.arange(0, CHUNKS, gl.SliceLayout(0, wide))
     b = gl.sum(gl.where(o_i[:, None] >= o_j[None, :], b[None, :], 0.0), 1)
     need = gl.min(gl.where((b < -NEGLIGIBLE_LOG2) & (o_i < n), o_i + 1, OOB_ROW), 0)
     return gl.minimum(need, n), need < OOB_ROW

@@ -163,15 +163,8 @@ def delta_segment_transition_sm90_kernel(
 
 
 BASE = 16  # rows of the blocks that the inverse begins with
-STAGES = 3
-_OPTIONS: dict[str, Any] = {
-    "BV": TILE_V,
-    "C": CHUNK,
-    "ST": STAGES,
-    "BLOCKS": CHUNK // BASE,
-    "num_warps": 4,
-    "maxnreg": 168,  # of 12 warps
-}
+SCAN: dict[str, Any] = {"BV": TILE_V, "C": CHUNK, "ST": 3, "num_warps": 4}
+_OPTIONS = SCAN | {"BLOCKS": CHUNK // BASE, "maxnreg": 168}  # of 12 warps
 
 
 def segment_transition(

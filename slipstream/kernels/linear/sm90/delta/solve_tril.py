@@ -8,12 +8,9 @@ gates leave of a state is bounded by that.
 """
 
 from slipstream.kernels.linear.sm90 import common
+from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, LOWEST_GATE
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
-
-LOG2E = gl.constexpr(1.4426950408889634)
-# of a gate: exp of it is 0 in float32, and no sum is infinite
-LOWEST = gl.constexpr(-128.0)
 
 
 @gluon.jit
@@ -65,7 +62,7 @@ def delta_solve_tril_sm90_kernel(
     if HAS_GATE:
         sums = gl.allocate_shared_memory(gl.float32, [C], flat)
         b_g = gl.load(g_ptr + o_x, mask=o_t < num_rows, other=0.0).to(gl.float32)
-        b_G = gl.associative_scan(gl.where(b_g < LOWEST, LOWEST, b_g) * LOG2E, 0, add)
+        b_G = gl.associative_scan(gl.where(b_g < LOWEST_GATE, LOWEST_GATE, b_g) * LOG2E, 0, add)
         sums.store(b_G)
         gl.store(p_beta_gate + C + o_t, b_G)
     gl.thread_barrier()

@@ -15,6 +15,7 @@ from slipstream.kernels.linear.dplr import ChunkGrads, IntraChunk, dplr_args
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
 from slipstream.kernels.linear.segments import (
     CHUNK,
+    TMA_COLUMNS,
     Segments,
     dplr_sm90,
     num_sequences,
@@ -31,22 +32,10 @@ from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.fused_fwd import kda_fused_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.scores import dplr_scores_sm90_kernel
 from slipstream.kernels.linear.triton.dplr.backend import TritonDplr
-from slipstream.kernels.linear.triton.dplr.tiles import ANCHORED_TILES, APART, SHIFT
+from slipstream.kernels.linear.triton.dplr.tiles import RANGES
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cached
 
-# Three programs fit a multiprocessor. Rows have the same bits in both kernels only where the
-# compiler fuses no products and sums, which it would do differently in each.
-WY_OPTIONS = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": False}
-# by V: of 8 and 12 warps, what all partitions share
-CHUNK_OPTIONS = {64: {"num_warps": 4, "maxnreg": 128}, 128: {"num_warps": 4, "maxnreg": 168}}
-STAGES = 3
-SAFE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-SAFE_PROGRAMS = 2  # a multiprocessor
-BWD_UNITS = 8  # of a program of the gradients of strong chunks, which most calls do not have
-# Of the gradients: channels of K at a time, warps beside each other, each four rows of them, and
-# what a gate may be.
-TILE_K, WIDE = 64, 2
 _GATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -138,8 +127,12 @@ class Sm90Dplr(TritonDplr):
             "keep": int(for_backward),
             "token_heads": _token_stride(terms.v) // V,
             "CHANNEL": terms.decay == "channel",
-            "LIMIT": ANCHORED_TILES[terms.v.dtype],
-            "APART": APART[terms.v.dtype] if terms.g is not None else 0.0,
+            "LIMIT": RANGES[terms.v.dtype].whole,
+            "APART": RANGES[terms.v.dtype].apart if terms.g is not None else 0.0,
+            # rows have the same bits in both kernels only where the compiler fuses no products and
+            # sums, which it would do differently in each
+            "enable_fp_fusion": False,
+            "num_warps": 4,
         }
         run: Any = cached(wy.dplr_wy_sm90_kernel)[(programs,)]
         run(
@@ -147,12 +140,12 @@ class Sm90Dplr(TritonDplr):
             C=CHUNK,
             HAS_GATE=terms.g is not None,
             **common,
-            **WY_OPTIONS,
+            maxnreg=168,  # three programs fit a multiprocessor
         )
         if terms.g is not None:
-            most = SAFE_PROGRAMS * sm_count(terms.v.device.index)
+            most = 2 * sm_count(terms.v.device.index)
             run = cached(intra_safe.dplr_intra_safe_sm90_kernel)[(min(most, programs),)]
-            run(**_pointers(terms), total=programs, **common, **SAFE_OPTIONS)
+            run(**_pointers(terms), total=programs, **common)
 
     def chunk_fwd(
         self,
@@ -203,7 +196,7 @@ class Sm90Dplr(TritonDplr):
             **(prefix.pointers() if prefix else prefix_states.NO_POINTERS),
             token_heads=HV if o is None else _token_stride(o) // V,
             OUTPUT=make,
-            ST=2 if two_stages else STAGES,
+            ST=2 if two_stages else 3,
             DELTA=terms.transition == "delta",
         )
 
@@ -283,8 +276,8 @@ class Sm90Dplr(TritonDplr):
             "do_desc": tma.token_tiles(do, V),
             "x_desc": tma.tma_descriptor(states.x, CHUNK, V, CHUNK),
             "y_desc": tma.tma_descriptor(states.y, CHUNK, V, CHUNK),
-            "states_desc": tma.tma_descriptor(states.states, K, V, TILE_K),
-            "dstates_desc": tma.tma_descriptor(states.dstates, K, V, TILE_K),
+            "states_desc": tma.tma_descriptor(states.states, K, V, TMA_COLUMNS),
+            "dstates_desc": tma.tma_descriptor(states.dstates, K, V, TMA_COLUMNS),
             "dqb_desc": _chunks(scores.qb),
             "dab_desc": _chunks(scores.ab),
             "dqk_desc": _chunks(scores.qk),
@@ -297,7 +290,7 @@ class Sm90Dplr(TritonDplr):
             "dbeta_ptr": dbeta,
             "scale": scale,
             "tokens": B * T,
-            "BK": TILE_K,
+            "BK": TMA_COLUMNS,
             "C": CHUNK,
             **dplr_args(terms),
         }
@@ -305,25 +298,26 @@ class Sm90Dplr(TritonDplr):
         # the chunks whose quarters allow it, and then the others
         launch: Any = cached(dplr_dqkg_sm90_kernel)[(min(sms, total),)]
         launch(
-            **_rows(terms, TILE_K),
-            g_desc=tma.token_tiles(terms.g, TILE_K),
+            **_rows(terms, TMA_COLUMNS),
+            g_desc=tma.token_tiles(terms.g, TMA_COLUMNS),
             total=total,
             NK=1 if dbeta is None else dbeta.shape[0] - 1,
-            WIDE=WIDE,
+            WIDE=2,  # warps beside each other, each four rows of them
             **common,
-            num_warps=4 * WIDE,
+            num_warps=8,
             maxnreg=168,  # of 12 warps: what all partitions share
         )
-        total *= K // TILE_K
+        total *= K // TMA_COLUMNS
+        # strong chunks, which most calls do not have: eight a program
         launch = cached(intra_safe_bwd.dplr_intra_safe_bwd_sm90_kernel)[
-            (min(total, max(sms, total // BWD_UNITS)),)
+            (min(total, max(sms, total // 8)),)
         ]
         launch(
             total=total,
             **_pointers(terms),
             g_ptr=terms.g,
-            LIMIT=ANCHORED_TILES[terms.v.dtype],
-            SHIFT=SHIFT[terms.v.dtype],
+            LIMIT=RANGES[terms.v.dtype].whole,
+            SHIFT=RANGES[terms.v.dtype].shift,
             **common,
             num_warps=8,
         )
@@ -347,7 +341,8 @@ def _chunk_args(
 ) -> dict[str, Any]:
     """Of both kernels that go from chunk to chunk."""
     K, V = terms.q.shape[-1], terms.v.shape[-1]
-    sizes = {"K": K, "V": V, "C": CHUNK, **CHUNK_OPTIONS[V]}
+    # of 8 and 12 warps: what all partitions share
+    sizes = {"K": K, "V": V, "C": CHUNK, "num_warps": 4, "maxnreg": 128 if V == 64 else 168}
     return sizes | scan_args(terms, segments, s_in, s_out)
 
 

@@ -6,8 +6,6 @@ Gates in base 2 come as wy.py has them, [4, 16, 64]: quarters of a chunk, their 
 from slipstream.kernels.linear.sm90.dplr import by_quarters, gate_sums
 from slipstream.kernels.primitives.sm90 import gl, gluon
 
-LOWEST = gl.constexpr(-80.0)  # of gates, LIMIT of bf16: halves of blocks of four are above -2 LIMIT
-
 
 @gluon.jit
 def tokens(layout: gl.constexpr, none):

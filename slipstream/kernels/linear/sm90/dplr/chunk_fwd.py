@@ -36,6 +36,7 @@ from collections import namedtuple
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90 import common
+from slipstream.kernels.linear.sm90.delta.delta_device import NEGLIGIBLE_LOG2, OOB_ROW
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
@@ -46,13 +47,6 @@ Ends = namedtuple("Ends", "s_in s_out m")
 # a program's place, as a state_partition takes it; constants of a launch
 Place = namedtuple("Place", "chunk HV token_heads row v_col i_s m_col length n")
 Constants = namedtuple("Constants", "K V C ST NV DELTA HAS_GATE HAS_S_IN HAS_S_OUT OUTPUT")
-
-NEGLIGIBLE_LOG2 = gl.constexpr(32.0)
-MAX_WINDOW_CHUNKS = gl.constexpr(4)  # chunks that are looked at
-LEAST_LOG2 = gl.constexpr(8.0)  # what each of them has to take off for another one to be
-# what squares that float32 has no room for add up to at most
-LOST_SQUARES = gl.constexpr(2.0**-118)
-OOB_ROW = gl.constexpr(1 << 30)  # past all rows of a descriptor
 
 
 class Tiles(NamedTuple):
@@ -85,8 +79,9 @@ def transition_log2norm(w_ptr, b_ptr, total_ptr, at, K: gl.constexpr, C: gl.cons
     b_w = gl.load(w_ptr + o).to(gl.float32)
     b_b = gl.load(b_ptr + o).to(gl.float32)
     b_total = gl.load(total_ptr + at * K + o_k)
-    b_w = gl.sqrt(gl.sum(b_w * b_w, 1) + LOST_SQUARES)
-    b_b = gl.sqrt(gl.sum(b_b * b_b, 1) + LOST_SQUARES)
+    # squares that float32 has no room for add up to 2^-118 at most
+    b_w = gl.sqrt(gl.sum(b_w * b_w, 1) + 2.0**-118)
+    b_b = gl.sqrt(gl.sum(b_b * b_b, 1) + 2.0**-118)
     return gl.log2(gl.sum(b_w * b_b, 0) + gl.max(b_total, 0))
 
 
@@ -97,8 +92,9 @@ def effective_chunks(
     """The number of last chunks, of n, that E is made from, and whether M counts as zero."""
     need = n * 0
     log = 0.0
-    most = gl.minimum(n, MAX_WINDOW_CHUNKS)
-    while (need < most) & (log >= -NEGLIGIBLE_LOG2) & (log <= -LEAST_LOG2 * need):
+    most = gl.minimum(n, 4)
+    # another one is looked at where each so far has taken off 2^-8
+    while (need < most) & (log >= -NEGLIGIBLE_LOG2) & (log <= -8.0 * need):
         need += 1
         at = (chunk + (n - need) * HV).to(gl.int64)
         log += transition_log2norm(w_ptr, b_ptr, total_ptr, at, K, C)

@@ -47,6 +47,7 @@ from collections import namedtuple
 
 from slipstream.kernels.linear.sm90.common import alloc_mbarriers, locate_sequence
 from slipstream.kernels.primitives import sm90, sm90_device
+from slipstream.kernels.primitives.device import LOG2E, Names
 from slipstream.kernels.primitives.sm90 import copy_in, gl, gluon, mbarrier, warpgroup_mma
 
 # what the kernel of dqkg.py passes on: descriptors, pointers, shared memory, numbers, constants
@@ -59,22 +60,19 @@ Buffers = namedtuple(
 Sizes = namedtuple("Sizes", "total tokens T N HV H")
 Constants = namedtuple("Constants", "K BK V C NK wide DELTA GATED PACKED")
 
-LOG2E = gl.constexpr(1.4426950408889634)
-
-
 # barriers of dplr_dqkg_sm90_kernel, full and empty: what a buffer holds
-STATE = gl.constexpr(0)  # S before the chunk
-DSTATE = gl.constexpr(1)  # dS' after it
-GATES = gl.constexpr(2)
-OPERANDS = gl.constexpr(3)  # q, k, a and b, two stages
-READS = gl.constexpr(5)  # do and y
-WRITES = gl.constexpr(6)  # x and v
-SCORES = gl.constexpr(7)  # gradients of the scores
+BUF = Names(
+    "STATE",  # S before the chunk
+    "DSTATE",  # dS' after it
+    "GATES",
+    "OPERANDS",  # q, k, a and b, two stages
+    "OPERANDS_AHEAD",
+    "READS",  # do and y
+    "WRITES",  # x and v
+    "SCORES",  # gradients of the scores
+)
 # rows of factors after those from a quarter to the next
-START = gl.constexpr(3)
-END = gl.constexpr(4)
-TOTAL = gl.constexpr(5)
-REST = gl.constexpr(6)
+AT = Names("START", "END", "TOTAL", "REST", first=3)
 
 
 @gluon.jit
@@ -154,50 +152,50 @@ def load_partition(descs, smem, refs, sizes, c):
                 was = (unit & 1) ^ 1
                 i_k = block * c.BK
                 k_col = i_h // (HV // H) * c.K + i_k
-                stage = unit & 1
+                st = unit & 1
                 was_stage = ((unit >> 1) & 1) ^ 1
-                at = stage * (ops.shape[0] // 2)
+                at = st * (ops.shape[0] // 2)
                 # q, k, a and b have two stages: those of the next block may come early
-                mbarrier.wait(empty.index(OPERANDS + stage), was_stage)
-                mbarrier.expect(full.index(OPERANDS + stage), input_bytes)
-                copy_in(descs.q, [row, k_col], full.index(OPERANDS + stage), ops.index(at))
-                copy_in(descs.k, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 1))
+                mbarrier.wait(empty.index(BUF.OPERANDS + st), was_stage)
+                mbarrier.expect(full.index(BUF.OPERANDS + st), input_bytes)
+                copy_in(descs.q, [row, k_col], full.index(BUF.OPERANDS + st), ops.index(at))
+                copy_in(descs.k, [row, k_col], full.index(BUF.OPERANDS + st), ops.index(at + 1))
                 if c.GATED:
                     e_col = i_h * c.K + i_k
-                    copy_in(descs.b, [row, e_col], full.index(OPERANDS + stage), ops.index(at + 2))
+                    copy_in(descs.b, [row, e_col], full.index(BUF.OPERANDS + st), ops.index(at + 2))
                 if not c.DELTA:
-                    copy_in(descs.a, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 2))
-                    copy_in(descs.b, [row, k_col], full.index(OPERANDS + stage), ops.index(at + 3))
+                    copy_in(descs.a, [row, k_col], full.index(BUF.OPERANDS + st), ops.index(at + 2))
+                    copy_in(descs.b, [row, k_col], full.index(BUF.OPERANDS + st), ops.index(at + 3))
                 # one stage each below, in the order in which the products want them
-                mbarrier.wait(empty.index(GATES), was)
-                mbarrier.expect(full.index(GATES), descs.g.block_type.nbytes)
-                copy_in(descs.g, [row, i_h * c.K + i_k], full.index(GATES), gs)
-                mbarrier.wait(empty.index(STATE), was)
-                mbarrier.expect(full.index(STATE), descs.states.block_type.nbytes)
-                copy_in(descs.states, [n * c.V, i_k], full.index(STATE), ss.index(0))
+                mbarrier.wait(empty.index(BUF.GATES), was)
+                mbarrier.expect(full.index(BUF.GATES), descs.g.block_type.nbytes)
+                copy_in(descs.g, [row, i_h * c.K + i_k], full.index(BUF.GATES), gs)
+                mbarrier.wait(empty.index(BUF.STATE), was)
+                mbarrier.expect(full.index(BUF.STATE), descs.states.block_type.nbytes)
+                copy_in(descs.states, [n * c.V, i_k], full.index(BUF.STATE), ss.index(0))
                 if block == 0:
                     # once a chunk: all blocks of channels read the same do and y
-                    mbarrier.wait(empty.index(READS), was_chunk)
-                    mbarrier.expect(full.index(READS), before_bytes)
-                    copy_in(descs.do, [row, i_h * c.V], full.index(READS), os.index(0))
-                    copy_in(descs.y, [n * c.V, 0], full.index(READS), ys.index(0))
-                mbarrier.wait(empty.index(DSTATE), was)
-                mbarrier.expect(full.index(DSTATE), descs.dstates.block_type.nbytes)
-                copy_in(descs.dstates, [n * c.V, i_k], full.index(DSTATE), ds.index(0))
+                    mbarrier.wait(empty.index(BUF.READS), was_chunk)
+                    mbarrier.expect(full.index(BUF.READS), before_bytes)
+                    copy_in(descs.do, [row, i_h * c.V], full.index(BUF.READS), os.index(0))
+                    copy_in(descs.y, [n * c.V, 0], full.index(BUF.READS), ys.index(0))
+                mbarrier.wait(empty.index(BUF.DSTATE), was)
+                mbarrier.expect(full.index(BUF.DSTATE), descs.dstates.block_type.nbytes)
+                copy_in(descs.dstates, [n * c.V, i_k], full.index(BUF.DSTATE), ds.index(0))
                 if block == 0:
-                    mbarrier.wait(empty.index(WRITES), was_chunk)
-                    mbarrier.expect(full.index(WRITES), after_bytes)
-                    copy_in(descs.x, [n * c.V, 0], full.index(WRITES), xs.index(0))
+                    mbarrier.wait(empty.index(BUF.WRITES), was_chunk)
+                    mbarrier.expect(full.index(BUF.WRITES), after_bytes)
+                    copy_in(descs.x, [n * c.V, 0], full.index(BUF.WRITES), xs.index(0))
                     if not c.DELTA:
-                        copy_in(descs.v, [row, i_h * c.V], full.index(WRITES), vs.index(0))
+                        copy_in(descs.v, [row, i_h * c.V], full.index(BUF.WRITES), vs.index(0))
                 if block == 0:
-                    mbarrier.wait(empty.index(SCORES), was_chunk)
-                    mbarrier.expect(full.index(SCORES), score_bytes)
-                    copy_in(descs.dqb, [n * c.C, 0], full.index(SCORES), scores.index(0))
-                    copy_in(descs.dab, [n * c.C, 0], full.index(SCORES), scores.index(1))
+                    mbarrier.wait(empty.index(BUF.SCORES), was_chunk)
+                    mbarrier.expect(full.index(BUF.SCORES), score_bytes)
+                    copy_in(descs.dqb, [n * c.C, 0], full.index(BUF.SCORES), scores.index(0))
+                    copy_in(descs.dab, [n * c.C, 0], full.index(BUF.SCORES), scores.index(1))
                     if not c.DELTA:
-                        copy_in(descs.dqk, [n * c.C, 0], full.index(SCORES), scores.index(2))
-                        copy_in(descs.dak, [n * c.C, 0], full.index(SCORES), scores.index(3))
+                        copy_in(descs.dqk, [n * c.C, 0], full.index(BUF.SCORES), scores.index(2))
+                        copy_in(descs.dak, [n * c.C, 0], full.index(BUF.SCORES), scores.index(3))
             i_tile += 1
 
 
@@ -245,22 +243,22 @@ def put_factors(sums, factors, whole, wide: gl.constexpr):
     b_fourth = sums.index(3).load(line)
     b_early = b_first + b_second
     b_late = b_third + b_fourth
-    factors.index(TOTAL).store(gl.exp2(b_early + b_third + b_fourth))
+    factors.index(AT.TOTAL).store(gl.exp2(b_early + b_third + b_fourth))
     if not whole:
         put_between(factors, 0, b_early)
         put_between(factors, 1, b_second + b_third)
         put_between(factors, 2, b_late)
         b_early = 0.5 * b_first
         b_late = 0.5 * b_fourth
-    factors.index(START).store(gl.exp2(b_early))
-    factors.index(END).store(gl.exp2(b_late))
+    factors.index(AT.START).store(gl.exp2(b_early))
+    factors.index(AT.END).store(gl.exp2(b_late))
 
 
 @gluon.jit
 def put_between(factors, quarter: gl.constexpr, b_sum):
     b_next = 0.5 * b_sum
     factors.index(quarter).store(gl.exp2(gl.maximum(b_next, -126.0)))
-    factors.index(REST + quarter).store(gl.exp2(gl.minimum(b_next + 126.0, 0.0)))
+    factors.index(AT.REST + quarter).store(gl.exp2(gl.minimum(b_next + 126.0, 0.0)))
 
 
 @gluon.jit
@@ -333,7 +331,7 @@ def decays(
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     o_c = gl.arange(0, c.C, gl.SliceLayout(1, cl))
     o_k = gl.arange(0, c.BK, gl.SliceLayout(0, cl))
-    mbarrier.wait(smem.full.index(GATES), now)
+    mbarrier.wait(smem.full.index(BUF.GATES), now)
     if num_rows < c.C:
         clear(smem.gs, num_rows, c.C, c.BK, c.wide)
     b_g = smem.gs.load(cl).to(gl.float32) * LOG2E
@@ -353,7 +351,7 @@ def decays(
     b_e = warpgroup_mma(around, smem.gate_terms.index(0), b_e, is_async=True)
     put_factors(smem.gate_sums, smem.factors, whole, c.wide)
     b_e = sm90.warpgroup_mma_wait(0, deps=(b_e,))
-    mbarrier.arrive(smem.empty.index(GATES), count=1)
+    mbarrier.arrive(smem.empty.index(BUF.GATES), count=1)
     return b_g, b_e
 
 
@@ -404,7 +402,7 @@ def reads_by_scores(
             b_ds = part_product(b_ds, scores.index(none + 3), u, step, STEPS, False)
         b_dr, b_ds = sm90.warpgroup_mma_wait(0, deps=(b_dr, b_ds))
         if step < STEPS - 1:
-            for row in gl.static_range(step, REST + step + 1, REST):
+            for row in gl.static_range(step, AT.REST + step + 1, AT.REST):
                 b_f = towards(factors, step, zero, none, True, row)
                 b_dr *= b_f
                 b_ds *= b_f
@@ -429,7 +427,7 @@ def writes_by_scores(
             b_du = part_product(b_du, scores.index(none + 3), s, step, STEPS, True)
             b_dw, b_du = sm90.warpgroup_mma_wait(0, deps=(b_dw, b_du))
         if step > 0:
-            for row in gl.static_range(step - 1, REST + step, REST):
+            for row in gl.static_range(step - 1, AT.REST + step, AT.REST):
                 b_f = towards(factors, step - 1, zero, none, False, row)
                 b_sum *= b_f
                 b_dw *= b_f
@@ -445,17 +443,17 @@ def gradients_of_reads(smem, at, whole, i_tile, last, none, scale, zero, c):
     os, ys = smem.os.index(none), smem.ys.index(none)
     line: gl.constexpr = gl.SliceLayout(0, zero.type.layout)
     b_z = products_of_states(ss, ds, c.V, c.BK, c.wide)
-    b_z = gl.convert_layout(b_z, line) * smem.factors.index(TOTAL).load(line)
+    b_z = gl.convert_layout(b_z, line) * smem.factors.index(AT.TOTAL).load(line)
     b_dr = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
     b_ds = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
     b_dr, b_ds = sm90.warpgroup_mma_wait(0, deps=(b_dr, b_ds))
-    mbarrier.arrive(smem.empty.index(STATE), count=1)
+    mbarrier.arrive(smem.empty.index(BUF.STATE), count=1)
     if last:
-        mbarrier.arrive(smem.empty.index(READS), count=1)
-    b_start = smem.factors.index(START).load(line)[None, :]
+        mbarrier.arrive(smem.empty.index(BUF.READS), count=1)
+    b_start = smem.factors.index(AT.START).load(line)[None, :]
     b_dr *= b_start * scale
     b_ds *= b_start
-    mbarrier.wait(smem.full.index(SCORES), i_tile & 1)
+    mbarrier.wait(smem.full.index(BUF.SCORES), i_tile & 1)
     if whole:
         b_dr, b_ds = reads_by_scores(
             b_dr, b_ds, smem.ops, at, smem.scores, smem.factors, none, zero, 1, c.DELTA
@@ -475,7 +473,7 @@ def gradients_of_writes(smem, at, whole, last, none, b_z, zero, c):
     W: gl.constexpr = 1 if c.DELTA else 3
     b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
     b_dw = sm90.warpgroup_mma_wait(0, deps=(b_dw,))
-    b_end = smem.factors.index(END).load(gl.SliceLayout(0, cl))[None, :]
+    b_end = smem.factors.index(AT.END).load(gl.SliceLayout(0, cl))[None, :]
     b_dw *= b_end
     b_sum = smem.ops.index(at + W).load(cl).to(gl.float32) * b_dw
     b_du = b_dw
@@ -484,9 +482,9 @@ def gradients_of_writes(smem, at, whole, last, none, b_z, zero, c):
         b_du = sm90.warpgroup_mma_wait(0, deps=(b_du,))
         b_du *= b_end
         b_sum += smem.ops.index(at + 1).load(cl).to(gl.float32) * b_du
-    mbarrier.arrive(smem.empty.index(DSTATE), count=1)
+    mbarrier.arrive(smem.empty.index(BUF.DSTATE), count=1)
     if last:
-        mbarrier.arrive(smem.empty.index(WRITES), count=1)
+        mbarrier.arrive(smem.empty.index(BUF.WRITES), count=1)
     if whole:
         b_dw, b_du, b_sum = writes_by_scores(
             b_dw, b_du, b_sum, smem.ops, at, smem.scores, smem.factors, none, zero, 1, c.DELTA
@@ -499,7 +497,7 @@ def gradients_of_writes(smem, at, whole, last, none, b_z, zero, c):
     if c.DELTA:
         b_du = b_dw
     if last:
-        mbarrier.arrive(smem.empty.index(SCORES), count=1)
+        mbarrier.arrive(smem.empty.index(BUF.SCORES), count=1)
     return b_dw, b_du, b_z
 
 
@@ -581,13 +579,13 @@ def dqkg_partition(smem, refs, scale, sizes, c):
                 )  # fmt: skip
                 b_p = fast_exp2(b_e)
                 b_n = fast_exp2(-b_e)
-                mbarrier.wait(full.index(OPERANDS + now), (unit >> 1) & 1)
+                mbarrier.wait(full.index(BUF.OPERANDS + now), (unit >> 1) & 1)
                 b_k, b_f, b_erase = decay_operands(ops, at, b_g, b_e, b_p, b_n, b_sign, num_rows, c)
                 # by way of the state before the chunk, and what was written
-                mbarrier.wait(full.index(STATE), now)
-                mbarrier.wait(full.index(DSTATE), now)
-                mbarrier.wait(full.index(READS), i_tile & 1)
-                mbarrier.wait(full.index(WRITES), i_tile & 1)
+                mbarrier.wait(full.index(BUF.STATE), now)
+                mbarrier.wait(full.index(BUF.DSTATE), now)
+                mbarrier.wait(full.index(BUF.READS), i_tile & 1)
+                mbarrier.wait(full.index(BUF.WRITES), i_tile & 1)
                 if (num_rows < c.C) & (block == 0):
                     clear_ends(smem, num_rows, none, c)
                 b_dr, b_ds, b_z = gradients_of_reads(
@@ -636,7 +634,7 @@ def dqkg_partition(smem, refs, scale, sizes, c):
                     gl.store(refs.db + first_k + o_o, b_dw.to(act), mask=m)
                     gl.store(refs.dk + first_k + o_o, ((b_du + b_qk * b_r) * b_n).to(act), mask=m)
                 b_dg = sm90.warpgroup_mma_wait(0, deps=(b_dg,))
-                mbarrier.arrive(empty.index(OPERANDS + now), count=1)
+                mbarrier.arrive(empty.index(BUF.OPERANDS + now), count=1)
                 was_first = first_k
                 was_num_rows = num_rows
             i_tile += 1

@@ -38,17 +38,16 @@ from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.common import BASE, NB, by_blocks, substitute
 from slipstream.kernels.linear.sm90.delta import delta_device, solve_tril
 from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.device import LOG2E
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 Constants = namedtuple("Constants", "K V C ST STRONG HAS_S_IN HAS_S_OUT")
-LOG2E = gl.constexpr(1.4426950408889634)
 APART = gl.constexpr(57.0)
 # W is so much smaller than S: b^T u, up to 2^96 u, does not leave float32
 LOWERED = gl.constexpr(30.0)
 LIFT = gl.constexpr(2.0 ** (57 - 30))
 # natural, as gates are: exp2 is a normal number of float32 down to here
 LIMIT = gl.constexpr(-87.0)
-LOWEST = gl.constexpr(-100.0)  # exp of it counts as 0, and sums of 16 keep their digits
 LOWEST_WITHIN = gl.constexpr(-16.0)  # 2^-23 a step: what eight of them are apart, float32 holds
 SUB = gl.constexpr(8)
 
@@ -346,8 +345,9 @@ def prepare_partition(
                     b_k = load_chunks(tiles.k.index(at), flat).to(gl.float32)
                     b_q = load_chunks(tiles.q.index(at), flat).to(gl.float32)
                     far = tiles.far.index(2 * half + h)
+                    # exp of -100 counts as 0, and sums of 16 keep their digits
                     b_x, b_y, b_far = strong_scores(
-                        far, y, b_k, b_q, common.at_least(b_g, LOWEST), wl, c
+                        far, y, b_k, b_q, common.at_least(b_g, -100.0), wl, c
                     )
                     put(far, b_far, c.C, 64)
                     b_a += b_x

@@ -23,7 +23,6 @@ from collections import namedtuple
 
 from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.dplr import blocks, by_quarters, gate_sums, wy
-from slipstream.kernels.linear.sm90.dplr.blocks import LOWEST
 from slipstream.kernels.linear.sm90.dplr.solve_tril import (
     ChunkRefs,
     put,
@@ -31,7 +30,8 @@ from slipstream.kernels.linear.sm90.dplr.solve_tril import (
     scores,
     solve,
 )
-from slipstream.kernels.linear.sm90.dplr.wy import LOG2E
+from slipstream.kernels.linear.sm90.dplr.subchunk_decay import LEVELS
+from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, ROUNDING
 from slipstream.kernels.primitives.sm90 import gl, gluon
 
 # what the kernel passes on: pointers, numbers and constants
@@ -45,9 +45,6 @@ Constants = namedtuple("Constants", "K V DELTA CHANNEL PACKED LIMIT APART")
 Operands = namedtuple("Operands", "x y z w")
 
 FLAGS_PER_LOAD = gl.constexpr(128)  # marks that are looked at together
-LEVELS = gl.constexpr(6)
-# in a chunk that is not strong all tokens are above the bound, however their sums are rounded
-ROUNDING = gl.constexpr(0.125)
 
 
 @gluon.jit
@@ -255,7 +252,8 @@ def load_gates(p, n, stride, num_rows, none, CHANNEL: gl.constexpr):
     o_n = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, None, :]
     p += o_t * stride + (n * 64 + o_n) * CHANNEL
     b_g = gl.load(p, mask=o_t < num_rows + 0 * o_n, other=0.0).to(gl.float32)
-    return common.at_least(b_g * LOG2E, LOWEST)
+    # LIMIT of bf16: halves of blocks of four are above -2 LIMIT
+    return common.at_least(b_g * LOG2E, -80.0)
 
 
 @gluon.jit

@@ -24,7 +24,6 @@ from collections import namedtuple
 
 from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.dplr.dqkg import (
-    LOG2E,
     chunk_tiles,
     load_before,
     products_of_states,
@@ -43,16 +42,15 @@ from slipstream.kernels.linear.sm90.dplr.intra_safe_bwd_device import (
     two_triangles,
 )
 from slipstream.kernels.linear.sm90.dplr.subchunk_decay import (
-    BLOCK,
-    END,
     LEVELS,
-    LOWEST,
-    START,
-    WITHIN,
+    SUMS,
     gates_seen,
     sum_gates,
 )
+from slipstream.kernels.linear.triton.common.gate_ones import BASE
+from slipstream.kernels.linear.triton.dplr.gate_sums import LOWEST_GATE
 from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.device import LOG2E
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # what the kernel passes on: pointers and descriptors, numbers and constants
@@ -101,7 +99,10 @@ def through_states(tiles, buffers, full, b_total, m, T, none, scale, c):
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     zero = gl.zeros([C, BK], gl.float32, cl)
     b_e = sum_gates(
-        gates_seen(C, ca, START, none, False, True), gates.index(none), gates.index(none + 1), zero
+        gates_seen(C, ca, SUMS.START, none, False, True),
+        gates.index(none),
+        gates.index(none + 1),
+        zero,
     )
     b_f = gl.exp2(b_e)
     if c.DELTA:
@@ -117,14 +118,14 @@ def through_states(tiles, buffers, full, b_total, m, T, none, scale, c):
     b_x = rows_of(ins, none, cl) * b_dq
     if c.DELTA:
         b_x += rows_of(ins, none + 1, cl) * b_da
-    b_dg = to_gates(gates_seen(C, ca, START, none, True, True), b_x, sums.index(none), zero)
+    b_dg = to_gates(gates_seen(C, ca, SUMS.START, none, True, True), b_x, sums.index(none), zero)
     if not c.DELTA:
-        seen = gates_seen(C, ca, START, none, True, False)
+        seen = gates_seen(C, ca, SUMS.START, none, True, False)
         b_dg = to_gates(seen, rows_of(ins, none + 1, cl) * b_da, sums.index(none), b_dg)
         none = T + 1 >> 31 << 10  # another 0, or END's would keep what START's made of it
     b_f = gl.exp2(
         sum_gates(
-            gates_seen(C, ca, END, none, False, True),
+            gates_seen(C, ca, SUMS.END, none, False, True),
             gates.index(none),
             gates.index(none + 1),
             zero,
@@ -139,7 +140,7 @@ def through_states(tiles, buffers, full, b_total, m, T, none, scale, c):
         b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
         b_du = gl.where(m, sm90.warpgroup_mma_wait(0, deps=(b_du,)) * b_f, 0.0)
         b_x += rows_of(ins, none + 3, cl) * b_du
-    b_dg = to_gates(gates_seen(C, ca, END, none, True, True), b_x, sums.index(none), b_dg)
+    b_dg = to_gates(gates_seen(C, ca, SUMS.END, none, True, True), b_x, sums.index(none), b_dg)
     b_z = gl.convert_layout(products_of_states(ss, ds, c.V, BK, 2), gl.SliceLayout(0, cl))
     return b_dq, b_da, b_dw, b_du, b_dg + (b_z * b_total)[None, :]
 
@@ -156,7 +157,10 @@ def within_blocks(buffers, b_dq, b_da, b_dw, b_du, b_dg, T, c):
     # 0, another one each time, as dqkg_device.seen has it
     none = T + LEVELS >> 31 << 10
     b_e = sum_gates(
-        gates_seen(C, ca, WITHIN, none, False, True), gates.index(none), gates.index(none + 1), zero
+        gates_seen(C, ca, SUMS.WITHIN, none, False, True),
+        gates.index(none),
+        gates.index(none + 1),
+        zero,
     )
     b_n = gl.exp2(-b_e - c.SHIFT)
     ops.index(none).store((rows_of(ins, none + 2, cl) * b_n).to(act))
@@ -177,7 +181,7 @@ def within_blocks(buffers, b_dq, b_da, b_dw, b_du, b_dg, T, c):
     else:
         b_r *= gl.exp2(-sum_of_halves(gates, none, cl))
         b_p = two_triangles(scores, ops, none + 1, none + 3, True, none, zero)
-        seen = gates_seen(C, ca, WITHIN, none, True, False)
+        seen = gates_seen(C, ca, SUMS.WITHIN, none, True, False)
         b_y = decayed(ins, none + 1, b_r, act) * b_p
         b_dg = in_halves_to_gates(seen, b_y, sums.index(none), b_dg)
     b_da += b_p * b_r
@@ -196,7 +200,7 @@ def within_blocks(buffers, b_dq, b_da, b_dw, b_du, b_dg, T, c):
         b_p = two_triangles(scores, ops, none + 2, none + 3, False, none, zero)
         b_du += b_p * b_n
         b_x -= decayed(ins, none + 3, b_n, act) * b_p
-    seen = gates_seen(C, ca, WITHIN, none, True, True)
+    seen = gates_seen(C, ca, SUMS.WITHIN, none, True, True)
     b_dg = in_halves_to_gates(seen, b_x, sums.index(none), b_dg)
     return b_dq, b_da, b_dw, b_du, b_dg
 
@@ -218,7 +222,7 @@ def through_scores(buffers, lowest, b_dq, b_da, b_dw, b_du, b_dg, T, c):
     first = 0
     if lowest >= -2 * c.LIMIT:
         b_dq, b_da, b_dw, b_du, b_dg = within_blocks(buffers, b_dq, b_da, b_dw, b_du, b_dg, T, c)
-        first = BLOCK
+        first = BASE
     for level in range(first, LEVELS):
         # 0, another one each turn, as dplr_grads_parts.seen has it
         now = T + level >> 31 << 10
@@ -291,7 +295,7 @@ def one_chunk(refs, unit, scale, sizes, c):
     o_o = first * c.K + o_c[:, None] * (HV * c.K) + o_k[None, :]
     o_q = (row.to(gl.int64) * H + i_h // (HV // H)) * c.K + o_c[:, None] * (H * c.K) + o_k[None, :]
     b_g = gl.load(refs.g + o_o, mask=m, other=0.0).to(gl.float32) * LOG2E
-    b_g = common.at_least(b_g, LOWEST)
+    b_g = common.at_least(b_g, LOWEST_GATE)
     b_k = gl.load(refs.k + o_q, mask=m, other=0.0)
     ins.index(none).store(gl.load(refs.q + o_q, mask=m, other=0.0))
     p_diag = refs.diag + n.to(gl.int64) * (2 * c.C) + o_c
@@ -316,7 +320,7 @@ def one_chunk(refs, unit, scale, sizes, c):
     sm90.fence_async_shared()
     gl.thread_barrier()
     b_total = gl.exp2(gl.sum(b_g, 0))
-    b_lowest = gl.sum(gl.reshape(b_g, [c.C >> BLOCK, 1 << BLOCK, c.BK]), 1)
+    b_lowest = gl.sum(gl.reshape(b_g, [c.C >> BASE, 1 << BASE, c.BK]), 1)
     lowest = gl.min(gl.min(b_lowest, 1), 0)
     b_dq, b_da, b_dw, b_du, b_dg = through_states(
         Tiles(ss.index(none), ds.index(none), os.index(none), ys.index(none), xs.index(none),

@@ -1,6 +1,7 @@
 """Parts of intra_safe_bwd.py for a tile: sums into gates, triangles of scores, products."""
 
-from slipstream.kernels.linear.sm90.dplr.subchunk_decay import BLOCK, gates_seen, sum_gates
+from slipstream.kernels.linear.sm90.dplr.subchunk_decay import gates_seen, sum_gates
+from slipstream.kernels.linear.triton.common.gate_ones import BASE
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, warpgroup_mma
 
@@ -50,7 +51,7 @@ def triangle(score, none, layout: gl.constexpr, LATER: gl.constexpr, C: gl.const
     j = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :] + none
     b = score.load(layout)
     ordered = i > j if LATER else i < j
-    return gl.where(ordered & (i >> BLOCK == j >> BLOCK), b, gl.zeros_like(b))
+    return gl.where(ordered & (i >> BASE == j >> BASE), b, gl.zeros_like(b))
 
 
 @gluon.jit

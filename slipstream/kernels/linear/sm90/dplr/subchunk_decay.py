@@ -7,17 +7,15 @@ later half sees what the earlier half beside it wrote. With the seam of two halv
           sum of g from t + 1 to the seam   in an earlier one
 
 the decay of such a pair is exp(e_i + e_j), both at most 1. Levels 0 to 5 have every pair of a chunk
-once. No sum is a difference of larger ones. Levels 0 to BLOCK - 1 are the pairs within 16 tokens.
+once. No sum is a difference of larger ones. Levels 0 to BASE - 1 are the pairs within 16 tokens.
 """
 
+from slipstream.kernels.linear.triton.common.gate_ones import BASE
+from slipstream.kernels.primitives.device import Names
 from slipstream.kernels.primitives.sm90 import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 
 LEVELS = gl.constexpr(6)
-LOWEST = gl.constexpr(-256.0)  # of gates, as Triton's kernels take them
-BLOCK = gl.constexpr(4)  # levels within 16 tokens
-START = gl.constexpr(-1)
-END = gl.constexpr(-2)
-WITHIN = gl.constexpr(-3)
+SUMS = Names("WITHIN", "END", "START", first=-3)  # in place of a level
 
 
 @gluon.jit
@@ -26,7 +24,7 @@ def gates_seen(
 ):
     """[C, C]: whether row i's exponent has gate t in it; BACK: row t, whether it is in i's.
 
-    level: or START, from the chunk's first gate on, or END, up to its last, or WITHIN, from the
+    level: or of SUMS: START, from the chunk's first gate on, END, up to its last, WITHIN, from the
     first of its 16 tokens on. INCLUSIVE: a read has its.
     none: 0, and no compiler knows it (dplr_grads_parts.seen).
     """
@@ -37,12 +35,12 @@ def gates_seen(
     else:
         i, t = i[:, None], t[None, :]
     past = t <= i if INCLUSIVE else t < i
-    if level is START:
+    if level is SUMS.START:
         seen = past
-    elif level is END:
+    elif level is SUMS.END:
         seen = t > i
-    elif level is WITHIN:
-        seen = past & (i >> BLOCK == t >> BLOCK)
+    elif level is SUMS.WITHIN:
+        seen = past & (i >> BASE == t >> BASE)
     else:
         later = ((i >> level) & 1) == 1
         seen = ((i >> level) == (t >> level)) & gl.where(later, past, t > i)

@@ -50,7 +50,9 @@ from slipstream.kernels.linear.sm90.dplr.by_quarters import (
     with_halves,
 )
 from slipstream.kernels.linear.sm90.dplr.gate_sums import FAR
+from slipstream.kernels.linear.triton.dplr.gate_sums import LOWEST_GATE
 from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.device import LOG2E
 from slipstream.kernels.primitives.sm90 import copy_in, gl, gluon, mbarrier
 
 # constants of a launch, for device functions
@@ -58,9 +60,6 @@ Constants = namedtuple("Constants", "K V flat three rows LIMIT APART QUARTERS DE
 # where the chunk's q~, b^ and k^ go
 Outs = namedtuple("Outs", "q b k")
 
-LOG2E = gl.constexpr(1.4426950408889634)
-# of a gate of base 2: 2^-256 is 0 in float32
-LOWEST = gl.constexpr(-256.0)
 SMALL = gl.constexpr(20.0)  # inputs of no less than 2^-SMALL keep their digits at any decay
 SMALLEST = gl.constexpr(70.0)
 
@@ -359,7 +358,7 @@ def dplr_wy_sm90_kernel(
                 common.zero_tail_rows(keys.index(n), num_rows, C, 64)
             gl.thread_barrier()
         if HAS_GATE:
-            b_g = common.at_least(b_g * LOG2E, LOWEST)
+            b_g = common.at_least(b_g * LOG2E, LOWEST_GATE)
             p_total = total_ptr + i_chunk_head * K + n * 64 + o_line
             before = by_quarters
             strongest, farthest, by_quarters = decay(

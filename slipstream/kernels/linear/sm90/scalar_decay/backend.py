@@ -14,6 +14,7 @@ from slipstream.kernels.linear.prefix_states import NO_POINTERS
 from slipstream.kernels.linear.scalar_decay import ChunkLaunch, chunk_args, gate_strides
 from slipstream.kernels.linear.segments import (
     CHUNK,
+    TMA_COLUMNS,
     Segments,
     num_sequences,
     scan_args,
@@ -24,14 +25,8 @@ from slipstream.kernels.linear.sm90.scalar_decay import chunk_bwd, chunk_fwd, st
 from slipstream.kernels.linear.triton.scalar_decay import backend as triton
 from slipstream.runtime.launch_cache import cached
 
-HALF = 64
-# tiles that are loaded ahead, forward and backward
-STAGES, BACK_STAGES = 3, 2
-SCAN_STAGES = 6  # of 16 KB
-WIDE, WIDE_STAGES = 256, 2
-# of 16 warps: what all parts of a program share
-_PROGRAM = {"num_warps": 4, "maxnreg": 128}
-_WIDE_PROGRAM = {"num_warps": 8, "maxnreg": 128}
+WIDE = 256
+REGISTERS = 128  # of 16 warps: what all parts of a program share
 
 
 class Sm90ScalarDecay(triton.TritonScalarDecay):
@@ -65,25 +60,26 @@ class Sm90ScalarDecay(triton.TritonScalarDecay):
             return chunks, None
         (H, K), (HV, V) = terms.k.shape[2:], terms.v.shape[2:]
         states = terms.k.new_empty(segments.count, HV, K, V, dtype=torch.float32)
-        programs = V // HALF * (K // HALF) * HV * terms.sequences
+        programs = V // TMA_COLUMNS * (K // TMA_COLUMNS) * HV * terms.sequences
         args = scan_args(terms, segments, chunks.s_in, chunks.s_out)
         del args["SPLIT"]
         launch: Any = cached(state_scan.scalar_decay_state_scan_sm90_kernel)[(programs,)]
         launch(
-            w_desc=token_tiles(terms.k, HALF),
-            x_desc=token_tiles(terms.v, HALF),
+            w_desc=token_tiles(terms.k, TMA_COLUMNS),
+            x_desc=token_tiles(terms.v, TMA_COLUMNS),
             g_ptr=terms.g,
             states_ptr=states,
             HR=H,
             HX=HV,
             D=K,
             X=V,
-            BD=HALF,
+            BD=TMA_COLUMNS,
             C=CHUNK,
-            ST=SCAN_STAGES,
+            ST=6,  # of 16 KB
             **gate_strides(terms.g),
             **args,
-            **_PROGRAM,
+            num_warps=4,
+            maxnreg=REGISTERS,
         )
         return chunks._replace(s_in=states, s_out=None), segments
 
@@ -96,17 +92,17 @@ class Sm90ScalarDecay(triton.TritonScalarDecay):
             super().chunk_scan(chunks, terms, segments)
             return
         X, D = x.shape[-1], r.shape[-1]
-        halves = 1 if D == WIDE else X // HALF
-        programs = X // HALF // halves * terms.v.shape[2] * num_sequences(terms, segments)
+        halves = 1 if D == WIDE else X // TMA_COLUMNS
+        programs = X // TMA_COLUMNS // halves * terms.v.shape[2] * num_sequences(terms, segments)
         # both halves of a program would write the same k . dk of later chunks, and the same z
         assert halves == 1 or sums is None or not chunks.reverse
         launch: Any = cached(chunk_fwd.scalar_decay_chunk_fwd_sm90_kernel)[(programs,)]
         launch(
             r_desc=token_tiles(r, D),
             w_desc=token_tiles(w, D),
-            x_desc=token_tiles(x, HALF),
-            y_desc=token_tiles(y, HALF),
-            q_desc=token_tiles(chunks.qk if sums else None, HALF),
+            x_desc=token_tiles(x, TMA_COLUMNS),
+            y_desc=token_tiles(y, TMA_COLUMNS),
+            q_desc=token_tiles(chunks.qk if sums else None, TMA_COLUMNS),
             y_ptr=y,
             z_ptr=sums.z if sums and chunks.reverse else None,
             HR=r.shape[2],
@@ -116,11 +112,12 @@ class Sm90ScalarDecay(triton.TritonScalarDecay):
             D=D,
             X=X,
             C=CHUNK,
-            ST=WIDE_STAGES if D == WIDE else STAGES,
+            ST=2 if D == WIDE else 3,
             HALVES=halves,
             REVERSE=chunks.reverse,
             TRANSPOSED=chunks.transposed,
-            **(_WIDE_PROGRAM if D == WIDE else _PROGRAM),
+            num_warps=8 if D == WIDE else 4,
+            maxnreg=REGISTERS,
         )
 
     def dkv_scan(
@@ -136,10 +133,10 @@ class Sm90ScalarDecay(triton.TritonScalarDecay):
         launch(
             q_desc=token_tiles(q, K),
             k_desc=token_tiles(k, K),
-            v_desc=token_tiles(dk.r, HALF),
-            do_desc=token_tiles(do, HALF),
+            v_desc=token_tiles(dk.r, TMA_COLUMNS),
+            do_desc=token_tiles(do, TMA_COLUMNS),
             dk_desc=token_tiles(dk.y, K),
-            dv_desc=token_tiles(y, HALF),
+            dv_desc=token_tiles(y, TMA_COLUMNS),
             dk_ptr=dk.y,
             dv_ptr=y,
             z_ptr=sums.z if sums else None,
@@ -148,8 +145,9 @@ class Sm90ScalarDecay(triton.TritonScalarDecay):
             K=K,
             V=V,
             C=CHUNK,
-            ST=BACK_STAGES,
-            **_PROGRAM,
+            ST=2,
+            num_warps=4,
+            maxnreg=REGISTERS,
         )
 
 

@@ -37,9 +37,6 @@ Buffers = namedtuple(
     "Buffers", "qs ks vs ds ss scores factors sums dks full empty a_full a_empty s_full s_empty"
 )
 
-# of base 2, with room for other orders of their sum than dg.py's (its min_chunk_gate, of base e)
-MAX_GATES = gl.constexpr(-8.0)
-
 
 @gluon.jit
 def load_partition(q_desc, k_desc, v_desc, do_desc, buffers, row, n, k_col, v_col, c):
@@ -138,7 +135,8 @@ def dqkv_partition(
             b_k *= factors.index(2 * a).load(gl.SliceLayout(1, kl))[:, None]
         # of a chunk that decays less dg.py does not read them, and they would take a tenth longer
         if c.HAS_DG:
-            is_strong = G_C < MAX_GATES
+            # with room for other orders of their sum than dg.py's (its min_chunk_gate, of base e)
+            is_strong = G_C < -8.0
             if is_strong:
                 b_row = gl.sum(ks.index(s).load(kl).to(gl.float32) * b_k, 1) * scale
                 gl.store(p_later + t + o_t, b_row, mask=o_t < length - t)

@@ -37,6 +37,7 @@ from collections import namedtuple
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90 import common
+from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, LOWEST_GATE
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
@@ -50,9 +51,6 @@ Constants = namedtuple(
     "HALVES D X C ST ANCHOR_INTERVAL REVERSE TRANSPOSED HAS_GATE HAS_DG HAS_S_IN HAS_S_OUT SHARED",
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
-# of a gate, as in delta/solve_tril.py
-LOWEST = gl.constexpr(-128.0)
 HALF = gl.constexpr(64)  # rows of S of a state_partition
 
 
@@ -114,7 +112,7 @@ def load_gates(p, stride, t, length, C: gl.constexpr):
 def add_up_gates(b_g, o_c, C: gl.constexpr):
     """G of each token of a chunk, in base 2, and G_C."""
     b_g = b_g.to(gl.float32)
-    b_G = gl.associative_scan(gl.where(b_g < LOWEST, LOWEST, b_g) * LOG2E, 0, add)
+    b_G = gl.associative_scan(gl.where(b_g < LOWEST_GATE, LOWEST_GATE, b_g) * LOG2E, 0, add)
     return b_G, gl.sum(gl.where(o_c == C - 1, b_G, 0.0), 0)
 
 

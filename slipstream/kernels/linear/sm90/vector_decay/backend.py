@@ -19,6 +19,7 @@ from slipstream.kernels.linear.segments import (
     ANCHOR_INTERVAL,
     CHUNK,
     FORWARD_UNIT,
+    TMA_COLUMNS,
     Segments,
     num_sequences,
     scan_args,
@@ -30,12 +31,7 @@ from slipstream.kernels.linear.triton.vector_decay import backend as triton
 from slipstream.kernels.linear.vector_decay import IntraChunk, VectorDecayProblem
 from slipstream.runtime.launch_cache import cached
 
-# columns of a tile of TMA; tiles that are loaded ahead, and those of the segments' kernel
-HALF, STAGES, SEGMENT_STAGES = 64, 2, 3
-# what the z of a chunk is not known beyond (triton/vector_decay/chunk.py)
-NEGLIGIBLE_LOG2 = 2.0**-10
-# of 16 warps: what all parts of a program share
-_PROGRAM = {"num_warps": 4, "maxnreg": 128}
+NEGLIGIBLE_LOG2 = 2.0**-10  # what the z of a chunk is not known beyond, as in Triton's chunk.py
 
 
 class Sm90VectorDecay(triton.TritonVectorDecay):
@@ -102,15 +98,16 @@ class Sm90VectorDecay(triton.TritonVectorDecay):
         common |= {
             "k_desc": token_tiles(problem.k, K),
             "g_desc": token_tiles(g, K),
-            "y_desc": token_tiles(chunks.y, HALF),
+            "y_desc": token_tiles(chunks.y, TMA_COLUMNS),
             "y_ptr": chunks.y,
             "scale_in": chunks.scale_in,
             "H": q.shape[2],
             "K": K,
             "C": CHUNK,
-            "BOUND": triton.BOUND[q.dtype],
+            "BOUND": triton.RANGES[q.dtype].bound,
             "REVERSE": chunks.reverse,
-            **_PROGRAM,
+            "num_warps": 4,
+            "maxnreg": 128,  # of 16 warps: what all parts of a program share
         }
         if chunks.rows:
             assert sums is not None
@@ -127,7 +124,7 @@ class Sm90VectorDecay(triton.TritonVectorDecay):
                 anchor_ptr=sums.anchors,
                 decay_ptr=intra.decay,
                 V=V,
-                ST=STAGES,
+                ST=2,
                 ANCHOR_INTERVAL=ANCHOR_INTERVAL,
                 LOST=NEGLIGIBLE_LOG2,
                 BEFORE=terms.u is not None,
@@ -137,16 +134,16 @@ class Sm90VectorDecay(triton.TritonVectorDecay):
         launch = cached(chunk_fwd.vector_decay_chunk_fwd_sm90_kernel)[(programs,)]
         launch(
             q_desc=token_tiles(q, K) if reads_q else None,
-            x_desc=token_tiles(chunks.x, HALF),
+            x_desc=token_tiles(chunks.x, TMA_COLUMNS),
             u_ptr=terms.u if reads_q else None,
             total_ptr=chunks.total,
             **(chunks.prefix.pointers() if chunks.prefix else prefix_states.NO_POINTERS),
             scale=chunks.scale,
             scale_out=chunks.scale_out,
             X=X,
-            ST=STAGES if reads_q else SEGMENT_STAGES,
+            ST=2 if reads_q else 3,
             LEVELS=CHUNK.bit_length() - 1,
-            SHIFT=triton.SHIFT[q.dtype],
+            SHIFT=triton.RANGES[q.dtype].shift,
             HAS_U=reads_q and terms.u is not None,
             **common,
         )

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import first_anchor
 from slipstream.kernels.linear.sm90.vector_decay import intra
-from slipstream.kernels.linear.sm90.vector_decay.intra import LOG2E
 from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives.device import LOG2E
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # what a state_partition reads and writes in global memory; constants of a launch

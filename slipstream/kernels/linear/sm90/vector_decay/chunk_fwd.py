@@ -42,6 +42,7 @@ from collections import namedtuple
 from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90 import common
+from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import HALF
 from slipstream.kernels.linear.sm90.vector_decay import intra
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
@@ -51,8 +52,6 @@ Buffers = namedtuple("Buffers", "ys totals flags ready empty")
 Refs = namedtuple("Refs", "s_in s_out pool")
 Scales = namedtuple("Scales", "y s_in s_out")
 Constants = namedtuple("Constants", "K X C ST LEVELS BOUND SHIFT REVERSE HAS_U HAS_S_IN HAS_S_OUT")
-
-HALF = gl.constexpr(64)  # rows of the state in a warpgroup
 
 
 class Tiles(NamedTuple):

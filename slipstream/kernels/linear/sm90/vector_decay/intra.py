@@ -20,15 +20,10 @@ One warp sums up the chunk's gates beforehand, and says by a flag which of both 
 """
 
 from slipstream.kernels.linear.sm90.common import zero_tail_rows
+from slipstream.kernels.linear.triton.common.gate_ones import BASE
+from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, LOWEST_GATE, ROUNDING
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
-
-LOG2E = gl.constexpr(1.4426950408889634)
-# of a gate, as in delta/solve_tril.py
-LOWEST = gl.constexpr(-128.0)
-# no row of a chunk that is not strong is below the bound by more
-ROUNDING = gl.constexpr(0.125)
-BLOCK = gl.constexpr(4)  # levels within 16 tokens
 
 
 @gluon.jit
@@ -105,7 +100,7 @@ def gate_sums(b_ones, gates, h: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def take_gates(gate, gates, K: gl.constexpr, C: gl.constexpr):
-    """The gates, none below LOWEST; they may stay in their place."""
+    """The gates, none below LOWEST_GATE; they may stay in their place."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     b_0 = half(gate, 0).load(layout)
     b_1 = half(gate, K // 64 - 1).load(layout)
@@ -120,7 +115,7 @@ def take_gates(gate, gates, K: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def store_gates(b_g, gates, h: gl.constexpr):
     b_g = b_g.to(gl.float32)
-    half(gates, h).store(gl.where(b_g < LOWEST, LOWEST, b_g).to(gates.dtype))
+    half(gates, h).store(gl.where(b_g < LOWEST_GATE, LOWEST_GATE, b_g).to(gates.dtype))
 
 
 @gluon.jit
@@ -186,7 +181,7 @@ def block_scores(
     al: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ones_l: gl.constexpr = gl.DotOperandLayout(0, al, 2)
     o_t = none + gl.arange(0, C, gl.SliceLayout(1, ones_l))
-    start = o_t >> BLOCK << BLOCK
+    start = o_t >> BASE << BASE
     b_ones = ones(start, o_t - start + 1, ones_l, C, gl.bfloat16)
     b_a = gl.zeros([C, C], gl.float32, al)
     b_lowest = gl.zeros([C], gl.float32, gl.SliceLayout(1, al))
@@ -207,7 +202,7 @@ def block_scores(
     safe = (b_lowest >= -(BOUND + SHIFT) * LOG2E).to(gl.int32)
     o_i = none + gl.arange(0, C, gl.SliceLayout(1, al))
     o_j = none + gl.arange(0, C, gl.SliceLayout(0, al))
-    pairs = (o_i >> BLOCK)[:, None] == (o_j >> BLOCK)[None, :]
+    pairs = (o_i >> BASE)[:, None] == (o_j >> BASE)[None, :]
     pairs = pairs & (o_i[:, None] > o_j[None, :]) & (safe > 0)[:, None]
     return gl.where(pairs, b_a, 0.0), safe
 
@@ -224,7 +219,7 @@ def strong_scores(
     x = free.index(none)
     b_a, safe = block_scores(r, w, gates, free, none, K, C, BOUND, SHIFT, BEFORE)
     b_a = add_diagonal(b_a, r, w, none, u_ptr, K, C, BEFORE)
-    for level in range(BLOCK * gl.min(safe, 0), LEVELS):
+    for level in range(BASE * gl.min(safe, 0), LEVELS):
         # 0, as none: masks of a level take registers in it alone
         opaque = none + level >> 31 << 10
         o_t = opaque + gl.arange(0, C, gl.SliceLayout(1, ones_l))
@@ -237,7 +232,7 @@ def strong_scores(
         b_ones = ones(first, end - first, ones_l, C, gl.bfloat16)
         reads = (((o_i >> level) & 1) == 1)[:, None]
         siblings = ((o_i >> level)[:, None] ^ (o_j >> level)[None, :]) == 1
-        siblings = siblings & ((safe == 0) | (o_i - o_i + level >= BLOCK))[:, None]
+        siblings = siblings & ((safe == 0) | (o_i - o_i + level >= BASE))[:, None]
         for h in gl.static_range(K // 64):
             b_e = gl.exp2(gate_sums(b_ones, gates, h, C))
             b_x = gl.where(reads, half(r, h).load(al), half(w, h).load(al)).to(gl.float32)

@@ -15,8 +15,6 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import Segments
 from slipstream.runtime.launch_cache import cached
 
-BLOCK = 1024  # numbers of a state that a program follows
-
 
 @triton.jit
 def _load_segment(
@@ -95,8 +93,8 @@ def decay_state_passing(
         chunks: the launch that the states are for; s_out is written, if given, total is the decay.
     """
     size, total = states[0, 0].numel(), chunks.total
-    HV = states.shape[1]
-    cached(decay_state_passing_kernel)[-(-size // BLOCK) * HV * terms.sequences,](
+    HV, block = states.shape[1], 1024  # numbers of a state that a program follows
+    cached(decay_state_passing_kernel)[-(-size // block) * HV * terms.sequences,](
         states_ptr=states,
         total_ptr=total,
         s_in_ptr=chunks.s_in,
@@ -111,7 +109,7 @@ def decay_state_passing(
         segment=segments.tokens,
         D=0 if total is None or total.dim() == 2 else total.shape[2],
         SIZE=size,
-        BLOCK=BLOCK,
+        BLOCK=block,
         REVERSE=chunks.reverse,
         COLUMNS=terms.gv is not None,
         PACKED=terms.cu_seqlens is not None,

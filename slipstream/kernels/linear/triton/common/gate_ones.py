@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.primitives.device import Names
+
 # blocks of 2^BASE tokens
 BASE = tl.constexpr(4)
-START, BLOCK, MIDDLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-WRITES, READS, BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
+EDGES = Names("START", "BLOCK", "MIDDLE")
+KINDS = Names("WRITES", "READS", "BOTH")
 
 _cached: dict[tuple[torch.device, int, torch.dtype], Tensor] = {}
 
@@ -57,7 +58,7 @@ def _made(device: torch.device, C: int, dtype: torch.dtype) -> Tensor:
 def load_ones(
     ones_ptr, edge, C: tl.constexpr, KIND: tl.constexpr, TRANSPOSED: tl.constexpr = False
 ):
-    """[C, C] of gate_ones, or that TRANSPOSED; edge: START, BLOCK, or MIDDLE and the level more."""
+    """[C, C] of gate_ones, or that TRANSPOSED; edge: of EDGES; of MIDDLE the level more."""
     o_c = tl.arange(0, C)
     b_ones = tl.load(ones_ptr + (edge * 3 + KIND) * (C * C) + o_c[:, None] * C + o_c[None, :])
     return tl.trans(b_ones) if TRANSPOSED else b_ones

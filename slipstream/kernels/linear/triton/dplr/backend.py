@@ -105,11 +105,11 @@ class TritonDplr(dplr.DplrBackend):
         options |= {"enable_fp_fusion": False, **_launch_options(terms, tile.intra)}
         gated = terms.g is not None
         options |= {
-            "LIMIT": tiles.ANCHORED_TILES[dtype],
-            "SHIFT": tiles.SHIFT[dtype],
+            "LIMIT": tiles.RANGES[dtype].whole,
+            "SHIFT": tiles.RANGES[dtype].shift,
             "HAS_GATE": gated,
         }
-        options |= {"APART": tiles.APART[dtype] if gated else 0.0}
+        options |= {"APART": tiles.RANGES[dtype].apart if gated else 0.0}
         run: Any = cached(wy.dplr_wy_kernel)[(intra.u.shape[0] * terms.v.shape[2],)]
         run(**args, ones_ptr=None, STRONG=False, **options)
         if gated:
@@ -246,9 +246,9 @@ class TritonDplr(dplr.DplrBackend):
         options |= {**_gate_options(terms), **_launch_options(terms, kernel_tile)}
         grid, gated = (-(-K // kernel_tile.B) * HV * states.x.shape[0],), terms.g is not None
         run: Any = cached(dplr_dqkg_kernel)[grid]
-        run(**args, HAS_GATE=gated, APART=tiles.APART[do.dtype] if gated else 0.0, **options)
+        run(**args, HAS_GATE=gated, APART=tiles.RANGES[do.dtype].apart if gated else 0.0, **options)
         if gated:
-            options |= {"STEPS": tile.steps, "LIMIT": tiles.LIMIT[do.dtype]}
+            options |= {"STEPS": tile.steps, "LIMIT": tiles.RANGES[do.dtype].limit}
             run = cached(intra_safe_bwd.dplr_intra_safe_bwd_kernel)[grid]
             run(**args, ones_ptr=_ones(terms), **options)
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.common import gate_ones
-from slipstream.kernels.linear.triton.common.gate_ones import BASE, BLOCK, READS, START, WRITES
+from slipstream.kernels.linear.triton.common.gate_ones import BASE, EDGES, KINDS
 from slipstream.kernels.primitives.device import LOG2E
 
 # 2^-256 is 0 in float32, and little enough for sums of it to keep the gates beside it
@@ -115,14 +115,14 @@ def sums_bwd(b_seen, b_x, FP32: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def from_start(gates, o_c, KIND: tl.constexpr, FP32: tl.constexpr, PRECISION: tl.constexpr):
     """Decay from the start of the chunk to each token."""
-    b_seen = gate_ones.load_ones(gates[1], START, o_c.shape[0], KIND)
+    b_seen = gate_ones.load_ones(gates[1], EDGES.START, o_c.shape[0], KIND)
     return tl.exp2(sums_of(b_seen, gates[0], FP32, PRECISION))
 
 
 @triton.jit
 def to_end(gates, o_c, FP32: tl.constexpr, PRECISION: tl.constexpr):
     """Decay from each token, without its own gate, to the end of the chunk."""
-    b_seen = gate_ones.load_ones(gates[1], START, o_c.shape[0], READS, True)
+    b_seen = gate_ones.load_ones(gates[1], EDGES.START, o_c.shape[0], KINDS.READS, True)
     return tl.exp2(sums_of(b_seen, gates[0], FP32, PRECISION))
 
 
@@ -156,10 +156,10 @@ def block_factors(
 ):  # fmt: skip
     """Decays of reads and of writes relative to the start of their block of 2^BASE tokens, the
     first step besides, and where reads are among them [C, BK]; others read with a decay of 0."""
-    b_write = sums_between(gates, BLOCK, o_c, WRITES, FP32, PRECISION)
+    b_write = sums_between(gates, EDGES.BLOCK, o_c, KINDS.WRITES, FP32, PRECISION)
     b_read = b_write
     if BEFORE:
-        b_read = sums_between(gates, BLOCK, o_c, READS, FP32, PRECISION)
+        b_read = sums_between(gates, EDGES.BLOCK, o_c, KINDS.READS, FP32, PRECISION)
     # by this token's gates alone: later ones must not change its bits
     safe = b_read >= -2 * LIMIT
     # flat: sm_100 takes no axis after the other (two-axis-sum in compiler/known_bugs.py)

@@ -32,11 +32,10 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.dplr.gate_sums import load_gates_of, product_of_gates
+from slipstream.kernels.linear.triton.scalar_decay.device import ROUNDING
+from slipstream.kernels.primitives.device import WHOLE
 
-# in a chunk that is not strong all tokens are above the bound, however their sums are rounded
-ROUNDING = tl.constexpr(0.125)
 FAR = tl.constexpr(1000.0)
-WHOLE = tl.constexpr(1.5 * 2.0**23)  # float32 beside it are whole numbers, which its last bits are
 
 
 @triton.jit

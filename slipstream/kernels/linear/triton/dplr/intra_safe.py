@@ -7,7 +7,7 @@ later gates. The scores of these are summed step by step (gate_sums.py).
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.common.gate_ones import BASE, BOTH, MIDDLE, WRITES
+from slipstream.kernels.linear.triton.common.gate_ones import BASE, EDGES, KINDS
 from slipstream.kernels.linear.triton.dplr import gate_sums
 
 
@@ -38,7 +38,7 @@ def _add_step(
 @triton.jit
 def _add_channels(b_1, b_2, b_r, b_b, b_k, rows, gates, o_c, BEFORE: tl.constexpr, c):
     """Adds the scores of _products below the diagonal, of BK channels."""
-    KIND: tl.constexpr = BOTH if BEFORE else WRITES
+    KIND: tl.constexpr = KINDS.BOTH if BEFORE else KINDS.WRITES
     dtype: tl.constexpr = b_r.dtype
     b_read, b_write, first, safe = gate_sums.block_factors(
         gates, o_c, c.LIMIT, c.SHIFT, BEFORE, c.FP32, c.PRECISION
@@ -49,7 +49,7 @@ def _add_channels(b_1, b_2, b_r, b_b, b_k, rows, gates, o_c, BEFORE: tl.constexp
     b_1 += tl.where(seen, b_x, 0.0)
     b_2 += tl.where(seen, b_y, 0.0)
     for step in range(first, BASE + 1):
-        b_e = gate_sums.sums_between(gates, MIDDLE + step - 1, o_c, KIND, c.FP32, c.PRECISION)
+        b_e = gate_sums.sums_between(gates, EDGES.MIDDLE + step - 1, o_c, KIND, c.FP32, c.PRECISION)
         # a token of a later half reads: where it is safe, the block has it
         block_has = safe & (((i >> (step - 1)) & 1) == 1)
         b_e = tl.where(block_has, 0.0, tl.exp2(b_e))
@@ -57,7 +57,7 @@ def _add_channels(b_1, b_2, b_r, b_b, b_k, rows, gates, o_c, BEFORE: tl.constexp
             b_1, b_2, b_r, b_b, b_k, b_e, rows, step, o_c, c.DELTA, dtype, c.PRECISION
         )
     for step in range(BASE + 1, c.STEPS + 1):
-        b_e = gate_sums.sums_between(gates, MIDDLE + step - 1, o_c, KIND, c.FP32, c.PRECISION)
+        b_e = gate_sums.sums_between(gates, EDGES.MIDDLE + step - 1, o_c, KIND, c.FP32, c.PRECISION)
         b_e = tl.exp2(b_e)
         b_1, b_2 = _add_step(
             b_1, b_2, b_r, b_b, b_k, b_e, rows, step, o_c, c.DELTA, dtype, c.PRECISION

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.linear.triton.common import gate_ones
-from slipstream.kernels.linear.triton.common.gate_ones import MIDDLE, READS, START, WRITES
+from slipstream.kernels.linear.triton.common.gate_ones import EDGES, KINDS
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.dplr import gate_sums
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
@@ -79,7 +79,7 @@ def _gradient(
     d is what came by way of the states; dm and dn are the gradients of those scores. All of it
     times own goes to the gates' gradient. share is a factor of a second read: of own, or of n.
     """
-    KIND: tl.constexpr = READS if BEFORE else WRITES
+    KIND: tl.constexpr = KINDS.READS if BEFORE else KINDS.WRITES
     b_m = tl.load(partners.m, mask=m_k, other=0.0)
     act = b_m.dtype
     b_n = b_m
@@ -90,19 +90,21 @@ def _gradient(
     if WRITE:
         b_diag = tl.load(p_diag, mask=m_k, other=0.0).to(tl.float32)
         b_d *= gate_sums.to_end(gates, o_c, c.FP32, c.PRECISION)
-        b_seen = gate_ones.load_ones(gates[1], START, c.C, READS)
+        b_seen = gate_ones.load_ones(gates[1], EDGES.START, c.C, KINDS.READS)
     else:
         b_diag = tl.load(p_diag, mask=m_k, other=0.0) * b_share
         b_d *= gate_sums.from_start(gates, o_c, KIND, c.FP32, c.PRECISION)
-        b_seen = gate_ones.load_ones(gates[1], START, c.C, KIND, True)
+        b_seen = gate_ones.load_ones(gates[1], EDGES.START, c.C, KIND, True)
     b_dg += gate_sums.sums_bwd(b_seen, b_d * b_diag, c.FP32, c.PRECISION)
     first = gates[3]
     for step in range(tl.maximum(first, 1), c.STEPS + 1):
-        b_sum = gate_sums.sums_between(gates, MIDDLE + step - 1, o_c, WRITES, c.FP32, c.PRECISION)
+        b_sum = gate_sums.sums_between(
+            gates, EDGES.MIDDLE + step - 1, o_c, KINDS.WRITES, c.FP32, c.PRECISION
+        )
         b_before = b_sum
         if N_BEFORE or BEFORE:
             b_before = gate_sums.sums_between(
-                gates, MIDDLE + step - 1, o_c, READS, c.FP32, c.PRECISION
+                gates, EDGES.MIDDLE + step - 1, o_c, KINDS.READS, c.FP32, c.PRECISION
             )
         b_e = tl.exp2(gate_sums.signed(b_sum, o_c, step, first, not WRITE))
         b_me = (b_m * b_e).to(act)
@@ -116,7 +118,7 @@ def _gradient(
         # as the other's products have it, so that what cancels in a block does so to the last bits
         b_rounded = (b_diag.to(act) * b_e).to(act)
         b_rounded = gate_sums.signed(b_rounded * b_t, o_c, step, first, WRITE)
-        b_seen = gate_ones.load_ones(gates[1], MIDDLE + step - 1, c.C, KIND, True)
+        b_seen = gate_ones.load_ones(gates[1], EDGES.MIDDLE + step - 1, c.C, KIND, True)
         b_dg += gate_sums.product_of_gates(b_seen, b_rounded, c.FP32, c.PRECISION)
         b_d += b_t * b_e
     return b_d, b_dg

@@ -6,6 +6,7 @@ of V at a time, grads has B channels of K a program and takes B columns of V at 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -73,17 +74,33 @@ _SAME = {
     ("sm_90", 4): ("sm_80", 4),
     ("interpreter", 2): ("interpreter", 4),
 }
-# Chunks of which no channel decays by more than 2^-WHOLE before their middle or after it are taken
-# whole (intra_anchored.py), and in others blocks that decay by no more than 2^-LIMIT
-# (gate_sums.py): 2^WHOLE times an input must be finite, 2^-WHOLE of a gradient and a sum of gates
-# not lose digits. Forward takes the decays of twice as much from the start of the chunk on, in 16
-# bits with float32's exponents half of it above 1, 2^SHIFT; others would lose small numbers.
-ANCHORED_TILES = {torch.bfloat16: 80.0, torch.float32: 16.0, torch.float16: 3.0}
-SHIFT = {torch.bfloat16: 80.0, torch.float32: 0.0, torch.float16: 0.0}
-# In bf16 both halves of a chunk may decay by 2^(-2 WHOLE): reads of the first half are 2^-APART,
-# and of the second 2^APART of what they are relative to the middle (intra_anchored.py).
-APART = {torch.bfloat16: 55.0, torch.float32: 0.0, torch.float16: 0.0}
-LIMIT = {torch.bfloat16: 80.0, torch.float32: 48.0, torch.float16: 6.0}
+
+
+class Range(NamedTuple):
+    """How far gates may decay in a dtype, in base 2.
+
+    Attributes:
+        whole: chunks of which no channel decays further before their middle or after it are taken
+            whole (intra_anchored.py): 2^whole times an input must be finite, 2^-whole of a gradient
+            and a sum of gates not lose digits.
+        shift: forward takes the decays of twice as much from the start of the chunk on, of bf16
+            half of it above 1, 2^shift; others would lose small numbers.
+        apart: both halves of a chunk may decay by 2^(-2 whole): reads of the first half are
+            2^-apart, and of the second 2^apart of what they are relative to the middle.
+        limit: backward takes blocks that decay no further in other chunks (gate_sums.py).
+    """
+
+    whole: float
+    shift: float
+    apart: float
+    limit: float
+
+
+RANGES = {
+    torch.bfloat16: Range(whole=80.0, shift=80.0, apart=55.0, limit=80.0),
+    torch.float32: Range(whole=16.0, shift=0.0, apart=0.0, limit=48.0),
+    torch.float16: Range(whole=3.0, shift=0.0, apart=0.0, limit=6.0),
+}
 
 
 def choose(

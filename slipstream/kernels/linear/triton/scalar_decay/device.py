@@ -9,6 +9,8 @@ from slipstream.kernels.primitives.device import LOG2E
 LOWEST_GATE = tl.constexpr(-128.0)
 # exp of it times anything is below the rounding of what it is added to, in float32 too.
 MIN_CROSSED = tl.constexpr(-32.0)
+# In a chunk that is not strong no token is further below the bound, however its sum is rounded.
+ROUNDING = tl.constexpr(0.125)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The stages of a decay per channel by Triton kernels (kernels/linear/vector_decay.py has their
 order)."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,22 +21,34 @@ from slipstream.kernels.linear.vector_decay import ChunkLaunch, IntraChunk, Vect
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cache, cached
 
-# What the gates of a block that subchunk_decay.py calls safe add up to at least, negated: its
-# factors, exp of it at most, times k have to fit the dtype, and in float32 its rounding counts.
-BOUND = {torch.bfloat16: 60.0, torch.float16: 6.0, torch.float32: 6.0}
 
-# By how much the exponents of both factors are shifted to lie on both sides of 0, so that blocks
-# may decay further: where 16 bits have float32's exponents, for others would lose small numbers.
-SHIFT = {torch.bfloat16: 60.0, torch.float16: 0.0, torch.float32: 0.0}
+class Range(NamedTuple):
+    """How far gates may decay in a dtype.
 
-# In base 2, how far both halves of a chunk are from its middle, which may then decay further
-# (subchunk_decay.py).
-APART = {torch.bfloat16: 55.0, torch.float16: 0.0, torch.float32: 0.0}
+    Attributes:
+        bound: what those of a block that subchunk_decay.py calls safe add up to at least, negated:
+            its factors, exp of it at most, times k have to fit the dtype, and in float32 its
+            rounding counts.
+        shift: by how much the exponents of both factors are shifted to lie on both sides of 0, so
+            that blocks may decay further: others than bf16 would lose small numbers.
+        apart: in base 2, how far both halves of a chunk are from its middle, which may then decay
+            further (subchunk_decay.py).
+    """
 
-# Chunks a program of the kernels that most chunks do not need; and programs that fill any GPU.
+    bound: float
+    shift: float
+    apart: float
+
+
+RANGES = {
+    torch.bfloat16: Range(60.0, 60.0, 55.0),
+    torch.float16: Range(6.0, 0.0, 0.0),
+    torch.float32: Range(6.0, 0.0, 0.0),
+}
+
+# Chunks a program of the kernels that most chunks do not need.
 MAX_PAIRS_SHARE = 32
 _ROWS = "r_ptr", "w_ptr", "x_ptr", "rest_ptr", "y_ptr", "other_ptr"
-TARGET_PROGRAMS = 4 * NUM_SMS
 
 
 @cache
@@ -88,7 +100,7 @@ class TritonVectorDecay(vector_decay.VectorDecayBackend):
         has_q = problem.q is not None
         # With u the kernel would have 344 bytes of registers on the stack; with gates in 16 bits
         # early bits changed on an H100 (docs/dev/tried/vector-decay.md, 26 and 27 November).
-        apart = APART[k.dtype] if terms.u is None and g.dtype == torch.float32 else 0.0
+        apart = RANGES[k.dtype].apart if terms.u is None and g.dtype == torch.float32 else 0.0
         intra = IntraChunk(
             like_g() if has_q else None,
             like_g(),
@@ -103,7 +115,7 @@ class TritonVectorDecay(vector_decay.VectorDecayBackend):
         options: dict[str, Any] = {
             **_options(problem, kernel_tile),
             "K": K,
-            "BOUND": BOUND[k.dtype],
+            "BOUND": RANGES[k.dtype].bound,
         }
         outputs = {f"{name}_ptr": x for name, x in intra._asdict().items()}
         pairs, HX = {"v_ptr": None, "do_ptr": None, "p_ptr": None}, problem.v.shape[2]
@@ -126,7 +138,7 @@ class TritonVectorDecay(vector_decay.VectorDecayBackend):
             total = HV * problem.chunks
             options |= {
                 **_bound(problem),
-                "SHIFT": SHIFT[k.dtype],
+                "SHIFT": RANGES[k.dtype].shift,
                 "APART": apart,
                 "LEVELS": C.bit_length() - 1,
                 "MAX_CHUNKS": MAX_PAIRS_SHARE,
@@ -239,14 +251,14 @@ class TritonVectorDecay(vector_decay.VectorDecayBackend):
             **_size_args(problem),
             "HK": problem.k.shape[2],
         }
-        apart = APART[problem.k.dtype] if "dk" in named else 0.0
+        apart = RANGES[problem.k.dtype].apart if "dk" in named else 0.0
         options: dict[str, Any] = {
             **_options(problem, kernel_tile),
             **_bound(problem),
             "K": K,
             "MAX_CHUNKS": MAX_PAIRS_SHARE,
             "LEVELS": C.bit_length() - 1,
-            "SHIFT": SHIFT[problem.k.dtype],
+            "SHIFT": RANGES[problem.k.dtype].shift,
             "APART": apart,
         }
         pieces = problem.k.new_empty(total, dtype=torch.int32) if apart else None
@@ -287,7 +299,7 @@ def _ones(problem: VectorDecayProblem) -> Tensor:
 
 def _programs(total: int) -> int:
     """Programs of up to MAX_PAIRS_SHARE chunks each: enough to fill a GPU, if there are."""
-    return max(-(-total // MAX_PAIRS_SHARE), min(total, TARGET_PROGRAMS))
+    return max(-(-total // MAX_PAIRS_SHARE), min(total, 4 * NUM_SMS))
 
 
 def _options(problem: VectorDecayProblem, kernel_tile: tiles.KernelTile) -> dict[str, Any]:
@@ -310,7 +322,7 @@ def _options(problem: VectorDecayProblem, kernel_tile: tiles.KernelTile) -> dict
 
 def _bound(problem: VectorDecayProblem) -> dict[str, Any]:
     """By which a chunk is one safe block, or not."""
-    return {"ALL": power_of_two(problem.k.shape[-1]), "BOUND": BOUND[problem.k.dtype]}
+    return {"ALL": power_of_two(problem.k.shape[-1]), "BOUND": RANGES[problem.k.dtype].bound}
 
 
 BACKEND = TritonVectorDecay()

@@ -18,7 +18,7 @@ Z = sum over V of S * dS' between two chunks, Z after a chunk less the sum of ke
 z plus the sum of qs * dqs is the Z before. The dq scan leaves those sums,
 and every ANCHOR_INTERVAL chunks the
 state, from which the dk scan takes Z anew, since differences lose digits. Where D is below what is
-lost by rounding (FORGOTTEN) z is 0: what the differences leave is only what was lost.
+lost by rounding z is 0: what the differences leave is only what was lost.
 
 The loop over chunks is told its stages: Triton then also loads ahead what no product takes, such as
 decays, whose latency each chunk would have to wait for.
@@ -39,11 +39,6 @@ from slipstream.kernels.linear.triton.scalar_decay.chunk import (
     store_to_pool,
 )
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import split_bf16
-
-# of 16 bits and of float32
-NEGLIGIBLE_LOG2 = tl.constexpr(2.0**-10)
-NEGLIGIBLE_LOG2_FP32 = tl.constexpr(2.0**-22)
-MAX_SORTED = tl.constexpr(64)  # sequences that programs take by their lengths
 
 
 @triton.jit
@@ -110,7 +105,7 @@ def vector_decay_chunk_kernel(
     pid = tl.program_id(0)
     i_x = pid % NX
     i_h = (pid // NX) % HV
-    i_seg = longest_first(cu_ptr, pid // NX // HV, N, MAX_SORTED, PACKED and not SPLIT)
+    i_seg = longest_first(cu_ptr, pid // NX // HV, N, 64, PACKED and not SPLIT)
     begin, length, i_b, skip, first_anchor = locate_segment(
         cu_ptr, i_seg, T, N, segment, ANCHOR_INTERVAL * C, PACKED, SPLIT
     )
@@ -213,7 +208,7 @@ def vector_decay_chunk_kernel(
                 b_sum = tl.sum(tl.trans(b_other).to(tl.float32) * b_y, 1)
                 o_z = chunk.to(tl.int64) * X + o_x
                 if REVERSE:
-                    lost = NEGLIGIBLE_LOG2_FP32 if b_x.dtype == tl.float32 else NEGLIGIBLE_LOG2
+                    lost = 2.0**-22 if b_x.dtype == tl.float32 else 2.0**-10
                     b_z = tl.where(b_decay < lost, 0.0, b_z - b_sum)
                     tl.store(z_ptr + o_z, b_z, mask=o_x < X)
                     b_z += tl.load(sums_ptr + o_z, mask=o_x < X, other=0.0)

@@ -13,15 +13,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.common.gate_ones import (
-    BASE,
-    BOTH,
-    MIDDLE,
-    READS,
-    START,
-    WRITES,
-    load_ones,
-)
+from slipstream.kernels.linear.triton.common.gate_ones import BASE, EDGES, KINDS, load_ones
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
 from slipstream.kernels.linear.triton.vector_decay import subchunk_decay
@@ -67,7 +59,7 @@ def outputs_by_levels(refs, scale, i_tile, sizes, c):
     m_o = m_c[:, None] & (o_k < c.K)[None, :]
     b_g, b_terms = subchunk_decay.split_gates(b_g, c.BF16_TERMS)
     b_until = subchunk_decay.sums_of(
-        load_ones(refs.ones, START, c.C, WRITES), b_terms, c.BF16_TERMS, c.PRECISION
+        load_ones(refs.ones, EDGES.START, c.C, KINDS.WRITES), b_terms, c.BF16_TERMS, c.PRECISION
     )
     whole = subchunk_decay.is_read_safe(b_until, c.BOUND)
     b_w = b_k * subchunk_decay.chunk_writes(b_until, c.BOUND)  # [C, BK]
@@ -85,7 +77,7 @@ def outputs_by_levels(refs, scale, i_tile, sizes, c):
     b_square = tl.where(subchunk_decay.same_block(rows, BASE) & (i > j), tl.load(p_p), 0.0)
     b_dq += subchunk_decay.dot_with(b_square, b_k * b_write, b_k.dtype, c.PRECISION) * b_read
     for level in range(first, c.LEVELS):
-        b_ones = load_ones(refs.ones, MIDDLE + level, c.C, WRITES)
+        b_ones = load_ones(refs.ones, EDGES.MIDDLE + level, c.C, KINDS.WRITES)
         b_e = tl.exp2(subchunk_decay.sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION))
         b_square = tl.where(subchunk_decay.siblings(rows, level), tl.load(p_p), 0.0)
         b_dx = subchunk_decay.dot_with(b_square, b_k * b_e, b_k.dtype, c.PRECISION) * b_e  # [C, BK]
@@ -102,8 +94,8 @@ def grads_by_levels(refs, scale, i_tile, sizes, c):
     _, _, HV, HK = sizes
     ONE: tl.constexpr = 1 if c.BF16_TERMS == 2 else c.BF16_TERMS  # 16 bits
     TWO: tl.constexpr = 2 if c.BF16_TERMS == 1 else c.BF16_TERMS
-    KIND: tl.constexpr = READS if c.BEFORE else WRITES
-    OF_PAIRS: tl.constexpr = BOTH if c.BEFORE else WRITES
+    KIND: tl.constexpr = KINDS.READS if c.BEFORE else KINDS.WRITES
+    OF_PAIRS: tl.constexpr = KINDS.BOTH if c.BEFORE else KINDS.WRITES
     b_g, b_k, at, o_c, o_k, m_c, i_k, i_o, rows, i, j = _load_tile(refs, i_tile, sizes, c)
     i_h = i_tile // ((c.K + c.BK - 1) // c.BK) % HV
     b_dq = load_block(refs.dqs + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
@@ -111,18 +103,18 @@ def grads_by_levels(refs, scale, i_tile, sizes, c):
     b_diag = tl.sum(tl.where(o_c[:, None] == o_c[None, :], b_p.to(tl.float32), 0.0), 1) * scale
     b_g, b_terms = subchunk_decay.split_gates(b_g, c.BF16_TERMS)
     b_until = subchunk_decay.sums_of(
-        load_ones(refs.ones, START, c.C, KIND), b_terms, c.BF16_TERMS, c.PRECISION
+        load_ones(refs.ones, EDGES.START, c.C, KIND), b_terms, c.BF16_TERMS, c.PRECISION
     )
     b_dq = b_dq * tl.exp2(b_until)
     b_dk = tl.zeros((c.C, c.BK), tl.float32)
     b_leave = b_dq
     b_q = load_block(refs.q + i_k, HK * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
     b_dk = load_block(refs.dke + i_o, HV * c.K, o_c, m_c, o_k, c.K, c.K % c.BK != 0)  # [C, BK]
-    b_ones = load_ones(refs.ones, START, c.C, READS, True)
+    b_ones = load_ones(refs.ones, EDGES.START, c.C, KINDS.READS, True)
     b_dk = b_dk * tl.exp2(subchunk_decay.sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION))
     b_z = tl.load(refs.z + at * c.K + o_k, mask=o_k < c.K, other=0.0)
     b_dg = tl.zeros((c.C, c.BK), tl.float32) + b_z[None, :]
-    b_ones = load_ones(refs.ones, START, c.C, READS)
+    b_ones = load_ones(refs.ones, EDGES.START, c.C, KINDS.READS)
     b_dg = subchunk_decay.sums_to_gates_bwd(b_ones, b_k * b_dk, b_dg, ONE, c.PRECISION)
     b_leave = b_q * b_dq
     base = subchunk_decay.safe_base(b_g, c.LEVELS, c.BOUND)
@@ -156,10 +148,10 @@ def grads_by_levels(refs, scale, i_tile, sizes, c):
             b_dg = subchunk_decay.spans_to_gates_bwd(span, -b_enter, b_dg, TWO, c.PRECISION)
         else:
             b_dg = subchunk_decay.spans_to_gates_bwd(span, b_gain - b_enter, b_dg, TWO, c.PRECISION)
-    b_ones = load_ones(refs.ones, START, c.C, KIND, True)
+    b_ones = load_ones(refs.ones, EDGES.START, c.C, KIND, True)
     b_dg = subchunk_decay.sums_to_gates_bwd(b_ones, b_leave, b_dg, ONE, c.PRECISION)
     for level in range(base, c.LEVELS):
-        b_ones = load_ones(refs.ones, MIDDLE + level, c.C, OF_PAIRS)
+        b_ones = load_ones(refs.ones, EDGES.MIDDLE + level, c.C, OF_PAIRS)
         b_e = tl.exp2(subchunk_decay.sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION))
         b_row = tl.where(subchunk_decay.is_in_later_half(rows, level), b_q, b_k)
         b_square = tl.where(subchunk_decay.siblings(rows, level), b_p, 0.0)
@@ -169,7 +161,7 @@ def grads_by_levels(refs, scale, i_tile, sizes, c):
         b_later = subchunk_decay.is_in_later_half(rows, level).to(tl.float32)
         b_dq += b_dx * b_later
         b_dk += b_dx * (1.0 - b_later)
-        b_ones = load_ones(refs.ones, MIDDLE + level, c.C, OF_PAIRS, True)
+        b_ones = load_ones(refs.ones, EDGES.MIDDLE + level, c.C, OF_PAIRS, True)
         b_dg = subchunk_decay.sums_to_gates_bwd(b_ones, b_row * b_dx, b_dg, ONE, c.PRECISION)
 
     at_o = i_o + o_c[:, None] * (HV * c.K) + o_k[None, :]

@@ -16,22 +16,14 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.common.gate_ones import (
-    BASE,
-    BOTH,
-    MIDDLE,
-    READS,
-    START,
-    WRITES,
-    load_ones,
-)
+from slipstream.kernels.linear.triton.common.gate_ones import BASE, EDGES, KINDS, load_ones
 from slipstream.kernels.linear.triton.delta.solve_tril import locate_chunk
 from slipstream.kernels.linear.triton.dplr import intra_anchored
-from slipstream.kernels.linear.triton.dplr.intra_anchored import FAR, WHOLE
+from slipstream.kernels.linear.triton.dplr.intra_anchored import FAR
 from slipstream.kernels.linear.triton.scalar_decay.chunk import load_block
-from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E
 from slipstream.kernels.linear.triton.vector_decay import subchunk_decay
 from slipstream.kernels.linear.triton.vector_decay.subchunk_decay import HALF
+from slipstream.kernels.primitives.device import LOG2E, WHOLE
 
 # what a kernel passes on: pointers and constants
 Refs = namedtuple("Refs", "q k g u a ones cu")
@@ -262,13 +254,15 @@ def _scores(refs, at, sizes, c):
         b_diag += _diagonal(b_q, b_k, refs.u, i_h, o_k, c.K)
         b_g, b_terms = subchunk_decay.split_gates(b_g, c.BF16_TERMS)
         if c.APART > 0:
-            b_ones = load_ones(refs.ones, START, c.C, WRITES)
+            b_ones = load_ones(refs.ones, EDGES.START, c.C, KINDS.WRITES)
             b_until = subchunk_decay.sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION)
             b_early, _ = subchunk_decay.half_sums(b_g, c.C)
             b_e, b_middle = _from_middle(b_until + FAR, b_early, rows, c.APART)
             b_low = intra_anchored.lowest_read(b_e, b_middle, b_early, o_c, HALF / 2, c.APART)
         else:
-            b_ones = load_ones(refs.ones, START, c.C, READS if c.BEFORE else WRITES)
+            b_ones = load_ones(
+                refs.ones, EDGES.START, c.C, KINDS.READS if c.BEFORE else KINDS.WRITES
+            )
             b_low = tl.min(subchunk_decay.sums_of(b_ones, b_terms, c.BF16_TERMS, c.PRECISION), 1)
         b_lowest = tl.minimum(b_lowest, b_low)
         b_read, b_write, first, safe = subchunk_decay.block_factors(
@@ -280,10 +274,14 @@ def _scores(refs, at, sizes, c):
         b_a += tl.where(subchunk_decay.same_block(rows, BASE), b_rw, 0.0)
         for level in range(first, BASE):
             b_x = tl.where(safe, 0.0, b_q)
-            b_ones = load_ones(refs.ones, MIDDLE + level, c.C, BOTH if c.BEFORE else WRITES)
+            b_ones = load_ones(
+                refs.ones, EDGES.MIDDLE + level, c.C, KINDS.BOTH if c.BEFORE else KINDS.WRITES
+            )
             b_a = _add_level(b_a, b_x, b_k, b_ones, level, b_terms, rows, c.BF16_TERMS, c.PRECISION)
         for level in range(BASE, c.LEVELS):
-            b_ones = load_ones(refs.ones, MIDDLE + level, c.C, BOTH if c.BEFORE else WRITES)
+            b_ones = load_ones(
+                refs.ones, EDGES.MIDDLE + level, c.C, KINDS.BOTH if c.BEFORE else KINDS.WRITES
+            )
             b_a = _add_level(b_a, b_q, b_k, b_ones, level, b_terms, rows, c.BF16_TERMS, c.PRECISION)
     if c.APART > 0:
         other = intra_anchored.is_read_anchored(b_lowest, HALF / 2) == 0

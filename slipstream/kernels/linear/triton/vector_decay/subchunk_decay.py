@@ -39,15 +39,12 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from slipstream.kernels.linear.triton.common.gate_ones import BASE, BLOCK, READS, WRITES, load_ones
-from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, LOWEST_GATE
+from slipstream.kernels.linear.triton.common.gate_ones import BASE, EDGES, KINDS, load_ones
+from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, LOWEST_GATE, ROUNDING
 
 # numbers of a launch
 Sizes = namedtuple("Sizes", "T N HV HK")
 
-# A chunk whose gates add up to -BOUND is one block for all of its reads, also where the sums of
-# single reads are rounded otherwise than that of the chunk.
-ROUNDING = tl.constexpr(0.125)
 # What a half of a chunk, or a quarter, decays by at most where they take the place of one block, in
 # base 2.
 HALF = tl.constexpr(160.0)
@@ -284,10 +281,14 @@ def block_factors(
     SHIFT: where the exponents of both have room for it, they lie on both sides of 0.
     """
     C: tl.constexpr = b_terms[0].shape[0]
-    b_write = sums_of(load_ones(ones_ptr, BLOCK, C, WRITES), b_terms, BF16_TERMS, PRECISION)
+    b_write = sums_of(
+        load_ones(ones_ptr, EDGES.BLOCK, C, KINDS.WRITES), b_terms, BF16_TERMS, PRECISION
+    )
     b_read = b_write
     if BEFORE:
-        b_read = sums_of(load_ones(ones_ptr, BLOCK, C, READS), b_terms, BF16_TERMS, PRECISION)
+        b_read = sums_of(
+            load_ones(ones_ptr, EDGES.BLOCK, C, KINDS.READS), b_terms, BF16_TERMS, PRECISION
+        )
     safe = b_read >= -(BOUND + SHIFT) * LOG2E
     # flat: sm_100 takes no axis after the other (two-axis-sum in compiler/known_bugs.py)
     first = tl.where(tl.min(safe.to(tl.int32)) == 1, BASE, 0)
