@@ -179,6 +179,7 @@ def test_launches_go_through_the_cache() -> None:
     found = [
         f"{path}:{node.lineno}"
         for path in sorted(ROOT.rglob("*.py"))
+        if "kernel[" in path.read_text()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("kernel")
     ]
@@ -211,7 +212,7 @@ def _documented(node: ast.AST) -> list[str]:
 
 def test_docstrings_explain_parameters_that_there_are() -> None:
     wrong, count = [], 0
-    for path in sorted(ROOT.rglob("*.py")):
+    for path in (x for x in sorted(ROOT.rglob("*.py")) if "Args:" in x.read_text()):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 names = {x.arg for x in ast.walk(node.args) if isinstance(x, ast.arg)}

@@ -28,7 +28,7 @@ from tests.support.rwkv7_steps import Sizes as Rwkv7Sizes
 
 # ---- The step kernel on a device: the oracle's numbers, in the pool and out of it, compiled too.
 # What it computes under Triton's interpreter is in
-# tests/kernels/linear/test_triton_decode_pool.py.
+# tests/kernels/linear/test_triton_decode.py.
 
 
 DEVICE, IMPL = "cuda", "triton"

@@ -1,5 +1,7 @@
 """Calls whose scratch memory would be large, in groups of rows and heads, are the calls as a whole.
-Every row of the catalogue is cut into as many groups as there can be, and has the same bits."""
+Every row of the catalogue is cut into as many groups as there can be, and has the same bits. Under
+context parallelism, found out without a GPU: the memory that a rank holds on sm_90, and that all
+ranks run the same kernels."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,10 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from slipstream.kernels.linear import dispatch, gated_delta_product, gsa, op
+from slipstream.compiler.trace import trace
+from slipstream.kernels.linear import context, dispatch, gated_delta_product, gsa, op
+from slipstream.kernels.linear.context_terms import Call
+from slipstream.kernels.linear.dispatch import Asked, choose_plan
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes import memory
+from slipstream.kernels.linear.modes.call import LinearOptions
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.context_parallel import Share
 from slipstream.tools.catalog import Sample, flat
+from tests.support.memory import Allocated, make
 from tests.support.operators import LINEAR, Size, packed, with_grads
 
 K, V, H, T, SCALE, CHUNK = 8, 12, 3, 70, 0.3, 32
@@ -232,3 +241,80 @@ def test_states_are_memory_that_is_given(kind: str, monkeypatch: pytest.MonkeyPa
 
     fewer, more = cut(state), cut(None)
     assert fewer is not None and more is not None and fewer < more
+
+
+RANKS, TOKENS = 2, 65536
+
+
+class AnyMessages(Share):
+    """Ranks of which no other is there."""
+
+    def send(self, x: Tensor, to: list[int], sizes: dict[int, int]) -> dict[int, Tensor]:
+        return {r: x.new_empty(n) for r, n in sizes.items()}
+
+
+def inputs(kind: str, T: int, H: int, device: torch.device) -> LinearInputs:
+    """As bench/context_parallel.py has them."""
+    K = 64 if kind == "rwkv7" else 128
+    like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    names = "qkvgab" if kind == "rwkv7" else "qkvg"
+    given: dict[str, Tensor] = {n: torch.empty(1, T, H, K, **like) for n in names}
+    if kind == "kda":
+        given["beta"] = torch.empty(1, T, H, device=device)
+    return LinearInputs(**given)
+
+
+@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+@pytest.mark.parametrize(
+    ("kind", "H", "limit"),
+    [("kda", 16, 0.58), ("kda", 32, 0.52), ("rwkv7", 32, 0.52), ("gla", 16, 0.52)],
+)
+def test_forward_memory_of_a_rank_is_about_half(kind: str, H: int, limit: float) -> None:
+    """kda's 16 heads are two groups, since three take too long."""
+    held: list[float] = []
+
+    def call(device: torch.device) -> None:
+        for rank in (None, *range(RANKS)):
+            terms = inputs(kind, TOKENS * (RANKS if rank is None else 1), H, device)
+            given = [x for x in terms if x is not None]
+            with Allocated(given) as seen:
+                if rank is None:
+                    found = op.forward_impl(*terms, 0.1, 64, "sm90", False)
+                else:
+                    share = AnyMessages(rank, (TOKENS,) * RANKS, None)
+                    options = Call(ForwardCall(0.1, 64, "sm90"), lambda _: "sm90", False)
+                    found = context._forward(*terms, share, options, False)
+                del found
+            held.append(seen.peak + sum(x.nbytes for x in given))
+
+    trace(call, "sm_90", backward=False)
+    one, *ranks = held
+    assert max(ranks) <= limit * one, [x / one for x in ranks]
+
+
+TOKENS_CHOICE = (1, 40, 100, 144, 256, 1000, 20000)
+
+
+def gla(T: int, H: int, device: torch.device) -> LinearInputs:
+    wide = [torch.empty(1, T, H, 128, device=device, dtype=torch.bfloat16) for _ in "qkvg"]
+    return LinearInputs(*wide)
+
+
+@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+@pytest.mark.parametrize("H", [2, 16, 64])
+@pytest.mark.parametrize("kind", ["gla", "delta_rule", "gated", "kda", "dplr", "iplr"])
+def test_kernels_do_not_depend_on_a_rank_s_tokens(kind: str, H: int) -> None:
+    chosen = {}
+
+    def call(device: torch.device) -> None:
+        for T in TOKENS_CHOICE:
+            terms = gla(T, H, device) if kind == "gla" else make(kind, (T,), H, device)
+            asked = (Asked(context=(fixed, None)) for fixed in (True, False))
+            fixed, free = (choose_plan(terms, LinearOptions(), False, x)[0] for x in asked)
+            chosen[T] = fixed.impls, free.impls
+
+    trace(call, "sm_90", backward=False)
+    fixed, free = (set(x) for x in zip(*chosen.values()))
+    assert len(fixed) == 1 and next(iter(fixed)).startswith("sm90")
+    # the question is not idle: without fixed segments a few heads of few tokens are Triton's
+    assert len(free) == (2 if kind == "gla" and H < 64 else 1)

@@ -1,20 +1,30 @@
-"""The modes of a call: their order, what each undoes, and the pairs that exclude each other."""
+"""The modes of a call: their order, what each undoes, and the pairs that exclude each other; the
+interface by which op.py calls all launches; the numeric probe, silent where kernels are right."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from slipstream import ops
-from slipstream.kernels.linear import dispatch, op
+from slipstream.common.varlen import ChunkMap, chunk_map
+from slipstream.compiler.trace import trace
+from slipstream.kernels.linear import dispatch, op, probe
+from slipstream.kernels.linear.backend import SavedWY
 from slipstream.kernels.linear.dispatch import FORBIDDEN, MODES, Asked, make_plan
-from slipstream.kernels.linear.inputs import NUM_TERMS, ForwardCall, LinearInputs
+from slipstream.kernels.linear.inputs import NUM_TERMS, BackwardCall, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes import prefix_states
 from slipstream.kernels.linear.modes.call import LinearOptions, Results
 from slipstream.kernels.linear.modes.transforms import Autocast, Reverse, VFirst
 from slipstream.kernels.linear.modes.wide_heads import WideHeads
+from slipstream.kernels.linear.triton.plan import kind
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.tools.samples import FILL, Making
+from tests.support.memory import make
 
 H, HV, K, V = 2, 4, 16, 24
 
@@ -127,3 +137,108 @@ def test_other_sizes_choose_their_back_end(module: Any) -> None:
         tokens = [x[0].shape[1] for x in module._at_sizes(given)]
     assert len(found) > 3
     assert found == [how._replace(impl=f"{T} {how.impl}") for T in tokens]
+
+
+def terms_probe(dtype: torch.dtype, packed: bool) -> LinearInputs:
+    q, k = torch.randn(2, 1, 9, 2, 16, dtype=dtype)
+    v = torch.randn(1, 9, 4, 24, dtype=dtype)
+    g, beta = -torch.rand(2, 1, 9, 4)
+    cu = torch.tensor([0, 4, 9]) if packed else None
+    state = torch.randn(2 if packed else 1, 4, 16, 24)
+    return LinearInputs(q, k, v, g=g, beta=-beta, initial_state=state, cu_seqlens=cu)
+
+
+def planted(wrong: str | None) -> Callable:
+    """The operator, with one gradient of its Triton path made wrong."""
+
+    def linear(terms_probe: LinearInputs, how: ForwardCall) -> Any:
+        o, final = op.linear(terms_probe, how._replace(impl="eager"))
+        if wrong is not None and how.impl != "eager":
+            getattr(terms_probe, wrong).register_hook(lambda grad: grad * 1.2)
+        return o, final
+
+    return linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [False, True])
+def test_probe_accepts_rounding_and_nothing_else(dtype: torch.dtype, packed: bool) -> None:
+    given = terms_probe(dtype, packed)
+    for by_token in (False, True):
+        assert probe.mismatch(given, "triton", by_token, planted(None)) is None
+    for wrong in ("k", "g", "beta", "initial_state"):
+        found = probe.mismatch(given, "triton", False, planted(wrong))
+        assert f"gradient of {wrong} is off" in str(found)
+    assert probe.like(given).q.dtype == dtype
+    assert kind(given) == kind(terms_probe(dtype, packed)) == kind(probe.like(given))
+    assert kind(given) != kind(given._replace(g=None))
+
+
+def test_states_of_samples_are_small_beside_products() -> None:
+    """So that an error of either shows."""
+    making, cpu = Making(*[None] * 3, torch.device("cpu")), torch.device("cpu")  # pyright: ignore
+    for x in (probe._VALUES["state"]([9999], cpu), FILL["state"](making, [9999])):
+        assert abs(x.mean()) < 0.01 and 0.09 < x.std() < 0.11
+    one = FILL["one"](making, [9999])
+    assert 0.99 < one.mean() < 1.01 and 0.09 < one.std() < 0.11
+
+
+@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+@pytest.mark.parametrize("kind", ["delta_rule", "gated"])
+def test_portable_backward_after_gluon_forward(kind: str) -> None:
+    def call(device: torch.device) -> None:
+        terms = make(kind, (8192,), 32, device)
+        save = op.Extras(save=True)
+        o, _, *saved = op.forward_impl(*terms, 0.1, 64, "sm90", False, extras=save)
+        assert len(saved) == len(SavedWY._fields)
+        call = BackwardCall(o, None, 0.1, 64, "triton", gate_gradient=terms.g is not None)
+        grads = op.by_name(terms, True, op.backward_impl(*terms, *call, *saved))
+        assert grads["q"].shape == terms.q.shape
+
+    names = [x.name for x in trace(call, "sm_90", backward=False)]
+    assert any("sm90" in x for x in names) and "delta_chunk_dstate_kernel" in names
+
+
+@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+def test_gates_far_apart_are_laid_side_by_side() -> None:
+    """The portable scan counts a gate's place in 32 bits."""
+    from slipstream.kernels.linear.inputs import contiguous
+
+    x = torch.empty(64, 8192, 8, 64, device="meta")
+    g = torch.empty(64, 8192, 8192, device="meta")[..., :8]
+    assert contiguous(LinearInputs(x, x, x, g=g)).g.is_contiguous()  # pyright: ignore
+    near = torch.empty(2, 8192, 8192, device="meta")[..., :8]
+    assert contiguous(LinearInputs(x[:2], x[:2], x[:2], g=near)).g is near
+
+
+@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+def test_tokens_that_no_sequence_has_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a place for each of them, as on a GPU, where nobody looks at offsets before; it was past
+    all states."""
+    from slipstream.kernels.linear.eager import recurrent
+    from slipstream.kernels.linear.eager.recurrent import recurrent_backward
+
+    def on_device(cu: Tensor, tokens: int, chunk: int) -> ChunkMap:
+        found, none = chunk_map(cu, tokens, chunk), torch.tensor([False, False])
+        past = torch.full((2,), cu.shape[0] - 1)
+        return found._replace(
+            sequence=torch.cat([found.sequence, past]),
+            first=torch.cat([found.first, none]),
+            last=torch.cat([found.last, none]),
+        )
+
+    monkeypatch.setattr(recurrent.varlen, "check_cu_seqlens_values", lambda *args: None)
+    x = torch.rand(1, 9, 2, 4, dtype=torch.float64)
+    state = torch.rand(2, 2, 4, 4, dtype=torch.float64)
+    cu = torch.tensor([0, 4, 7], dtype=torch.int32)
+    terms = LinearInputs(x, x, x, beta=x[..., 0], initial_state=state, cu_seqlens=cu)
+    short = terms._replace(q=x[:, :7], k=x[:, :7], v=x[:, :7], beta=x[:, :7, :, 0])
+    want = recurrent.recurrent_forward(short, 0.5)
+    wanted = recurrent_backward(short, x[:, :7], state, 0.5)
+    monkeypatch.setattr(recurrent.varlen, "chunk_map", on_device)
+    o, final = recurrent.recurrent_forward(terms, 0.5)
+    assert torch.equal(o[:, :7], want[0])
+    assert torch.equal(final, want[1])
+    grads = recurrent_backward(terms, x, state, 0.5)
+    for name, y in wanted.items():
+        assert torch.equal(grads[name] if name == "initial_state" else grads[name][:, :7], y), name

@@ -1,5 +1,5 @@
-"""The torch.library operators of pointwise kernels, convolution and losses: opcheck, in plain torch
-and through the kernels under Triton's interpreter, and the kernels in compiled graphs."""
+"""Operators of pointwise kernels: registration, strides under Triton's interpreter, and the
+embedding's kernel and the one that only looks at ids, interpreted and compiled."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
+from slipstream.compiler.aot import compile_kernel
 from slipstream.kernels.conv import op as conv
 from slipstream.kernels.elementwise import copy_states, glu, place_tokens, rotary, token_shift
 from slipstream.kernels.elementwise import glu as linear
 from slipstream.kernels.loss import fused as loss
-from slipstream.ops.activation import glu_linear
+from slipstream.ops.activation import geglu, glu_linear, swiglu
+from slipstream.ops.rotary import rotary_embedding, rotary_tables
+from slipstream.runtime import token_ids as guard
+from slipstream.runtime.backends import HAVE_TRITON
+from slipstream.runtime.token_ids import raise_pending
 from tests.support.interpreted import error, interpreted
 
 CU = torch.tensor([0, 2, 2, 9], dtype=torch.int32)
@@ -149,3 +154,125 @@ def check_compiled() -> None:
 def test_kernels_of_the_operators_interpreted() -> None:
     check_operators()
     check_compiled()
+
+
+@interpreted
+def test_triton_pointwise_takes_strides() -> None:
+    wide = torch.randn(2, 3, 2050, requires_grad=True)
+    for call in (swiglu, geglu):
+        found = []
+        for impl in ("triton", "eager"):
+            y = call(*wide.chunk(2, -1), impl=impl)
+            found.append([y, *torch.autograd.grad(y.sin().sum(), wide)])
+        assert max(error(x, y) for x, y in zip(*found)) < 1e-5
+    packed = torch.randn(2, 7, 3, 5, 12, requires_grad=True)
+    tables = rotary_tables(torch.arange(20), 6)  # 3 pairs: not as many as a block has
+    rows = [table[torch.randint(0, 20, (n, 7))] for n in (1, 2) for table in tables]
+    cases = [(tables, None), (tables, torch.randperm(20)[:7]), (rows[:2], None), (rows[2:], None)]
+    for (cos, sin), positions in cases:
+        for interleaved in (False, True):
+            found = []
+            for impl in ("triton", "eager"):
+                y = rotary_embedding(
+                    packed[:, :, 1], cos, sin,
+                    positions=positions, interleaved=interleaved, impl=impl,
+                )  # fmt: skip
+                found.append([y, *torch.autograd.grad(y.sin().sum(), packed)])
+            assert max(error(x, y) for x, y in zip(*found)) < 1e-5
+    check_heads()
+
+
+def check_heads() -> None:
+    """q, k and v of one tensor, whose gradients are written into one, against rotary_embedding."""
+    from slipstream.kernels.elementwise.rotary import split_rotary
+
+    wide, sizes = torch.randn(2, 7, 3 * 6 * 12, requires_grad=True), (3, 2, 1)
+    for features, rows in ((12, 1), (8, 2)):
+        cos, sin = rotary_tables(torch.randint(0, 20, (rows, 7)), features)
+        qkv = wide.unflatten(-1, (-1, 12))[:, :, 5:11]
+        dq, dk, dv = torch.randn(2, 7, 6, 12).split(sizes, 2)
+        found = []
+        for ours in (True, False):
+            if ours:
+                q, k, v = split_rotary(qkv, cos, sin, sizes, "triton")
+            else:
+                q, k, v = qkv.split(sizes, 2)
+                q, k = (rotary_embedding(x, cos, sin, impl="eager") for x in (q, k))
+            found.append([q, k, v, *torch.autograd.grad((q, k, v), wide, (dq, dk, dv))])
+        assert max(error(x, y) for x, y in zip(*found)) < 1e-5
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("ids", ["*i64", "*i32"])
+@pytest.mark.sample(which=lambda arch, ids: ids == "*i64" or arch == "sm_90")
+def test_embedding_compiles(arch: str, ids: str) -> None:
+    got = compile_kernel(
+        "slipstream.kernels.elementwise.triton.embedding:embedding_kernel",
+        {"ids_ptr": ids, "weight_ptr": "*bf16", "y_ptr": "*bf16", "records_ptr": "*i64"},
+        {"D": 4096, "BR": 2, "BD": 1024}, scalars={"weight_stride": "i32:16"}, target=arch,
+    )  # fmt: skip
+    assert got.stack == 0
+
+
+SCANS = ["ids", "ids but for one", "ids counted", "indices", "some indices", "offsets"]
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("kind", SCANS)
+def test_scans_compile(kind: str) -> None:
+    some = {"lengths_ptr": "*i32", "rows_ptr": "*i64"} if "some" in kind else {}
+    count = {"inverse_count_ptr": "*fp32"} if "counted" in kind else {}
+    got = compile_kernel(
+        "slipstream.runtime.token_ids_kernel:scan_ids_kernel",
+        {"ids_ptr": "*i32" if "ind" in kind else "*i64", "slots_ptr": "*i64", **some, **count},
+        {"KIND": kind.split()[-1 if "some" in kind else 0],
+            "HAS_IGNORED": "one" in kind or bool(count), "B": 4096 if count else 1024},
+        warps=8 if count else 4,
+    )  # fmt: skip
+    assert got.stack == 0
+
+
+def message() -> str:
+    try:
+        raise_pending()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@interpreted
+def test_triton_embedding_reads_rows_and_finds_wrong_ids() -> None:
+    from slipstream.kernels.elementwise.triton import embedding
+    from slipstream.runtime import token_ids_kernel
+
+    for modules in (token_ids_kernel, embedding):
+        modules.SLOTS = 4  # several blocks a program
+    token_ids_kernel.BLOCK = 8
+    for shape, D in [((2, 30), 5), ((7,), 12), ((1, 700), 1500), ((0, 3), 4), ((2, 2, 3), 16)]:
+        for dtype in (torch.int32, torch.int64):
+            ids, weight = torch.randint(0, 9, shape, dtype=dtype), torch.randn(9, D)
+            with torch.inference_mode():
+                assert torch.equal(embedding.gather(ids, weight), weight[ids.long()])
+            for table in (weight, torch.randn(D, 9).T, torch.randn(9, 2 * D)[:, :D]):
+                y = embedding.gather(ids, table)
+                assert torch.equal(y, table[ids.long()]), (shape, D)
+            if ids.numel():
+                token_ids_kernel.scan("target", ids, 9, None)
+            assert message() == ""
+    ids, weight = torch.randint(0, 9, (3, 300)), torch.randn(9, 5)
+    for wrong in (9, -1, 27, 1 << 40, -(1 << 62)):
+        ids[0, 299], ids[1, 17], ids[2, 5] = 3, wrong, 1 << 33
+        y = embedding.gather(ids, weight)
+        assert torch.equal(y, weight[ids.clamp(0, 8)])
+        want = f"input_ids: id {wrong} at position (1, 17) is outside the vocabulary of 9"
+        assert message() == want, message()
+        assert message() == ""
+        token_ids_kernel.scan("target", ids.flatten(), 9, wrong)
+        last = 2 * 300 + 5
+        assert message() == f"target: id {1 << 33} at position ({last},) is outside the " + (
+            "vocabulary of 9"
+        )
+    token_ids_kernel.scan("target", torch.tensor([0, -100, 8, -100]), 9, -100)
+    assert message() == "" and not guard._watches[0].slots.any()

@@ -1,17 +1,25 @@
-"""Projections of mixes under Triton's interpreter, against the operations one by one."""
+"""The mix of tokens and RWKV-7's step: in plain torch, by Triton's interpreter, and compiled for
+GPUs that need not be there: spills, wide loads, barriers."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.time_mix import token_mix
+from slipstream.compiler.aot import compile_kernel
+from slipstream.compiler.trace import trace
+from slipstream.kernels.time_mix import low_rank, token_mix
 from slipstream.layers.rwkv7 import RWKV7ChannelMix
 from slipstream.nn.decoding import sequence_starts
+from slipstream.ops import rwkv7_step, token_mix_step
+from slipstream.runtime.backends import HAVE_TRITON
+from tests.support import rwkv7_steps as steps
 from tests.support.interpreted import error, interpreted
+from tests.support.rwkv7_steps import Sizes, make
 
 
 def one_by_one(
@@ -114,3 +122,91 @@ def test_triton_token_mix_matches_operations() -> None:
     for given in ((None, None), (None, starts)):
         torch.library.opcheck(token_mix._forward.overload, (x, *given, mu, "triton"))
         torch.library.opcheck(token_mix._backward.overload, (mixes, x, *given, mu, "triton"))
+
+
+MODULE = "slipstream.kernels.time_mix.triton.token_mix"
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize(("x", "state"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")])
+def test_step_has_read_a_wide_pool_when_it_writes(x: str, state: str) -> None:
+    """A thread may write what another reads, and waits for it by no other conversion's barrier."""
+    tensors = dict.fromkeys(("x_ptr", "mu_ptr", "y_ptr"), f"*{x}") | {"state_ptr": f"*{state}"}
+    scalars = dict.fromkeys(("N", "slots"), "i32") | dict.fromkeys(("row_x", "row_state"), "i32:16")
+    flags = {"D": 2048, "M": 6, "BD": 512}
+    name = f"{MODULE}_step:token_mix_step_kernel"
+    ir = compile_kernel(name, tensors, flags, scalars, warps=2).asm["ttir"]
+    assert ("barrier" in ir) == (x != state)
+
+
+@interpreted
+def test_triton_rwkv7_step_matches_formula() -> None:
+    steps.check_all("triton")
+    steps.check_tiles_of_columns("triton")
+    steps.check_probe()
+    assert steps.check_layer("triton") == ["token_mix_step", "low_rank", "rwkv7_step"] * 4
+
+
+@pytest.mark.parametrize("impl", ["eager", "reference"])
+def test_plain_rwkv7_step_matches_formula(impl: str) -> None:
+    steps.check_all(impl)
+
+
+def test_layer_by_it_and_by_its_parts() -> None:
+    assert steps.check_layer(None) == ["token_mix_step", "low_rank", "rwkv7_step"] * 4
+
+
+REFUSALS: dict[str, dict[str, Any]] = {
+    r"v_gate: wants first_value": {"first_value": None},
+    r"v_bias: wants v_gate": {"first_value": None, "v_gate": None},
+    r"norm_eps: want 0 or more": {"norm_eps": -1.0},
+    r"state_indices: want each slot at most once": {"state_indices": torch.tensor([1, 1, -1])},
+    r"state_indices: want less than the 5 slots": {"state_indices": torch.tensor([1, 5, -1])},
+    r"state: want shape \(3, ": {"state_indices": None},
+}
+
+
+@pytest.mark.parametrize("words", REFUSALS)
+def test_rwkv7_step_refuses(words: str) -> None:
+    args = steps.make(steps.Sizes()) | {"state_indices": torch.tensor(steps.INDICES)}
+    with pytest.raises(ValueError, match=words):
+        rwkv7_step(**{**args, **REFUSALS[words]})
+
+
+def test_steps_refuse_gradients() -> None:
+    args = steps.make(steps.Sizes())
+    args["state"] = args["state"][:3].clone()
+    args["k"].requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"under torch\.no_grad"):
+        rwkv7_step(**args)
+    mu = torch.randn(2, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=r"under torch\.no_grad"):
+        token_mix_step(torch.randn(3, 8), mu, state=torch.randn(3, 8))
+
+
+def test_low_rank_products_of_no_tokens() -> None:
+    t = steps.low_rank_inputs(0, 8, (5, 3, 4), torch.float32)
+    assert low_rank.low_rank(t).shape == (3, 0, 8)
+
+
+@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("K", "v_first", "stack"), [(64, False, 0), (64, True, 0), (128, False, 0), (256, False, 300)]
+)
+def test_rwkv7_step_compiles(K: int, v_first: bool, stack: int) -> None:
+    n = Sizes(K=K, dtype=torch.bfloat16)
+    args: Any = make(n)
+
+    def call(device: torch.device) -> None:
+        given: Any = {
+            m: torch.empty(x.shape, dtype=x.dtype, device=device) for m, x in args.items()
+        }
+        at = torch.empty(n.N, dtype=torch.int32, device=device)
+        rwkv7_step(**given, state_indices=at, state_v_first=v_first, impl="triton")
+
+    (job,) = (x for x in trace(call, "sm_90", backward=False) if "rwkv7_step" in x.kernel)
+    made = job.compile()
+    assert made.stack <= stack
+    # a tile of the state is read by loads of 16 bytes, all of them before anything is stored
+    loads = made.ptx[: made.ptx.index("st.global.v4")].count("v4.b32 {")
+    assert loads >= min(K * K, 16384) // (4 * 32 * job.warps)
