@@ -73,7 +73,7 @@ test-newest: newest
 # With what others train with, and fla's own files, of which `make test` has neither.
 TRAINERS_TESTS = tests/integrations tests/compat/test_fla_interop.py tests/compat/test_fla_references.py \
   tests/models/test_convert_fla.py tests/models/test_module_contracts.py tests/models/test_ways.py \
-  tests/nn/test_changed_modules.py tests/nn/test_ways.py tests/training/test_tables.py
+  tests/nn/test_changed_modules.py tests/nn/test_ways.py tests/training/test_run.py
 
 test-trainers: venv
 	$(RUN) -m pip install --quiet "$(TORCH)" -e ".[dev,trainers]"

@@ -127,7 +127,7 @@ OPERATORS = [
     _traced("attention", f"{ATTENTION} g=BTG:gate sinks=G", variant="gated"),
     _traced("attention", ATTENTION, variant="both sides",
             options={"window_size": (60, 9), "causal": False}),
-    # tests/ops/test_attention_dropout.py holds both back ends against each other
+    # tests/ops/test_attention.py holds both back ends against each other
     _traced("attention", ATTENTION, variant="dropout", options={"dropout_p": 0.1}, random=True),
     _tested("attention", "full", LONGER, options={"causal": False}),
     _tested("attention", "longer", LONGER),

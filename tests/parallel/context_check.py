@@ -5,7 +5,7 @@
 On GPUs, or on a CPU, where products are rounded by their shapes (tests/support/by_shape.py).
 Results and gradients of random packings and shards of any length are compared with one process's,
 and the bits of the deterministic mode with those of one rank; it fails where they differ.
-tests/parallel/test_context_many.py runs it.
+tests/parallel/test_context_interpreted.py runs it.
 """
 
 import itertools

@@ -1,15 +1,21 @@
-"""Exchanges between a back end's segments, under Triton's interpreter, against the reference."""
+"""Exchanges between a back end's segments, under Triton's interpreter, against the reference; and
+context_check.py in four and eight processes: uneven shards, and the same bits."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from slipstream.kernels.linear import segments
 from tests.support.interpreted import PARTS, interpreted
 from tests.support.linear_interpreted import reference
 from tests.support.lockstep import linear_on_ranks
 from tests.support.operators import offsets, relative_error
+from tests.support.scripts import ROOT
 
 # Tokens of ranks, and of packed sequences: cut anywhere, or two rows through all ranks.
 CUTS = {
@@ -150,3 +156,18 @@ def test_exchanges_match_reference_when_interpreted(part: str) -> None:
         check(*case)
     for case in BITS[part]:
         check_bits(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_results_and_bits_of_many_ranks(ranks: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    found = subprocess.run(
+        [*command, "tests/parallel/context_check.py", "--seeds", "1"], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=900,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count(f"checked on {ranks} ranks") >= 33
