@@ -288,3 +288,24 @@ def test_vllm_methods_get_our_functions_where_they_call_theirs(
         assert vllm_layers._rebound(names["method"], ours, "site")(1) == 12
     finally:
         forget_vllm()
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_lightning_prompts_are_their_tokens(has_state: bool) -> None:
+    q, k, v = torch.randn(3, 5, 2, 8).unbind()
+    pool, decay = torch.randn(3, 2, 8, 8), torch.rand(2)
+    slots, offsets = torch.tensor([2, 0]), torch.tensor([0, 3, 5], dtype=torch.int32)
+    has = torch.full((2,), float(has_state))
+    meta = SimpleNamespace(
+        mask=None, batch_size=2, s_offsets=slots, q_offsets=offsets, s_scales=has
+    )
+    want, states = [], pool.clone()
+    for slot, (begin, end) in zip(slots.tolist(), pairwise(offsets.tolist())):
+        states[slot] *= has_state
+        for t in range(begin, end):
+            states[slot] *= (-decay).exp()[:, None, None]
+            states[slot] += k[t, :, :, None] * v[t, :, None]
+            want.append(0.5 * torch.einsum("hk,hkv->hv", q[t], states[slot]))
+    y = sglang_functions.seg_la_fwd(q, k, v, pool, decay, meta, softmax_scale=0.5)
+    near(y, torch.stack(want))
+    near(pool, states)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM, packing
 from slipstream.models.cache import CACHE
 
 VOCAB = 31
@@ -189,3 +189,10 @@ def test_new_sequences_beside_a_cache_are_refused() -> None:
 def test_offsets_of_several_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="cu_seqlens: want a batch of one"):
         model(HYBRID)(torch.zeros(2, 3, dtype=torch.long), cu_seqlens=torch.tensor([0, 6]))
+
+
+def test_packed_call_is_forgotten_at_its_first_column() -> None:
+    absent = packing.Absent()
+    absent.add(3, 5, torch.tensor([4]))
+    absent.crop(3)
+    assert absent.after(2) is None

@@ -242,3 +242,15 @@ def test_compiled_rows_without_a_loss_have_no_gradient() -> None:
 @interpreted
 def test_triton_rows_without_a_loss_have_no_gradient() -> None:
     assert faults(of_operators("triton")) == []
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_teacher_of_triton_has_no_gradients(grads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would be as large as its weight."""
+    kl_div = pytest.importorskip("slipstream.kernels.loss.triton.kl_div")
+    made: list[bool] = []
+    layer = kl_div.LinearRows
+    monkeypatch.setattr(kl_div, "LinearRows", lambda *x: made.append(x[3]) or layer(*x))
+    rows = torch.empty(0, 4), torch.empty(6, 4), None
+    kl_div.linear_rows(rows, rows, None, None, 1.0, grads)
+    assert made == [grads, False]

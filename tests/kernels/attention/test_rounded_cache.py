@@ -1,7 +1,9 @@
 """A cache of keys and values in 8 bits: its error, and the kernel beside plain torch."""
 
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -131,3 +133,19 @@ def test_scales_that_do_not_fit_are_refused() -> None:
 def test_cache_in_8_bits_when_interpreted() -> None:
     check("triton")
     check_narrow("triton")
+
+
+@pytest.mark.parametrize(("D", "fill"), [(64, 4), (128, 2)])
+def test_decoding_fills_multiprocessors(D: int, fill: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With four programs of narrow heads, two of others."""
+    launch = pytest.importorskip("slipstream.kernels.attention.triton.decode_launch")
+    tile = SimpleNamespace(decode=SimpleNamespace(BM=16, BN=16, warps=4))
+    asked = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(launch, "tiles_for", lambda *_: (tile, D, D))
+    monkeypatch.setattr(launch, "choose_splits", asked)
+    q, cache = torch.empty(1, 1, 4, D), torch.empty(1, 32, 2, D)
+    call: Any = SimpleNamespace(k_scale=None, capacity=32)
+    given = type("Call", (), {**vars(call), "__getitem__": lambda _, at: (q, cache, cache)[at]})()
+    with pytest.raises(InterruptedError):
+        launch.decode(given, None)
+    assert asked.call_args.args[1:] == (2, 32, 16, fill)

@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.common.varlen import ChunkMap, chunk_map
 from slipstream.compiler.trace import trace
-from slipstream.kernels.linear import dispatch, op, probe
+from slipstream.kernels.linear import dispatch, gated_delta_product, op, probe
 from slipstream.kernels.linear.backend import SavedWY
 from slipstream.kernels.linear.dispatch import FORBIDDEN, MODES, Asked, make_plan
 from slipstream.kernels.linear.inputs import NUM_TERMS, BackwardCall, ForwardCall, LinearInputs
@@ -242,3 +242,24 @@ def test_tokens_that_no_sequence_has_token_by_token(monkeypatch: pytest.MonkeyPa
     grads = recurrent_backward(terms, x, state, 0.5)
     for name, y in wanted.items():
         assert torch.equal(grads[name] if name == "initial_state" else grads[name][:, :7], y), name
+
+
+def test_other_sizes_have_the_steps_of_each_token() -> None:
+    """Of gated_delta_product, whose k, v and beta have n times the tokens of q and g."""
+    q, k = torch.empty(2, 5, 2, 8), torch.empty(2, 15, 2, 8)
+    given = gated_delta_product.Steps(q, k, k, k[..., 0])
+    others = gated_delta_product._at_sizes((*given, 0.5, 64, "triton"))
+    found = [gated_delta_product.Steps(*x[: len(given)]) for x in others]
+    assert len({x.q.shape for x in found}) > 3
+    assert all(x.k.shape[:2] == (x.q.shape[0], 3 * x.q.shape[1]) for x in found)
+
+
+def test_inverse_of_16_bits_is_rounded_once_more() -> None:
+    """Its products may be of TF32, which takes a third of the time."""
+
+    def call(device: torch.device) -> None:
+        x = torch.empty(1, 128, 2, 64, dtype=torch.bfloat16, device=device)
+        ops.chunk_delta_rule(x, x, x, x[..., 0])
+
+    found = [job.constants.get("INNER") for job in trace(call, "sm_80", backward=False)]
+    assert {*found} == {None, "tf32"}

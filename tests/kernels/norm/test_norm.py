@@ -81,6 +81,7 @@ def check_uneven() -> None:
     for D, centre in itertools.product((20, 13), (False, True)):
         n = NormOptions(1e-5, centre=centre)
         check(n, affine, single, single, D)
+        check(n, ("bias",), single, single, D)
         for first in (False, True):
             gated = n._replace(activation="silu", gate_first=first)
             check(gated, ("gate", *affine), single, single, D)
