@@ -23,6 +23,7 @@ from slipstream.kernels.linear.modes.transforms import Autocast, Reverse, VFirst
 from slipstream.kernels.linear.modes.wide_heads import WideHeads
 from slipstream.kernels.linear.triton.plan import kind
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.compile_ahead import AtSizes
 from slipstream.tools.samples import FILL, Making
 from tests.support.memory import make
 
@@ -248,7 +249,8 @@ def test_other_sizes_have_the_steps_of_each_token() -> None:
     """Of gated_delta_product, whose k, v and beta have n times the tokens of q and g."""
     q, k = torch.empty(2, 5, 2, 8), torch.empty(2, 15, 2, 8)
     given = gated_delta_product.Steps(q, k, k, k[..., 0])
-    others = gated_delta_product._at_sizes((*given, 0.5, 64, "triton"))
+    sizes = AtSizes(tokens=(0, 4), states=(5,), heads=2)
+    others = gated_delta_product._at_sizes((*given, 0.5, 64, "triton"), sizes)
     found = [gated_delta_product.Steps(*x[: len(given)]) for x in others]
     assert len({x.q.shape for x in found}) > 3
     assert all(x.k.shape[:2] == (x.q.shape[0], 3 * x.q.shape[1]) for x in found)
