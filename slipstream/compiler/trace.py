@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.compiler import aot, triton_driver
 from slipstream.compiler.arch import Arch, named
 from slipstream.compiler.compiler_state import CompilerState, state_for
-from slipstream.runtime import backends, compile_ahead, guarded_launch
-from slipstream.runtime.custom_op import NAMESPACE, DirectCall
+from slipstream.runtime import backends, compile_ahead, custom_op, guarded_launch
 
 # Devices no machine has, one for each architecture and release: launches remember tiles by device.
 _FIRST_DEVICE = 64
@@ -58,8 +57,8 @@ def trace(
     """
     jobs: dict[str, aot.Job] = {}
     state = state_for(arch, remembers, compilers)
-    called: list[tuple[DirectCall, compile_ahead.InOtherSizes, tuple]] = []
-    noting = mock.patch.object(DirectCall, "__call__", _noting(called))
+    called: list[tuple[custom_op.DirectCall, compile_ahead.InOtherSizes, tuple]] = []
+    noting = mock.patch.object(custom_op.DirectCall, "__call__", _noting(called))
     with _pretending(named(arch), jobs, state) as (device, functions):
         with noting if any_size else nullcontext(), torch.set_grad_enabled(backward):
             call(device)
@@ -79,12 +78,12 @@ def trace(
 
 
 def _noting(
-    called: list[tuple[DirectCall, compile_ahead.InOtherSizes, tuple]],
+    called: list[tuple[custom_op.DirectCall, compile_ahead.InOtherSizes, tuple]],
 ) -> Callable[..., Any]:
     """DirectCall.__call__, which adds the calls of those that have other sizes to `called`."""
-    plain = DirectCall.__call__
+    plain = custom_op.DirectCall.__call__
 
-    def call(self: DirectCall, *args: Any, **named: Any) -> Any:
+    def call(self: custom_op.DirectCall, *args: Any, **named: Any) -> Any:
         if self.at_sizes is not None:
             called.append((self, self.at_sizes, (*args, *named.values())))
         return plain(self, *args, **named)
@@ -151,7 +150,7 @@ class _Implementations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == NAMESPACE:
+        if func.namespace == custom_op.NAMESPACE:
             if any(x in PLAIN for x in args if isinstance(x, str)):
                 raise PlainTorch
             return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)

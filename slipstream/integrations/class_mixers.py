@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.integrations.rows import Rows, rows_of
-from slipstream.ops import conv, hgrn, rwkv
+from slipstream.ops import conv, hgrn, rwkv, simple_gla, steps
 from slipstream.ops._fp32 import widen
-from slipstream.ops.simple_gla import chunk_simple_gla
-from slipstream.ops.steps import recurrent_step
 from slipstream.ops.token_shift import token_shift
 
 
@@ -63,9 +61,9 @@ def _scalar_decay(
     grads = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g))
     if rows.one and state is not None and not grads:
         g = g.expand(q.shape[:3]) if g.dim() == 1 else g
-        return recurrent_step(q, k, v, state=state, g=g, scale=scale), state
+        return steps.recurrent_step(q, k, v, state=state, g=g, scale=scale), state
     each, all_tokens = (None, g) if g.dim() == 1 else (g, None)
-    o, state = chunk_simple_gla(
+    o, state = simple_gla.chunk_simple_gla(
         q, k, v, each, all_tokens, scale=scale, initial_state=rows.enter(state),
         output_final_state=True, cu_seqlens=rows.cuts,
     )  # fmt: skip

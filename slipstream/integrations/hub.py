@@ -16,8 +16,7 @@ from torch import nn
 from transformers.integrations import hub_kernels
 from transformers.utils import import_utils
 
-from slipstream.integrations import patching
-from slipstream.integrations.linear_mixers import FUNCTIONS
+from slipstream.integrations import linear_mixers, patching
 
 # those that `kernels` tells apart and slipstream runs on
 DEVICES = ("cpu", "cuda", "rocm")
@@ -31,7 +30,7 @@ class Repository:
 
     def load(self) -> type[nn.Module]:
         """A class whose forward takes a call, or hands it on to the function that was there."""
-        ours, full = FUNCTIONS[self.name], f"kernels.{self.name}"
+        ours, full = linear_mixers.FUNCTIONS[self.name], f"kernels.{self.name}"
         made: dict[nn.Module, Any] = {}  # the functions live as long as their modules
 
         class Layer(nn.Module):
@@ -78,8 +77,8 @@ def register_kernels() -> list[str]:
         raise ImportError(f"register_kernels needs kernels: pip install 'kernels>={low},<{high}'")
     hub: Any = hub_kernels  # these names are there only then
     table, Mode = hub.get_kernel_mapping_transformers(), hub.Mode
-    for name in FUNCTIONS:
+    for name in linear_mixers.FUNCTIONS:
         modes = dict.fromkeys((Mode.INFERENCE, Mode.TRAINING), Repository(name))
         modes |= {mode | Mode.TORCH_COMPILE: entry for mode, entry in modes.items()}
         table[name] = {**table.get(name, {}), **dict.fromkeys(DEVICES, modes)}
-    return list(FUNCTIONS)
+    return list(linear_mixers.FUNCTIONS)

@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.ops import conv, delta_rule, kda, simple_gla
+from slipstream.ops import conv, delta_rule, kda, simple_gla, steps
 from slipstream.ops._fp32 import widen
 from slipstream.ops.causal_conv1d import causal_conv1d_fn as conv_fn
 from slipstream.ops.causal_conv1d import causal_conv1d_update as conv_update
 from slipstream.ops.mamba import selective_scan
-from slipstream.ops.steps import recurrent_step
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -364,7 +363,7 @@ def selective_state_update(
     limit = getattr(running.now.mixer, "time_step_limit", (0.0, float("inf")))
     step = _step_size(dt[..., 0], dt_bias, dt_softplus).clamp(*limit)  # [B, H]
     v = (widen(x) * step[..., None]).to(x.dtype)
-    y = recurrent_step(
+    y = steps.recurrent_step(
         C[:, None].to(x.dtype), B[:, None].to(x.dtype), v[:, None], state=state,
         g=(step * widen(A[:, 0, 0]))[:, None], scale=1.0, state_v_first=True,
     )[:, 0]  # fmt: skip

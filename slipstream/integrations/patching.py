@@ -31,7 +31,6 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream.integrations import auto_models, class_mixers, linear_mixers, rows, usage
-from slipstream.integrations.class_mixers import FORWARDS, METHODS
 from slipstream.integrations.linear_mixers import FUNCTIONS, running, sequences_of
 from slipstream.ops.norm import rms_norm_gated
 
@@ -108,7 +107,7 @@ def _patch_module(module: ModuleType) -> list[str]:
     functions = {a: (name, f) for a, (name, f) in found.items() if name in FUNCTIONS}
     mixers = [
         cls for cls in _classes_of(module)
-        if cls.__name__ in FORWARDS and not hasattr(cls.forward, ORIGINAL)
+        if cls.__name__ in class_mixers.FORWARDS and not hasattr(cls.forward, ORIGINAL)
     ]  # fmt: skip
     if not functions and not mixers:
         return []
@@ -124,7 +123,7 @@ def _patch_module(module: ModuleType) -> list[str]:
             if _is_checkpoint(getattr(forward, ORIGINAL)):
                 GradientCheckpointingLayer.__init_subclass__.__func__(cls)  # around ours
             replaced.append(f"{cls.__name__}.forward")
-    for name, attribute, method in METHODS:
+    for name, attribute, method in class_mixers.METHODS:
         cls = vars(module).get(name)
         if mixers and cls is not None and not hasattr(cls, attribute):
             setattr(method, ORIGINAL, None)
@@ -163,7 +162,7 @@ def _forward_of(cls: type[nn.Module], functions: set[str], padded: bool) -> Call
     if issubclass(cls, GradientCheckpointingLayer):
         checkpoints = _is_checkpoint(cls.forward)
         return _layer_forward(cls.forward.__wrapped__ if checkpoints else cls.forward)
-    if (ours := FORWARDS.get(cls.__name__)) is not None:
+    if (ours := class_mixers.FORWARDS.get(cls.__name__)) is not None:
         return replacement_of(ours, cls.forward, f"{cls.__module__}.{cls.__name__}")
     if functions & {*_code_of(cls.forward).co_names}:
         return _mixer_forward(cls.forward)

@@ -17,7 +17,6 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import extras
@@ -383,7 +382,7 @@ def _dense(
             beside = sinks.to(x.dtype).view(-1, 1, 1) if sinks.dim() == 1 else sinks.to(x.dtype)
             beside = beside.expand(*x.shape[:-1], 1)
             x = torch.cat([x, beside], -1)
-        p = F.dropout(x.softmax(-1)[..., :S], dropout_p)
+        p = torch.nn.functional.dropout(x.softmax(-1)[..., :S], dropout_p)
         return (p @ v).transpose(1, 2).contiguous().to(dtype)
 
 

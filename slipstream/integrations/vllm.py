@@ -22,8 +22,7 @@ from torch import Tensor
 from slipstream.compat.mamba_ssm.ops.triton.selective_state_update import (
     selective_state_update as update_states,
 )
-from slipstream.integrations import usage
-from slipstream.integrations.serving import packed, slots_of, step, step_drafts, unpacked
+from slipstream.integrations import serving, usage
 from slipstream.kernels.elementwise.copy_states import copy_states
 from slipstream.ops import chunk_gated_delta_rule as chunk_rule
 
@@ -129,20 +128,20 @@ def next_tokens(
     tokens = parts[0].shape[1]
     blocks = _blocks(ssm_state_indices, cu_seqlens.shape[0] - 1)
     if num_accepted_tokens is None and blocks.shape[1] == 1:
-        one = [unpacked(x, cu_seqlens, 1) for x in parts]
-        o = step(*one, states=pool, slots=blocks[:, 0], **options)
+        one = [serving.unpacked(x, cu_seqlens, 1) for x in parts]
+        o = serving.step(*one, states=pool, slots=blocks[:, 0], **options)
     else:
         first = _first(blocks, num_accepted_tokens)
         is_token = torch.arange(blocks.shape[1], device=blocks.device) < cu_seqlens.diff()[:, None]
-        o = step_drafts(
-            [unpacked(x, cu_seqlens, blocks.shape[1]) for x in parts],
+        o = serving.step_drafts(
+            [serving.unpacked(x, cu_seqlens, blocks.shape[1]) for x in parts],
             states=pool,
             slots=first,
             into=pool,
             into_slots=torch.where(is_token, blocks, -1),
             **options,
         )
-    return packed(o, cu_seqlens, tokens)
+    return serving.packed(o, cu_seqlens, tokens)
 
 
 def selective_state_update(
@@ -186,8 +185,8 @@ def selective_state_update(
     target = source
     if dst_state_batch_indices is not None:
         target = _blocks(dst_state_batch_indices, N, null_block_id)
-    target = slots_of(pool, target, "dst_state_batch_indices")
-    first = slots_of(pool, _first(source, num_accepted_tokens), "state_batch_indices")
+    target = serving.slots_of(pool, target, "dst_state_batch_indices")
+    first = serving.slots_of(pool, _first(source, num_accepted_tokens), "state_batch_indices")
     # as in vLLM's kernel, a state is rounded to the pool's dtype where it is written alone
     own = torch.empty(N, *pool.shape[1:], dtype=torch.float32, device=x.device)
     copy_states(pool, own, source_indices=first)
@@ -205,7 +204,7 @@ def selective_state_update(
         outputs.append(update_states(states, x_t, dt_t, A, B_t, C_t, D, **options))
         copy_states(own, pool, target_indices=torch.where(first < 0, -1, into))
     y = torch.stack(outputs, 1)
-    out.copy_(y[:, 0] if cu_seqlens is None else packed(y, cu_seqlens, x.shape[0])[0])
+    out.copy_(y[:, 0] if cu_seqlens is None else serving.packed(y, cu_seqlens, x.shape[0])[0])
 
 
 def _blocks(indices: Tensor, N: int, null: int = NULL_BLOCK) -> Tensor:

@@ -14,10 +14,8 @@ from slipstream.layers.base import Mixer, NormalLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear, projections, rounded
 from slipstream.nn.norm import RMS_NORMS
-from slipstream.ops import flash_attn, rotary
-from slipstream.ops._fp32 import widen
+from slipstream.ops import _fp32, flash_attn, norm, rotary
 from slipstream.ops.attention import attention, rotary_attention
-from slipstream.ops.norm import rms_norm
 
 
 class Attention(Mixer):
@@ -194,8 +192,8 @@ class Attention(Mixer):
             qk, v = qkv.split([heads[0] + heads[1], heads[2]], dim=2)
         else:
             q, k, v = qkv.split(heads, dim=2)
-            q = rms_norm(q, self.q_norm, eps=self.norm_eps, **self.qk_options)
-            k = rms_norm(k, self.k_norm, eps=self.norm_eps, **self.qk_options)
+            q = norm.rms_norm(q, self.q_norm, eps=self.norm_eps, **self.qk_options)
+            k = norm.rms_norm(k, self.k_norm, eps=self.norm_eps, **self.qk_options)
             qk = torch.cat([q, k], dim=2)
         if tables is not None:
             qk = rotary.rotary_embedding(qk, *tables)
@@ -306,7 +304,7 @@ class ForgettingAttention(Attention):
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         at = call.token_positions(x)
         q, k, v = self._heads(self.qkv_proj(x), at)
-        f = F.logsigmoid(widen(self.f_proj(x)))
+        f = F.logsigmoid(_fp32.widen(self.f_proj(x)))
         (k, v, f), masks, cache = keys_to_attend(call, k=k, v=v, f=f)
         o = attention(q, k, v, g=f, window_size=self.window_size, **masks)
         return self._joined(x, o), cache
@@ -319,7 +317,7 @@ class ForgettingAttention(Attention):
     ) -> Tensor:
         at = MixerCall(positions=positions, state=state).token_positions(x)
         q, k, v = self._heads(self.qkv_proj(x), at)
-        append({"k": k, "v": v, "f": F.logsigmoid(widen(self.f_proj(x)))}, state)
+        append({"k": k, "v": v, "f": F.logsigmoid(_fp32.widen(self.f_proj(x)))}, state)
         o = attention(
             q,
             state["k"],

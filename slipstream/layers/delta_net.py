@@ -7,18 +7,13 @@ corrects the read, Gated DeltaProduct takes several steps for each token.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.layers import base, delta_heads
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear, projections, recompute
 from slipstream.ops import delta_rule as rules
-from slipstream.ops import norm
-from slipstream.ops.gated_delta_product import (
-    chunk_gated_delta_product,
-    fused_recurrent_gated_delta_product,
-)
+from slipstream.ops import gated_delta_product, norm
 
 
 class DeltaNet(delta_heads.SteppedDeltaHeads):
@@ -114,7 +109,7 @@ class DeltaNet(delta_heads.SteppedDeltaHeads):
     def _activated(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The heads of what the convolution returns."""
         q, k, v = self._heads_of(qkv, self._normalised)
-        return q, k, v if self.qk_activation == "silu" else F.silu(v)
+        return q, k, v if self.qk_activation == "silu" else nn.functional.silu(v)
 
     def _normalised(self, qk: Tensor) -> Tensor:
         if self.qk_activation != "silu":
@@ -391,7 +386,11 @@ class GatedDeltaProduct(delta_heads.DeltaHeads):
         beta = self._steps(self.b_proj(x), (self.num_v_heads,)).sigmoid()
         g = decoding.decay_gate(self.a_proj(x), self.A_log, self.dt_bias)
         is_recurrent = self.recurrent(x, call.context)
-        product = fused_recurrent_gated_delta_product if is_recurrent else chunk_gated_delta_product
+        product = (
+            gated_delta_product.fused_recurrent_gated_delta_product
+            if is_recurrent
+            else gated_delta_product.chunk_gated_delta_product
+        )
         o, recurrent = product(
             q,
             k,

@@ -6,11 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.layers import base
-from slipstream.layers.call import Mixed, MixerCall, State
+from slipstream.layers import base, call
 from slipstream.nn import decoding, linear
 from slipstream.ops import _preprocess, rotary, simple_gla
 
@@ -88,7 +86,7 @@ class MultiScaleRetention(base.Mixer):
             self.conv = base.ShortConvolution(sum(self.channels), conv_size, conv_bias)
         self._add_norm(self.value_dim if norm_affine else None)
 
-    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: call.MixerCall) -> call.Mixed:
         q, k, v, gate = linear.linears(x, (self.q_proj, self.k_proj, self.v_proj, self.g_proj))
         (q, k, v), conv = call.convolved_together(self.conv, q, k, v)
         f = base.FEATURE_MAPS[self.feature_map]
@@ -113,7 +111,7 @@ class MultiScaleRetention(base.Mixer):
         return self.o_proj(o.flatten(-2)), after
 
     def decode(
-        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+        self, x: Tensor, state: call.State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.conv is not None:
@@ -197,8 +195,8 @@ class LightningAttention(base.Mixer):
         self.o_proj = base.NormalLinear(channels, hidden_size)
         self._add_norm(channels)
 
-    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
-        qkv = F.silu(self.qkv_proj(x)).unflatten(-1, (3, self.num_heads, -1))
+    def _mix_tokens(self, x: Tensor, call: call.MixerCall) -> call.Mixed:
+        qkv = torch.nn.functional.silu(self.qkv_proj(x)).unflatten(-1, (3, self.num_heads, -1))
         depth = (0, 1) if self.num_layers is None else (self.layer_idx, self.num_layers)
         is_recurrent = self.recurrent(x, call.context)
         lightning = (

@@ -1,15 +1,12 @@
 """Time mixing of RWKV-6 (Finch)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.common.checks import expect_shape
-from slipstream.layers import base, rwkv7
-from slipstream.layers.call import Mixed, MixerCall
-from slipstream.ops._fp32 import widen
+from slipstream.layers import base, call, rwkv7
+from slipstream.ops import _fp32, rwkv
 from slipstream.ops.norm import group_norm
-from slipstream.ops.rwkv import chunk_rwkv6, fused_recurrent_rwkv6
 from slipstream.ops.token_shift import token_shift
 
 # what is mixed with the token before
@@ -75,7 +72,7 @@ class RWKV6(base.Mixer):
         nn.init.ones_(self.norm_weight)
         nn.init.zeros_(self.norm_bias)
 
-    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+    def _mix_tokens(self, x: Tensor, call: call.MixerCall) -> call.Mixed:
         # one channel would broadcast to all of the mixes
         expect_shape("x", x, (*x.shape[:2], self.mix_base.shape[0]))
         before, shift = token_shift(x, **call.sequence(call.past("shift")))
@@ -85,16 +82,16 @@ class RWKV6(base.Mixer):
         mixes = inner @ self.mix_up[:, None].to(x.dtype) + self.mix[:, None, None]
         xr, xw, xk, xv, xg = (torch.addcmul(x, delta, m.to(x.dtype)) for m in mixes)
         heads = (self.num_heads, self.head_dim)
-        w = -torch.exp(widen(self.w_lora(xw)))
+        w = -torch.exp(_fp32.widen(self.w_lora(xw)))
         r, k, v = self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)
         r, k, v, w = (y.unflatten(-1, heads) for y in (r, k, v, w))
-        rwkv6 = fused_recurrent_rwkv6 if self.recurrent(x, call.context) else chunk_rwkv6
+        rwkv6 = rwkv.fused_recurrent_rwkv6 if self.recurrent(x, call.context) else rwkv.chunk_rwkv6
         o, recurrent = rwkv6(
             r=r, k=k, v=v, w=w, u=self.bonus, scale=1.0, **call.sequence(call.past("recurrent"))
         )
         norm = self.norm_weight, self.norm_bias
         o = group_norm(o.flatten(-2), self.num_heads, *norm, eps=self.norm_eps)
-        y = self.o_proj(o * F.silu(self.g_proj(xg)))
+        y = self.o_proj(o * nn.functional.silu(self.g_proj(xg)))
         return y, call.new_state(recurrent=recurrent, shift=shift)
 
 

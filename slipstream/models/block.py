@@ -14,10 +14,9 @@ from slipstream import layers
 from slipstream.layers import RWKV7ChannelMix
 from slipstream.models import cache, mlps, played, rollback
 from slipstream.models.config import MIXERS, SlipstreamConfig, expect_options, mixer_options
-from slipstream.nn import LayerNorm, SwiGLU, projections
+from slipstream.nn import LayerNorm, SwiGLU, norm, projections
 from slipstream.nn import RMSNorm as RMSNorm
 from slipstream.nn.linear import GatedMLP, is_hooked
-from slipstream.nn.norm import named_norm
 from slipstream.ops._fp32 import widen
 from slipstream.runtime.consistent import consistent
 from slipstream.runtime.context_parallel import ContextParallel
@@ -26,7 +25,7 @@ State = dict[str, Tensor]
 
 
 def make_norm(config: SlipstreamConfig) -> Any:
-    return named_norm(config.norm, config.hidden_size, config.norm_eps)
+    return norm.named_norm(config.norm, config.hidden_size, config.norm_eps)
 
 
 def apply_norm(h: Tensor, norm: nn.Module, around: nn.Module) -> Tensor:

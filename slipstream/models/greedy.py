@@ -25,7 +25,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from slipstream.models import consistent, graphs, packing
 from slipstream.models.cache import CACHE, StateCache
-from slipstream.models.graphs import MULTIPLE, Decoding, decoding_step
 from slipstream.nn.decoding import Drafts
 from slipstream.nn.linear import is_hooked
 
@@ -147,17 +146,17 @@ def decode(
     first = logits.float().argmax(-1)
     at = None if positions is None else positions + 1
     eos = None if eos is None else eos.to(first.device)
-    room = -(-count // MULTIPLE) * MULTIPLE
+    room = -(-count // graphs.MULTIPLE) * graphs.MULTIPLE
     state = cache.greedy
     if state is None or not state.fits(first[:, None], at, room, eos):
         cache.graphs.clear()
         state = cache.greedy = Greedy.like(first[:, None], at, room, eos)
     state.begin(first, at, eos, pad)
     cache.reserve(count)
-    decoding: Decoding = model.decoding
+    decoding: graphs.Decoding = model.decoding
     steps = 1
     while steps < count and not state.ended(steps - 1):
-        logits_after, key = decoding_step(model, cache)
+        logits_after, key = graphs.decoding_step(model, cache)
 
         def step(logits_after: Any = logits_after) -> Tensor:
             state.take(logits_after(state.ids, state.positions)[:, -1].argmax(-1))

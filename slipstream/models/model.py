@@ -15,11 +15,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from slipstream.compiler import triton_cache_key
-from slipstream.models import arguments, generation, graphs, mlps, rollback, tensor_parallel
+from slipstream.models import arguments, config, generation, graphs, mlps, rollback, tensor_parallel
 from slipstream.models import consistent as blocks
 from slipstream.models.block import Block, apply_norm, make_norm, with_norms_behind
 from slipstream.models.cache import CACHE, StateCache, named
-from slipstream.models.config import SlipstreamConfig
 from slipstream.models.first_step import before_loss, compile_blocks, compile_with_embedding
 from slipstream.models.packing import (
     Sequences,
@@ -36,7 +35,7 @@ from slipstream.runtime.token_ids import IGNORED
 
 
 class SlipstreamPreTrainedModel(PreTrainedModel):
-    config_class = SlipstreamConfig
+    config_class = config.SlipstreamConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["Block"]
@@ -124,7 +123,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         TypeError: an argument of another type, or unknown. NotImplementedError: output_attentions.
     """
 
-    def __init__(self, config: SlipstreamConfig) -> None:
+    def __init__(self, config: config.SlipstreamConfig) -> None:
         super().__init__(config)
         triton_cache_key.begin()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
@@ -361,7 +360,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, generation.Generation, Ge
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
     accepts_loss_kwargs = True
 
-    def __init__(self, config: SlipstreamConfig) -> None:
+    def __init__(self, config: config.SlipstreamConfig) -> None:
         super().__init__(config)
         self.model = SlipstreamModel(config)
         self.lm_head = mlps.Dense(config.hidden_size, config.vocab_size)

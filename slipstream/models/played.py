@@ -18,7 +18,6 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from slipstream.nn import decoding
 from slipstream.runtime import backends, call_replay, consistent, custom_op
-from slipstream.runtime.consistent import prefix_scope
 
 MISS = call_replay.MISS
 # What each module has.
@@ -141,7 +140,7 @@ def play(block: Any, h: Tensor, first_value: Tensor | None, use_cache: bool) -> 
         or torch.is_autocast_enabled(h.device.type)
         or consistent.consistent_scope.on
         or consistent.consistent_scope.step is not None
-        or prefix_scope.prefixes is not None
+        or consistent.prefix_scope.prefixes is not None
         or _has_any_global_hook()
     ):
         return MISS

@@ -9,7 +9,6 @@ from slipstream.common.checks import expect_tensor
 from slipstream.nn.linear import is_hooked
 from slipstream.ops import conv, norm
 from slipstream.runtime import consistent, context_parallel
-from slipstream.runtime.consistent import prefix_scope
 
 
 class ShortConvolution(nn.Module):
@@ -115,8 +114,8 @@ class ShortConvolution(nn.Module):
         )
 
     def _leave_windows(self, x: Tensor, state: Tensor | None, use_cache: bool) -> None:
-        if prefix_scope.prefixes is not None and use_cache:
-            prefix_scope.prefixes.add_windows(x, state, self.width)
+        if consistent.prefix_scope.prefixes is not None and use_cache:
+            consistent.prefix_scope.prefixes.add_windows(x, state, self.width)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         name = f"{prefix}weight"

@@ -6,16 +6,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.elementwise.decay_gate import plain as gate_in_torch
 from slipstream.nn.conv import ShortConvolution
+from slipstream.ops import norm, steps
 from slipstream.ops.conv import short_convolution_update
-from slipstream.ops.norm import rms_norm, rms_norm_gated
 from slipstream.ops.rotary import packed_positions as positions_of
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
-from slipstream.ops.steps import mixer_step, recurrent_step
 
 Made = TypeVar("Made")
 
@@ -26,7 +24,7 @@ OF_TOKENS = ("g", "beta", "write", "z")
 def convolution(conv: ShortConvolution | None, x: Tensor, state: Tensor | None) -> Tensor:
     """x [N, 1, D], state [N, D, W] -> y [N, 1, D]; without a convolution silu alone"""
     if conv is None or state is None:
-        return F.silu(x)
+        return torch.nn.functional.silu(x)
     return short_convolution_update(x, state, conv.weight, conv.bias, activation=conv.activation)
 
 
@@ -51,7 +49,7 @@ def mixer(
         tokens = {"q": q, "k": k, "v": v}
         tokens |= {name: options.pop(name) for name in OF_TOKENS if options.get(name) is not None}
         return drafts.mixer(tokens, state=state["recurrent"], **options).flatten(-2)
-    return mixer_step(q, k, v, state=state["recurrent"], **options).flatten(-2)
+    return steps.mixer_step(q, k, v, state=state["recurrent"], **options).flatten(-2)
 
 
 def recurrence(
@@ -69,7 +67,7 @@ def recurrence(
     """As ops.recurrent_step: q, k, a, b [N, 1, H, K], v [N, 1, HV, V], the recurrent state
     [N, HV, K, V] of a layer's, g [N, 1, HV] or [N, 1, HV, K], beta [N, 1, HV] -> o [N, 1, HV, V]"""
     options: dict[str, Any] = {"g": g, "beta": beta, "a": a, "b": b, "scale": scale}
-    return recurrent_step(q, k, v, state=state["recurrent"], **options)
+    return steps.recurrent_step(q, k, v, state=state["recurrent"], **options)
 
 
 def output_norm(
@@ -77,8 +75,8 @@ def output_norm(
 ) -> Tensor:
     """The norm of each head of o [B, T, H, V], by f(gate) [B, T, H V] if there is a gate."""
     if gate is None:
-        return rms_norm(o, weight, eps=eps)
-    return rms_norm_gated(o, gate.view_as(o), weight, eps=eps, activation=activation)
+        return norm.rms_norm(o, weight, eps=eps)
+    return norm.rms_norm_gated(o, gate.view_as(o), weight, eps=eps, activation=activation)
 
 
 class Drafts:
@@ -108,7 +106,7 @@ class Drafts:
         assert self.accepted is not None
         accepted = self.accepted.expand(state.shape[0])
         options |= {"num_pending": self.pending, "num_accepted": accepted}
-        y = mixer_step(**both, state=state, **options)
+        y = steps.mixer_step(**both, state=state, **options)
         for name, x in tokens.items():
             drafts[name][:, : x.shape[1]].copy_(x)
         return y

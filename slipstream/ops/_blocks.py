@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks, varlen
@@ -132,4 +131,4 @@ class _Blocks(NamedTuple):
         value = -3e4 if raw and x.dtype == torch.float16 else value
         if not missing:
             return x.clone(memory_format=torch.contiguous_format)
-        return F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing), value=value)
+        return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, missing), value=value)

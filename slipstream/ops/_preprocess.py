@@ -16,8 +16,7 @@ from slipstream.common import checks
 from slipstream.kernels.elementwise.decay_gate import decay_gate
 from slipstream.kernels.elementwise.glu import glu
 from slipstream.ops.norm import l2_norm
-from slipstream.runtime import autograd, consistent, dispatch
-from slipstream.runtime.backends import is_plain_call
+from slipstream.runtime import autograd, backends, consistent, dispatch
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -28,7 +27,7 @@ def per_head(v: Tensor, make: Callable[..., Tensor], *more: Any) -> Tensor:
     """
     checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-    if not is_plain_call(v) or (v.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not backends.is_plain_call(v) or (v.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _made(v.shape[2], v.device, dtype, make, more)
     return _cached_table(v.shape[2], v.device, dtype, make, more)
 

@@ -9,7 +9,6 @@ from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.ops import _blocks, _preprocess
-from slipstream.ops._preprocess import beta_or_ones, l2_normalised
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -65,7 +64,7 @@ def chunk_delta_rule(
     """
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(impl, q=q, k=k)
+        q, k = _preprocess.l2_normalised(impl, q=q, k=k)
     return run(
         LinearInputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, chunk_size, impl, context),
@@ -100,8 +99,8 @@ def fused_recurrent_delta_rule(
     Cost: 6 T HV K V flops, one after the other.
     """
     if use_qk_l2norm_in_kernel:
-        q, k = l2_normalised(impl, q=q, k=k)
-    beta = beta_or_ones(beta, v)
+        q, k = _preprocess.l2_normalised(impl, q=q, k=k)
+    beta = _preprocess.beta_or_ones(beta, v)
     return run(
         LinearInputs(q, k, v, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
         LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
@@ -383,14 +382,14 @@ def _comba_terms(
 ) -> LinearInputs:
     checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     checks.expect_rank("g", g, 3, "[B, T, HV]")
-    beta = beta_or_ones(beta, v)
+    beta = _preprocess.beta_or_ones(beta, v)
     checks.expect_rank("beta", beta, 3, "[B, T, HV]")
     if l2_norm:
-        q, k = l2_normalised(impl, q=q, k=k)
+        q, k = _preprocess.l2_normalised(impl, q=q, k=k)
     if p is None:
         p = k
     elif l2_norm:
-        (p,) = l2_normalised(impl, p=p)
+        (p,) = _preprocess.l2_normalised(impl, p=p)
     return LinearInputs(
         q, k, v, g=g, beta=beta, p=p, initial_state=initial_state, cu_seqlens=cu_seqlens
     )

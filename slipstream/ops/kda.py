@@ -8,10 +8,9 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.elementwise.erase import erase
-from slipstream.kernels.linear import channel_gates, inputs
+from slipstream.kernels.linear import channel_gates, inputs, prefix_states
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.ops import _blocks, _preprocess
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -43,7 +42,7 @@ def chunk_kda(
     chunk_size: int | None = None,
     impl: str | None = None,
     consistent: bool = False,
-    prefix_states: PrefixStates | None = None,
+    prefix_states: prefix_states.PrefixStates | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention, chunkwise: decay each channel, then correct what lies under the key.
 

@@ -18,7 +18,6 @@ from slipstream.kernels.selective_scan import inputs, op
 from slipstream.ops import _fp32, _preprocess
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime import context_in_segments, context_parallel, dispatch
-from slipstream.runtime.context_parallel import ContextParallel
 
 
 @checks.operator
@@ -36,7 +35,7 @@ def selective_scan(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Selective state space model: a state of N numbers for every channel.

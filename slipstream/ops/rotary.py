@@ -4,17 +4,10 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks, varlen
-from slipstream.kernels.elementwise.rotary import (
-    rotary,
-    rotary_by_table,
-    rotary_reference,
-    split_rotary,
-    table_rows,
-    unsupported_reason,
-)
+from slipstream.kernels.elementwise import rotary as kernels
 from slipstream.runtime import autograd, dispatch, token_ids
 
-_CANDIDATES = dispatch.triton_or_eager(unsupported_reason)
+_CANDIDATES = dispatch.triton_or_eager(kernels.unsupported_reason)
 
 
 @checks.operator
@@ -66,12 +59,12 @@ def rotary_embedding(
     call = (x, cos.shape[-1], interleaved)
     impl = dispatch.choose(_CANDIDATES, call, impl, "rotary_embedding", x).impls
     if dispatch.is_triton(impl):
-        return rotary_by_table(x, cos, sin, positions, interleaved, impl)
+        return kernels.rotary_by_table(x, cos, sin, positions, interleaved, impl)
     if positions is not None and not torch.compiler.is_compiling():
         token_ids.expect_ids("positions", positions, cos.shape[0])
         positions = token_ids.clamped(positions, cos.shape[0])
-    cos, sin = (table_rows(table, x, positions) for table in (cos, sin))
-    run = rotary_reference if impl == "reference" else rotary
+    cos, sin = (kernels.table_rows(table, x, positions) for table in (cos, sin))
+    run = kernels.rotary_reference if impl == "reference" else kernels.rotary
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = checks.cast(cos, wide)[:, :, None], checks.cast(sin, wide)[:, :, None]
     return checks.cast(run(checks.cast(x, wide), cos, sin, interleaved), x.dtype)
@@ -87,7 +80,7 @@ def rotary_heads(
         call = (qkv, cos.shape[-1], False)
         impl = dispatch.choose(_CANDIDATES, call, None, "rotary_embedding", qkv).impls
         if dispatch.is_triton(impl):
-            return split_rotary(qkv, cos, sin, sizes, impl)
+            return kernels.split_rotary(qkv, cos, sin, sizes, impl)
     qk, v = qkv.split([sizes[0] + sizes[1], sizes[2]], dim=2)
     q, k = rotary_embedding(qk, cos, sin).split(sizes[:2], dim=2)
     return q, k, v

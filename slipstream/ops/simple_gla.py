@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
+from slipstream.kernels.linear import inputs, prefix_states
 from slipstream.kernels.linear.dispatch import LinearOptions, run
-from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.ops import _blocks, _fp32, _preprocess
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -32,7 +31,7 @@ def chunk_simple_gla(
     chunk_size: int | None = None,
     impl: str | None = None,
     consistent: bool = False,
-    prefix_states: PrefixStates | None = None,
+    prefix_states: prefix_states.PrefixStates | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Simple GLA, chunkwise: a scalar decay for each token and head.
 
@@ -74,7 +73,7 @@ def chunk_simple_gla(
     Structured State Space Duality" (2024).
     """
     return run(
-        LinearInputs(
+        inputs.LinearInputs(
             q, k, v, g=_decay(v, g, g_gamma), initial_state=initial_state, cu_seqlens=cu_seqlens
         ),
         LinearOptions(
@@ -114,7 +113,7 @@ def fused_recurrent_simple_gla(
     Arguments, result and errors as chunk_simple_gla. Cost: 4 T HV K V flops, one after the other.
     """
     return run(
-        LinearInputs(
+        inputs.LinearInputs(
             q, k, v, g=_decay(v, g, g_gamma), initial_state=initial_state, cu_seqlens=cu_seqlens
         ),
         LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from slipstream.common.checks import is_on
-from slipstream.runtime import recording
-from slipstream.runtime.call_recorder import CallRecorder
+from slipstream.runtime import call_recorder, recording
 
 Key = tuple
 ENABLED = is_on("SLIPSTREAM_REPLAY")
@@ -102,7 +101,7 @@ class RecordedCall:
 
     written: Callable[[tuple], Any] | None = None
 
-    def __init__(self, taken: CallRecorder, result: str) -> None:
+    def __init__(self, taken: call_recorder.CallRecorder, result: str) -> None:
         """result: the text of what it returns."""
         self.operations = taken.operations
         self.source = _Writer(taken, result).text()
@@ -136,7 +135,7 @@ class Records:
 class _Writer:
     """The text of a record's function."""
 
-    def __init__(self, taken: CallRecorder, result: str) -> None:
+    def __init__(self, taken: call_recorder.CallRecorder, result: str) -> None:
         self._result, self._args = result, taken.given
         self._lines = _needed(_simplified(taken.lines), result)
         used = {x for line in self._lines for x in line.reads} | {*recording.names_in(result)}
@@ -337,7 +336,7 @@ def record_decision(
     given = [x for x in tensors if x is not None]
     if len({*map(id, given)}) < len(given):
         return decide(), None  # a size of one is taken for that of the other
-    taking = CallRecorder(tensors, detach=False)
+    taking = call_recorder.CallRecorder(tensors, detach=False)
     try:
         with taking, recording.use_recorder(taking):
             result, text = taking.decision(decide())
@@ -356,7 +355,7 @@ def record(
 ) -> tuple[Any, RecordedCall | None]:
     """call(*args), and how to do the same for other tensors, if that is possible. detach: as
     CallRecorder."""
-    taking, seen = CallRecorder(args, detach), recording.LaunchCounter()
+    taking, seen = call_recorder.CallRecorder(args, detach), recording.LaunchCounter()
     with seen, taking, recording.use_recorder(taking):
         result = call(*taking.args)
     taking.close()

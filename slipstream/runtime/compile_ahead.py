@@ -37,8 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from slipstream.common.checks import is_on
-from slipstream.compiler import triton_cache_key
-from slipstream.compiler.arch import named
+from slipstream.compiler import arch, triton_cache_key
 from slipstream.compiler.compiler_state import compiler_state
 from slipstream.runtime import backends, launch_cache, parallel_compile
 
@@ -60,7 +59,7 @@ class Size(NamedTuple):
 STEPS = (
     (1, (1, 1024)),
     (12, (1,)),
-    (100, (1, 66, 95, 115, named("sm_90").units)),
+    (100, (1, 66, 95, 115, arch.named("sm_90").units)),
     (256, (1,)),
     (1024, (1, 33)),
     (2048, (1, 16, 24, 33, 66)),

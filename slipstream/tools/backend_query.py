@@ -9,11 +9,9 @@ from unittest import mock
 
 import torch
 
-from slipstream.compiler import aot, compiler_state, known_bugs
-from slipstream.compiler.support_matrix import Task
+from slipstream.compiler import aot, compiler_state, known_bugs, support_matrix
 from slipstream.compiler.trace import PlainTorch, trace
 from slipstream.runtime import backends, dispatch
-from slipstream.runtime.dispatch import Selection
 from slipstream.tools.catalog import Sample, Shape
 
 # Asked for by name: kernels that are not chosen by themselves are compiled, too.
@@ -32,8 +30,8 @@ class TracedKernels:
 
     jobs: dict[str | None, list[aot.Job]]
     refused: dict[str | None, str]
-    plan: Selection | None
-    besides: tuple[Selection, ...] = ()
+    plan: dispatch.Selection | None
+    besides: tuple[dispatch.Selection, ...] = ()
 
     @property
     def all(self) -> list[aot.Job]:
@@ -60,7 +58,7 @@ def trace_operator(
     """
     jobs: dict[str | None, list[aot.Job]] = {}
     refused: dict[str | None, str] = {}
-    plans: list[Selection] = []
+    plans: list[dispatch.Selection] = []
     for impl in impls if "impl" in sample.takes else (None,):
         if impl is not None and {x.impl for x in plans} == {impl}:
             continue  # what was chosen, by its name
@@ -98,11 +96,11 @@ def _release(compilers: Mapping[str, str] | None) -> Iterator[None]:
 
 
 @contextmanager
-def recording_selections(plans: list[Selection]) -> Iterator[None]:
+def recording_selections(plans: list[dispatch.Selection]) -> Iterator[None]:
     """Every plan that is made is added to `plans`."""
 
-    def record_selection(*args: Any) -> Selection:
-        plans.append(Selection(*args))
+    def record_selection(*args: Any) -> dispatch.Selection:
+        plans.append(dispatch.Selection(*args))
         return plans[-1]
 
     with mock.patch.object(dispatch, "Selection", record_selection):
@@ -115,7 +113,7 @@ class KernelsFound(NamedTuple):
     failures: calls that raised what no call should, in words.
     """
 
-    tasks: list[Task]
+    tasks: list[support_matrix.Task]
     without: dict[str, str]
     failures: list[str]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream import ops
@@ -113,7 +112,7 @@ class Making(NamedTuple):
         return torch.rand(size, device=self.device)
 
     def unit(self, size: list[int]) -> Tensor:
-        return F.normalize(self.normal(size), dim=-1)
+        return torch.nn.functional.normalize(self.normal(size), dim=-1)
 
     def integers(self, size: list[int], below: int) -> Tensor:
         return torch.randint(0, max(below, 1), size, device=self.device)

@@ -17,8 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.runtime.token_ids import IGNORED
-from slipstream.training.corpus import Corpus
-from slipstream.training.tokenizer import end_of_text
+from slipstream.training import corpus, tokenizer
 
 
 class Position(NamedTuple):
@@ -51,7 +50,7 @@ class Rows(IterableDataset):
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: corpus.Corpus,
         tokenizer: PreTrainedTokenizerFast,
         row_tokens: int,
         *,
@@ -101,7 +100,7 @@ class Rows(IterableDataset):
 
     def _pieces(self, lane: int, start: Position) -> Iterator[tuple[Position, list[int]]]:
         """Token ids of each piece from `start` on, with the piece's position."""
-        encode, end = self.tokenizer.backend_tokenizer.encode, end_of_text(self.tokenizer)
+        encode, end = self.tokenizer.backend_tokenizer.encode, tokenizer.end_of_text(self.tokenizer)
         epoch = start.epoch
         while self.epochs is None or epoch < self.epochs:
             order = self._order(lane, epoch)

@@ -19,21 +19,13 @@ from transformers.trainer_callback import PrinterCallback, TrainerState
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.runtime.files import write_text
 from slipstream.training import corpus, ranks, sample, tokenizer
+from slipstream.training import trainer as training
 from slipstream.training.config import Parallel, RunConfig, checked, expect_keys, read_yaml
 from slipstream.training.config import Tokenizer as TokenizerConfig
 from slipstream.training.console import ConsoleProgress
 from slipstream.training.parallel import ShardedTrainer, expect_processes, is_sharded, make_mesh
 from slipstream.training.ranks import Interrupt
 from slipstream.training.rows import Collator, Cursor, Position, Rows
-from slipstream.training.trainer import (
-    STATE,
-    LMTrainer,
-    Place,
-    StopWhenAsked,
-    exported,
-    newest_checkpoint,
-    step_of,
-)
 
 DEFAULTS = {
     "per_device_train_batch_size": 8,
@@ -122,7 +114,7 @@ def train(config: RunConfig, interrupt: Interrupt, console: Console, fresh: bool
     if config.init_from is None:
         _expect_model(config.model)
     checkpoint = ranks.on_first_rank(lambda: _begin(config, directory, fresh))
-    begun = 0 if checkpoint is None else step_of(checkpoint)
+    begun = 0 if checkpoint is None else training.step_of(checkpoint)
     if begun >= args.max_steps and (result := _read_result(directory)) is not None:
         console.print(
             f"{directory} is finished; delete the directory to train again", highlight=False
@@ -196,7 +188,7 @@ def _begin(config: RunConfig, directory: Path, fresh: bool) -> Path | None:
     directory.mkdir(parents=True, exist_ok=True)
     if fresh and any(directory.glob("checkpoint-*")):
         raise ValueError(f"output_dir: {directory} holds a run; delete it or name another")
-    newest = newest_checkpoint(directory)
+    newest = training.newest_checkpoint(directory)
     _claim(config, directory, resuming=newest is not None)
     return newest
 
@@ -246,7 +238,7 @@ def _trainer(
     directory: Path,
     interrupt: Interrupt,
     console: Console,
-) -> LMTrainer:
+) -> training.LMTrainer:
     data = config.data
     train_corpus, held_out = corpus.split(data)
     place = directory / "tokenizer"
@@ -260,18 +252,18 @@ def _trainer(
     rows = Rows(train_corpus, tok, data.row_tokens, lanes=data.lanes, seed=args.seed)
     held_rows = Rows(held_out, tok, data.row_tokens, seed=0, epochs=1, limit=data.eval_rows)
     collator = Collator(data.packing, tokenizer.end_of_text(tok), tokenizer.token_bytes(tok))
-    make: Any = LMTrainer
+    make: Any = training.LMTrainer
     if is_sharded(parallel):
         make = functools.partial(ShardedTrainer, mesh=make_mesh(parallel, args.device))
-    trainer: LMTrainer = make(
+    trainer: training.LMTrainer = make(
         model=model,
         args=args,
         train_dataset=rows,
         eval_dataset=held_rows,
         data_collator=collator,
         processing_class=tok,
-        place=Place(rows.start, train_corpus.fingerprint()),
-        callbacks=[StopWhenAsked(interrupt)],
+        place=training.Place(rows.start, train_corpus.fingerprint()),
+        callbacks=[training.StopWhenAsked(interrupt)],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ConsoleProgress(console))
@@ -310,7 +302,7 @@ def _model_config(config: RunConfig, tok: PreTrainedTokenizerFast) -> Slipstream
     )
 
 
-def _announce(console: Console, trainer: LMTrainer, checkpoint: Path | None) -> None:
+def _announce(console: Console, trainer: training.LMTrainer, checkpoint: Path | None) -> None:
     model, rows = trainer.model, trainer.train_dataset
     mixers = ", ".join(model.config.mixer(i)[0] for i in range(model.config.num_hidden_layers))
     console.print(
@@ -322,13 +314,13 @@ def _announce(console: Console, trainer: LMTrainer, checkpoint: Path | None) -> 
         console.print(f"continuing at {checkpoint}", highlight=False)
 
 
-def _train_on(trainer: LMTrainer, checkpoint: Path | None) -> None:
+def _train_on(trainer: training.LMTrainer, checkpoint: Path | None) -> None:
     """All steps that are left, from where the checkpoint stood in the data."""
     if checkpoint is None:
         trainer.train()
         return
-    state = TrainerState.load_from_json(str(checkpoint / STATE))
-    saved = exported(asdict(state))
+    state = TrainerState.load_from_json(str(checkpoint / training.STATE))
+    saved = training.exported(asdict(state))
     if saved["fingerprint"] != trainer.place.fingerprint:
         raise ValueError("data.files: changed since the checkpoint; name another output_dir")
     turn, lanes = saved["cursor"]
@@ -341,7 +333,7 @@ def _train_on(trainer: LMTrainer, checkpoint: Path | None) -> None:
         trainer.state = state
 
 
-def _finish(trainer: LMTrainer, directory: Path, rate: float) -> Result:
+def _finish(trainer: training.LMTrainer, directory: Path, rate: float) -> Result:
     """The final model, its log and its score on all of the held-out text."""
     trainer.save_model()
     rows = trainer.eval_dataset

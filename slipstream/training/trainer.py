@@ -19,7 +19,6 @@ from transformers.trainer_callback import ExportableState
 
 from slipstream.models import SlipstreamForCausalLM
 from slipstream.training import ranks
-from slipstream.training.ranks import Interrupt
 from slipstream.training.rows import Batches, Cursor, Rows, Tally
 
 # The last file of a checkpoint to be written: it is there only if all is.
@@ -69,7 +68,7 @@ class Place(TrainerCallback, ExportableState):
 class StopWhenAsked(TrainerCallback):
     """After a signal: finishes the step, saves a checkpoint, stops."""
 
-    def __init__(self, interrupt: Interrupt) -> None:
+    def __init__(self, interrupt: ranks.Interrupt) -> None:
         self.interrupt = interrupt
 
     def on_step_end(

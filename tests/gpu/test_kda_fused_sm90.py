@@ -31,7 +31,7 @@ ROWS, PACKED, MANY = (2, 150, 1, 2, None), (1, 349, 1, 2, LENGTHS), (2, 130, 35,
 def _of_few_heads_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.kernels.linear.sm90.dplr import backend
 
-    monkeypatch.setattr(backend, "uses_fused_fwd", lambda terms: True)
+    monkeypatch.setattr(backend.segmentation, "uses_fused_fwd", lambda terms: True)
 
 
 def terms_of(size: tuple, gates: str) -> LinearInputs:

@@ -344,7 +344,9 @@ def test_channel_segments_match_reference(
     torch.manual_seed(0)
     terms = vector_inputs(size, kind)
     want = reference(terms, *gradients_of_results(terms))
-    monkeypatch.setattr(backend, "vector_decay_sm90", lambda x: split_into_segments(x, tokens))
+    monkeypatch.setattr(
+        backend.segmentation, "vector_decay_sm90", lambda x: split_into_segments(x, tokens)
+    )
 
     def forward() -> dict[str, Tensor]:
         return dict(zip(("o", "final"), backend.forward(terms, SCALE), strict=True))

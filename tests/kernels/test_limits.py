@@ -116,12 +116,12 @@ def fused_when_packed(sequences: int) -> bool:
 
 def in_two_kernels(T: int) -> bool:
     """Whether a backward of segments leaves S of all chunks."""
-    with mock.patch.object(bwd_schedule, "num_fused_bwd", return_value=2):
+    with mock.patch.object(bwd_schedule.segmentation, "num_fused_bwd", return_value=2):
         return bwd_schedule.choose_schedule(terms(96, T=T, beta=m(1, T, 1))) is None
 
 
 def of_equal_blocks(chunks: int) -> bool:
-    given = terms(64, 2 * bwd_schedule.TILE_V, 4 * chunks * 64, beta=m(1, 4, 1))
+    given = terms(64, 2 * segments.TILE_V, 4 * chunks * 64, beta=m(1, 4, 1))
     return bwd_schedule.schedule_of_segments(given, chunks * 64) is not None
 
 

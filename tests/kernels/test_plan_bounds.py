@@ -76,7 +76,7 @@ def scan_warps(sequences: int) -> int:
     tiles: Any = [(SimpleNamespace(width=4, warps=n), wanted) for n, wanted in ((2, 8), (1, 0))]
     with (
         mock.patch.object(scan_launch, "_fitting", lambda tile, inputs: tile),
-        mock.patch.object(scan_launch, "channel_blocks", return_value=1),
+        mock.patch.object(scan_launch.arguments, "channel_blocks", return_value=1),
         mock.patch.object(scan_launch.backends, "sm_count", return_value=4),
     ):
         return scan_launch._tile(tiles, SimpleNamespace(u=meta(1, 1, 4)), sequences).warps

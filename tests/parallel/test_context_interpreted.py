@@ -84,7 +84,6 @@ def terms_of(kind: str, T: int, sequences: tuple[int, ...] | None, rows: int = 2
 
 
 def check(kind: str, cut: str, chunks: int, wants_final: bool) -> None:
-    from slipstream.kernels.linear import scalar_decay, vector_decay
     from slipstream.kernels.linear.context_states import _StateExchange
     from slipstream.kernels.linear.triton.delta import plan
     from slipstream.kernels.linear.triton.vector_decay import backend
@@ -99,12 +98,11 @@ def check(kind: str, cut: str, chunks: int, wants_final: bool) -> None:
             asked.append(found is not None)
         return found
 
-    kept = plan.delta_tokens, scalar_decay.scalar_decay_tokens, scalar_decay.ANCHOR_INTERVAL
+    kept = plan.delta_tokens, segments.scalar_decay_tokens, segments.ANCHOR_INTERVAL
     plan.delta_tokens = lambda programs, T, C: chunks * C if chunks > 0 else None
     tokens = plan.delta_tokens
-    scalar_decay.ANCHOR_INTERVAL = vector_decay.ANCHOR_INTERVAL = backend.ANCHOR_INTERVAL = 1
-    scalar_decay.scalar_decay_tokens = lambda *x: tokens(*x[:3])
-    vector_decay.scalar_decay_tokens = scalar_decay.scalar_decay_tokens
+    segments.ANCHOR_INTERVAL = backend.ANCHOR_INTERVAL = 1
+    segments.scalar_decay_tokens = lambda *x: tokens(*x[:3])
     _StateExchange.segments = choose_segments
     try:
         do = torch.randn(terms.v.shape)
@@ -112,9 +110,7 @@ def check(kind: str, cut: str, chunks: int, wants_final: bool) -> None:
         scale = terms.q.shape[-1] ** -0.5
         got = linear_on_ranks(terms, do, dfinal, lengths, scale=scale, impl="triton")
     finally:
-        plan.delta_tokens = kept[0]
-        scalar_decay.scalar_decay_tokens, scalar_decay.ANCHOR_INTERVAL = kept[1:]
-        vector_decay.scalar_decay_tokens, vector_decay.ANCHOR_INTERVAL = kept[1:]
+        plan.delta_tokens, segments.scalar_decay_tokens, segments.ANCHOR_INTERVAL = kept
         backend.ANCHOR_INTERVAL = kept[2]
         _StateExchange.segments = choose
     assert bool(asked) == (chunks <= 0), asked

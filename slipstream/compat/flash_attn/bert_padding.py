@@ -1,7 +1,6 @@
 """flash_attn.bert_padding: rows with padding to tokens side by side, and back."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
@@ -96,6 +95,6 @@ def _check_rows(hidden_states: Tensor, name: str, mask: Tensor) -> None:
 
 def _unpad(x: Tensor, selected: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     indices = selected.flatten().nonzero().flatten()
-    offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if lengths.numel() else 0
     return x.flatten(0, 1).index_select(0, indices), indices, offsets, longest

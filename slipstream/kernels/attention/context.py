@@ -20,14 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention import dispatch, op
-from slipstream.kernels.attention.inputs import (
-    DIFFERENTIABLE,
-    Asked,
-    AttentionInputs,
-    AttentionOptions,
-    Results,
-    with_autocast,
-)
+from slipstream.kernels.attention import inputs as arguments
 from slipstream.runtime import autograd, context_exchange, context_parallel
 from slipstream.runtime.context_parallel import ContextParallel, copied
 
@@ -38,14 +31,14 @@ WORD = torch.complex128
 
 
 def across_ranks(
-    inputs: AttentionInputs,
-    options: AttentionOptions,
+    inputs: arguments.AttentionInputs,
+    options: arguments.AttentionOptions,
     impls: str,
     *,
-    asked: Asked,
+    asked: arguments.Asked,
     context: ContextParallel,
-    run: Callable[..., Results],
-) -> Results:
+    run: Callable[..., arguments.Results],
+) -> arguments.Results:
     """This rank's queries and the keys of all ranks up to what the last query sees.
 
     Args:
@@ -70,7 +63,7 @@ def across_ranks(
             k, v = (x.repeat_interleave(copies, 2) for x in (k, inputs.v))
             inputs = inputs._replace(k=k, v=v)
         offsets = context.whole_offsets_on(q.device)
-        inputs = with_autocast(inputs._replace(cu_q=offsets, cu_k=offsets))
+        inputs = arguments.with_autocast(inputs._replace(cu_q=offsets, cu_k=offsets))
         return softmax_by_heads(inputs, options, asked.impl, share, asked.lse)
     begin, end = share.keys_of_pieces(to_the_end=options.right < 0)
     names = [name for name in "kvg" if getattr(inputs, name) is not None]
@@ -96,15 +89,15 @@ def key_copies(q: Tensor, k: Tensor, share: context_parallel.Share) -> int:
 
 
 class _Call(NamedTuple):
-    options: AttentionOptions
+    options: arguments.AttentionOptions
     impl: str | None
     share: context_parallel.Share
     wants_lse: bool
 
 
 def softmax_by_heads(
-    inputs: AttentionInputs,
-    options: AttentionOptions,
+    inputs: arguments.AttentionInputs,
+    options: arguments.AttentionOptions,
     impl: str | None,
     share: context_parallel.Share,
     wants_lse: bool,
@@ -125,7 +118,7 @@ class _ByHeads(autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *args: Any) -> tuple[Tensor, Tensor]:
-        inputs = AttentionInputs(*args)
+        inputs = arguments.AttentionInputs(*args)
         o, lse, lse_groups = _forward(inputs, call)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -135,8 +128,8 @@ class _ByHeads(autograd.Function):
     @staticmethod
     @autograd.once_differentiable
     def backward(ctx: Any, saved: autograd.Saved, do: Tensor | None, dlse: Tensor | None) -> Any:
-        count = len(AttentionInputs._fields)
-        inputs, (o, *lse_groups) = AttentionInputs(*saved[:count]), saved[count:]
+        count = len(arguments.AttentionInputs._fields)
+        inputs, (o, *lse_groups) = arguments.AttentionInputs(*saved[:count]), saved[count:]
         # a rank whose loss does not depend on it takes part all the same
         do = torch.zeros_like(o) if do is None else do
         if not ctx.call.wants_lse:
@@ -145,7 +138,7 @@ class _ByHeads(autograd.Function):
             B, T, H, _ = o.shape
             dlse = o.new_zeros(B, H, T, dtype=inputs.dtype)
         grads = _backward(inputs, ctx.call, o, lse_groups, do, dlse)
-        return None, *(grads.get(name) for name in AttentionInputs._fields)
+        return None, *(grads.get(name) for name in arguments.AttentionInputs._fields)
 
 
 def _copy(target: Tensor, x: Tensor) -> None:
@@ -235,7 +228,7 @@ class _Group(NamedTuple):
     mine: slice
 
 
-def _groups(inputs: AttentionInputs, share: context_parallel.Share) -> list[_Group]:
+def _groups(inputs: arguments.AttentionInputs, share: context_parallel.Share) -> list[_Group]:
     """As few heads as fill a GPU; one of keys for equal bits whatever the number of ranks."""
     ranks, HKV = len(share.lengths), inputs.k.shape[2]
     share_of = inputs.q.shape[2] // HKV
@@ -269,7 +262,9 @@ def _compute_groups(
     exchange.wait()
 
 
-def _of_heads(inputs: AttentionInputs, group: _Group, received: list[Any]) -> AttentionInputs:
+def _of_heads(
+    inputs: arguments.AttentionInputs, group: _Group, received: list[Any]
+) -> arguments.AttentionInputs:
     """The call of one group's heads over all tokens."""
     q, k, v, g = received
     sinks, slopes = inputs.sinks, inputs.slopes
@@ -283,13 +278,13 @@ def _of_heads(inputs: AttentionInputs, group: _Group, received: list[Any]) -> At
     )
 
 
-def _to_send(inputs: AttentionInputs, group: _Group) -> list[Tensor | None]:
+def _to_send(inputs: arguments.AttentionInputs, group: _Group) -> list[Tensor | None]:
     q, k, v, g = inputs[:4]
     queries = [q[:, :, group.queries], k[:, :, group.keys], v[:, :, group.keys]]
     return [*queries, None if g is None else g[:, :, group.queries, None]]
 
 
-def _forward(inputs: AttentionInputs, call: _Call) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _forward(inputs: arguments.AttentionInputs, call: _Call) -> tuple[Tensor, Tensor, list[Tensor]]:
     """o, lse or nothing, and lse of the heads that this rank has computed, by group."""
     share, groups = call.share, _groups(inputs, call.share)
     B, T, H, _ = inputs.q.shape
@@ -312,7 +307,7 @@ def _forward(inputs: AttentionInputs, call: _Call) -> tuple[Tensor, Tensor, list
 
 
 def _backward(
-    inputs: AttentionInputs,
+    inputs: arguments.AttentionInputs,
     call: _Call,
     o: Tensor,
     lse_groups: list[Tensor],
@@ -347,7 +342,7 @@ def _backward(
 
 
 def _gradients_of_group(
-    inputs: AttentionInputs, call: _Call, group: _Group, lse: Tensor, received: list[Any]
+    inputs: arguments.AttentionInputs, call: _Call, group: _Group, lse: Tensor, received: list[Any]
 ) -> dict[str, Tensor]:
     """The gradients of this rank's heads, over all tokens; that of g as [B, T, H, 1]."""
     *sent, o, do, dlse = received
@@ -356,7 +351,7 @@ def _gradients_of_group(
     dlse = None if dlse is None else dlse[..., 0].mT.contiguous()
     args = *inputs_of_heads, o, lse, do, dlse, *call.options, impls
     results = iter(op.call_backward(*args))
-    terms = [n for n in DIFFERENTIABLE if getattr(inputs_of_heads, n) is not None]
+    terms = [n for n in arguments.DIFFERENTIABLE if getattr(inputs_of_heads, n) is not None]
     grads = {n: next(results) for n in terms}
     if "g" in grads:
         grads["g"] = grads["g"][..., None]

@@ -14,19 +14,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from slipstream.common.checks import cast
 from slipstream.kernels.attention import dropout, reference
-from slipstream.kernels.attention.inputs import (
-    MIN_GATE,
-    AttentionInputs,
-    AttentionOptions,
-    Slices,
-    slice_sequences,
-)
+from slipstream.kernels.attention import inputs as arguments
 from slipstream.kernels.attention.reference import Positions, distance, flat_keys, positions
 from slipstream.runtime.autograd import by_operation, refuse_second, refuse_tangents
 
@@ -34,7 +27,7 @@ from slipstream.runtime.autograd import by_operation, refuse_second, refuse_tang
 ROWS = 128
 
 
-def torch_takes(inputs: AttentionInputs, options: AttentionOptions) -> bool:
+def torch_takes(inputs: arguments.AttentionInputs, options: arguments.AttentionOptions) -> bool:
     """Whether scaled_dot_product_attention does it in linear memory and returns all there is."""
     left, right = options.left, options.right
     q, k, v = inputs[:3]
@@ -49,7 +42,7 @@ def torch_takes(inputs: AttentionInputs, options: AttentionOptions) -> bool:
     return alike and inputs.sequences > 0 and left < 0 and right <= 0 and _readable(q)
 
 
-def with_torch(inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
+def with_torch(inputs: arguments.AttentionInputs, options: arguments.AttentionOptions) -> Tensor:
     """o of a call that torch takes, with torch's gradients."""
     q, k, v = inputs[:3]
     if inputs.cu_q is None:
@@ -77,7 +70,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor
     chosen |= {"is_causal": True} if causal else {}
     if not compiling:
         refuse_tangents("attention", (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, scale=scale, **chosen)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, **chosen)
     if not by_operation() and o.grad_fn is not None and "Flash" in o.grad_fn.name():
         refuse_second(o, "attention")
     return o.transpose(1, 2)
@@ -102,7 +95,9 @@ class AttentionBlock(NamedTuple):
 
 
 def forward(
-    inputs: AttentionInputs, options: AttentionOptions, hidden: Tensor | None = None
+    inputs: arguments.AttentionInputs,
+    options: arguments.AttentionOptions,
+    hidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32 or float64.
 
@@ -131,8 +126,8 @@ def forward(
 
 
 def backward(
-    inputs: AttentionInputs,
-    options: AttentionOptions,
+    inputs: arguments.AttentionInputs,
+    options: arguments.AttentionOptions,
     o: Tensor,
     lse: Tensor,
     do: Tensor | None,
@@ -158,8 +153,8 @@ def backward(
 
 def _block_backward(
     block: AttentionBlock,
-    slices: Slices,
-    options: AttentionOptions,
+    slices: arguments.Slices,
+    options: arguments.AttentionOptions,
     lse: Tensor,
     delta: Tensor,
     do: Tensor,
@@ -208,7 +203,7 @@ def _dropout_factor(
     block: AttentionBlock,
     rows: slice,
     keys: slice,
-    options: AttentionOptions,
+    options: arguments.AttentionOptions,
     seed: Tensor,
 ) -> Tensor:
     """0 for a weight that is dropped, else 1 / (1 - dropout)."""
@@ -221,14 +216,16 @@ def _dropout_factor(
     return keep.to(p.dtype) * dropout.factor(options.dropout)
 
 
-def _attention_blocks(inputs: AttentionInputs) -> Iterator[tuple[AttentionBlock, Slices]]:
+def _attention_blocks(
+    inputs: arguments.AttentionInputs,
+) -> Iterator[tuple[AttentionBlock, arguments.Slices]]:
     everything = (slice(None), slice(None), slice(None), slice(None))
     if not by_sequence(inputs):
         yield _attention_block(inputs, 0), everything
     else:
-        for n, where in enumerate(slice_sequences(inputs)):
+        for n, where in enumerate(arguments.slice_sequences(inputs)):
             qb, q_rows, kb, k_rows = where
-            sequence_inputs = AttentionInputs(
+            sequence_inputs = arguments.AttentionInputs(
                 inputs.q[qb, q_rows],
                 inputs.k[kb, k_rows],
                 inputs.v[kb, k_rows],
@@ -241,12 +238,12 @@ def _attention_blocks(inputs: AttentionInputs) -> Iterator[tuple[AttentionBlock,
             yield _attention_block(sequence_inputs, n), where
 
 
-def by_sequence(inputs: AttentionInputs) -> bool:
+def by_sequence(inputs: arguments.AttentionInputs) -> bool:
     """Whether sequences differ in length and the host knows the lengths."""
     return inputs.q.is_cpu and not (inputs.cu_q is None and inputs.lengths is None)
 
 
-def _attention_block(inputs: AttentionInputs, sequence: int) -> AttentionBlock:
+def _attention_block(inputs: arguments.AttentionInputs, sequence: int) -> AttentionBlock:
     q, k, v, g, sinks, slopes = inputs[:6]
     where = positions(inputs)
     if inputs.cu_q is not None and inputs.cu_k is None:
@@ -264,7 +261,7 @@ def _attention_block(inputs: AttentionInputs, sequence: int) -> AttentionBlock:
         q.unflatten(1, (k.shape[1], -1)),
         k,
         v,
-        None if g is None else g.double().clamp(min=MIN_GATE).cumsum(1).transpose(1, 2),
+        None if g is None else g.double().clamp(min=arguments.MIN_GATE).cumsum(1).transpose(1, 2),
         None if sinks is None else sinks.to(inputs.dtype),
         None if slopes is None else slopes.to(inputs.dtype),
         where,
@@ -280,7 +277,9 @@ def _hide(block: AttentionBlock, hidden: Tensor) -> AttentionBlock:
     return block._replace(k=k, v=v, where=block.where._replace(k_sequence=sequence), bounded=False)
 
 
-def _blocks(block: AttentionBlock, options: AttentionOptions) -> Iterator[tuple[slice, slice]]:
+def _blocks(
+    block: AttentionBlock, options: arguments.AttentionOptions
+) -> Iterator[tuple[slice, slice]]:
     """Rows of queries, and the keys that any of them sees."""
     T, S = block.q.shape[3], block.k.shape[2]
     for begin in range(0, T, ROWS):
@@ -294,7 +293,7 @@ def _blocks(block: AttentionBlock, options: AttentionOptions) -> Iterator[tuple[
 
 
 def _scores(
-    block: AttentionBlock, rows: slice, keys: slice, options: AttentionOptions
+    block: AttentionBlock, rows: slice, keys: slice, options: arguments.AttentionOptions
 ) -> tuple[Tensor, Tensor | None]:
     """x [B, H, rows, keys], -inf where nothing is seen, and the softcap's slope."""
     x = _heads(block.q[..., rows, :].flatten(2, 3) @ block.k[:, :, keys].mT, block)

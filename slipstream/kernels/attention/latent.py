@@ -13,12 +13,10 @@ from torch import Tensor
 
 from slipstream.common.checks import plain_int
 from slipstream.kernels.attention import cache, plan, probe
+from slipstream.kernels.attention.plan import MAX_ROPE_WIDTH, MAX_WIDTH
 from slipstream.kernels.attention.triton import tiles
 from slipstream.runtime import backends, compile_ahead, custom_op, guarded_launch, token_ids
 from slipstream.runtime.dispatch import Candidate, choose
-
-# of the latents, and of what follows them in a row
-MAX_WIDTH, MAX_ROPE_WIDTH = 512, 64
 
 
 def latent_attention(

@@ -21,6 +21,8 @@ from slipstream.runtime.backends import triton_unsupported
 
 # the widest that tiles.py has tiles for
 MAX_HEAD_DIM = 256
+# of latents, and of what follows them in a row
+MAX_WIDTH, MAX_ROPE_WIDTH = 512, 64
 
 
 def unsupported_reason(qkv: tuple[Tensor, Tensor, Tensor]) -> str | None:

@@ -9,17 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.conv import triton_kernels
 from slipstream.kernels.conv.inputs import (
     UNIT_EPS,
     UNIT_TENSORS,
     ConvInputs,
     GradInputs,
     UpdateInputs,
-)
-from slipstream.kernels.conv.triton_kernels import (
-    conv_bwd_kernel,
-    conv_fwd_kernel,
-    conv_update_kernel,
 )
 from slipstream.runtime.backends import device_of, sm_count
 from slipstream.runtime.launch_cache import cached
@@ -49,7 +45,9 @@ def forward(inputs: ConvInputs, sizes: Sequence[int] | None, unit: int, silu: bo
     with device_of(x.device):
         P, outputs = _outputs(FORWARD, inputs, sizes, unit, silu)
         for y, (_, blocks, arguments) in zip(ys, outputs):
-            cached(conv_fwd_kernel)[(P * blocks,)](**arguments, r_ptr=inputs.residual, y_ptr=y)
+            cached(triton_kernels.conv_fwd_kernel)[(P * blocks,)](
+                **arguments, r_ptr=inputs.residual, y_ptr=y
+            )
     return ys
 
 
@@ -68,7 +66,7 @@ def backward(t: GradInputs, unit: int, silu: bool) -> list[Tensor]:
         partial = torch.empty(P, W + 1, x.shape[2], dtype=torch.float32, device=x.device)
         for dy, (begin, blocks, arguments) in zip(dys, outputs):
             n = dy.shape[-1]
-            cached(conv_bwd_kernel)[(P * blocks,)](
+            cached(triton_kernels.conv_bwd_kernel)[(P * blocks,)](
                 **arguments,
                 dy_ptr=dy,
                 dx_ptr=dx.narrow(2, begin, n),
@@ -92,7 +90,7 @@ def update(t: UpdateInputs, silu: bool) -> Tensor:
     y = torch.empty_like(x)
     BD = 128
     with device_of(x.device):
-        cached(conv_update_kernel)[(-(-D // BD), N)](
+        cached(triton_kernels.conv_update_kernel)[(-(-D // BD), N)](
             x_ptr=x,
             s_ptr=state,
             w_ptr=weight,

@@ -8,7 +8,6 @@ parameters that there are. Backward reads x, which may have 16 bits, and nothing
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
@@ -50,7 +49,7 @@ def plain(
     rate = A_log.to(z.dtype).exp().view(z.shape[2], *([1] * (z.dim() - 3)))
     if lower_bound is not None:
         return lower_bound * torch.sigmoid(rate * z)
-    return -rate * F.softplus(z)
+    return -rate * torch.nn.functional.softplus(z)
 
 
 def _kind(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> KernelKey:

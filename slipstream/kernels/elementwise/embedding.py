@@ -9,7 +9,6 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import autograd, backends, custom_op, dispatch, kernel_pair, token_ids
-from slipstream.runtime.kernel_pair import KernelPair, launch_of
 
 
 def rows(input_ids: Tensor, weight: Tensor) -> Tensor:
@@ -65,14 +64,14 @@ def _mismatch(args: tuple) -> str | None:
         return None
     ids = torch.randint(0, 40, (3, 19), device=weight.device).to(input_ids.dtype)
     return kernel_pair.mismatch(
-        lambda t: launch_of(_pair.kernel)(ids, t["weight"]),
+        lambda t: kernel_pair.launch_of(_pair.kernel)(ids, t["weight"]),
         lambda t: _nearest(ids, t["weight"]),
         {"weight": kernel_pair.random_like(weight, 40, weight.shape[1])},
         gradients=False,
     )
 
 
-_pair = KernelPair(
+_pair = kernel_pair.KernelPair(
     ("input_ids", "weight", "impl"),
     "slipstream.kernels.elementwise.triton.embedding:gather",
     _nearest,

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
@@ -54,7 +53,7 @@ def _dense(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[
     if x.shape[1] == 0:
         return x, x.new_zeros(_sequences(x, cu_seqlens), x.shape[2]) if state is None else state
     # of x[:, :-1] torch.export would want two tokens or more, so three of x
-    moved = F.pad(x, (0, 0, 1, -1))
+    moved = torch.nn.functional.pad(x, (0, 0, 1, -1))
     if state is not None:
         moved = moved.select_scatter(state, 1, 0)
     # a copy: a state that were a view would keep all of x alive

@@ -14,18 +14,12 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.gated_scan import eager
-from slipstream.runtime import (
-    autograd,
-    backends,
-    compile_ahead,
-    context_exchange,
-    context_in_segments,
-    custom_op,
-    guarded_launch,
-    kernel_pair,
-)
-from slipstream.runtime.autograd import autograd_function
+from slipstream.runtime import backends, compile_ahead, guarded_launch, kernel_pair
+from slipstream.runtime.autograd import autograd_function, needs_autograd
+from slipstream.runtime.context_exchange import tie
+from slipstream.runtime.context_in_segments import scan_of_rank
 from slipstream.runtime.context_parallel import ContextParallel, Share
+from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 from slipstream.runtime.token_ids import expect_offsets
 
@@ -62,7 +56,7 @@ def _fake_backward(g: Tensor, h: Tensor, initial_state: Tensor | None, *_: Any) 
 
 
 _LAUNCH = "slipstream.kernels.gated_scan.triton_kernels"
-_call_forward = custom_op.KernelOp(
+_call_forward = KernelOp(
     "scan_forward",
     "(Tensor x, Tensor g, Tensor? initial_state, Tensor? cu_seqlens, str impl) -> (Tensor, Tensor)",
     fake=_fake_forward,
@@ -74,7 +68,7 @@ _call_forward = custom_op.KernelOp(
     replay=True,
     at_sizes=compile_ahead.AtSizes(tokens=(0, 1), states=(2,), offsets=(3,)),
 )
-_call_backward = custom_op.KernelOp(
+_call_backward = KernelOp(
     "scan_backward",
     "(Tensor g, Tensor h, Tensor? initial_state, Tensor? cu_seqlens, Tensor? dh, Tensor? dfinal, "
     "str impl) -> Tensor[]",
@@ -95,7 +89,7 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """h [B, T, D] in x's dtype and the final state [N, D], with gradients."""
     tensors = (x, g, initial_state)
-    if autograd.needs_autograd(*tensors):
+    if needs_autograd(*tensors):
         return _Scan.apply(x, g, initial_state, cu_seqlens, impl)
     return _call_forward(x, g, initial_state, cu_seqlens, impl=impl)
 
@@ -171,7 +165,7 @@ def _run_across_ranks(
     h, after = _scan_of_rank(x, g, cu_seqlens, initial_state, share, plan.impls)
     final = None
     if output_final_state:
-        final = share.whole_states(context_exchange.tie(after, x, g), initial_state, rows)
+        final = share.whole_states(tie(after, x, g), initial_state, rows)
     if reverse:
         h = h.flip(1)
         final = final if cu_seqlens is None or final is None else final.flip(0)
@@ -204,7 +198,7 @@ def _scan_of_rank(
         return scan(x, g, state, None, impls)[1], gates.sum(1).exp()
 
     like = x.new_empty(1 if share.packed else x.shape[0], x.shape[2], dtype=wide)
-    return context_in_segments.scan_of_rank(
+    return scan_of_rank(
         change, partial(scan, impl=impls), (x, g), initial_state, like, share, cu_seqlens
     )
 

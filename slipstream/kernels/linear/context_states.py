@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import backend, context_terms, inputs
-from slipstream.kernels.linear.backend import Exchange
 from slipstream.kernels.linear.context_terms import (
     Call,
     head_gradient,
@@ -260,7 +259,7 @@ class BackwardStates(_StateExchange):
             self.dfinal[-self.width :].copy_(self._combined(share.later[::-1], True))
 
 
-class LocalSegments(Exchange):
+class LocalSegments(backend.Exchange):
     """The segments of a plan, without other ranks."""
 
     def __init__(self, tokens: int) -> None:
@@ -279,7 +278,7 @@ class LocalSegments(Exchange):
         return False
 
     @property
-    def local(self) -> Exchange:
+    def local(self) -> backend.Exchange:
         return LocalSegments(self.tokens)
 
     def segments(

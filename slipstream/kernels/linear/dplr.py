@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import backend, inputs, prefix_states
+from slipstream.kernels.linear import backend, inputs, prefix_states, segments
 from slipstream.kernels.linear.inputs import ChunkBackend, Cotangents, LinearInputs, as_fp32
-from slipstream.kernels.linear.segments import Segments, num_chunks, sequence_args
 from slipstream.runtime.backends import device_of
 
 
@@ -122,7 +121,7 @@ class DplrBackend(ChunkBackend):
         states: Tensor | None = None,
         s_in: Tensor | None = None,
         s_out: Tensor | None = None,
-        segments: Segments | None = None,
+        segments: segments.Segments | None = None,
         prefix: prefix_states.PrefixStates | None = None,
     ) -> None:
         """Writes the tensors that are given: o; or x and the states before each chunk."""
@@ -138,7 +137,7 @@ class DplrBackend(ChunkBackend):
         dstates: Tensor | None = None,
         s_in: Tensor | None = None,
         s_out: Tensor | None = None,
-        segments: Segments | None = None,
+        segments: segments.Segments | None = None,
     ) -> None:
         """Writes the tensors that are given: y and dstates; or, of segments, s_out alone."""
 
@@ -151,11 +150,11 @@ class DplrBackend(ChunkBackend):
         """Into the gradients of q, k, a, b and g, and the other shares of beta's."""
 
     @abstractmethod
-    def choose_segments(self, terms: LinearInputs) -> Segments | None: ...
+    def choose_segments(self, terms: LinearInputs) -> segments.Segments | None: ...
 
     @abstractmethod
     def segment_transition(
-        self, terms: LinearInputs, intra: IntraChunk, segments: Segments
+        self, terms: LinearInputs, intra: IntraChunk, segments: segments.Segments
     ) -> tuple[Tensor, Any]:
         """Each segment's term of the state [count, HV, K, V] and its factor, as state_passing wants
         it."""
@@ -164,7 +163,7 @@ class DplrBackend(ChunkBackend):
     def state_passing(
         self,
         terms: LinearInputs,
-        segments: Segments,
+        segments: segments.Segments,
         E: Tensor,
         M: Any,
         s_in: Tensor | None,
@@ -268,7 +267,7 @@ class DplrBackend(ChunkBackend):
         HV, V = terms.v.shape[2:]
         wide, C, v = self.padded_width(terms), self.chunk(terms), terms.v
         delta, gated = terms.transition == "delta", terms.g is not None
-        chunks = num_chunks(terms, C)
+        chunks = segments.num_chunks(terms, C)
         size, square = (chunks, HV, C, wide), (chunks, HV, C, C)
         qb = v.new_empty(square)
         # ak and r are not written unless backward wants them
@@ -320,4 +319,4 @@ def dplr_args(terms: LinearInputs) -> dict[str, Any]:
     """Arguments of every kernel: sizes and flags."""
     H, K = terms.q.shape[2:]
     sizes = {"H": H, "K": K, "V": terms.v.shape[-1], "DELTA": terms.transition == "delta"}
-    return sizes | sequence_args(terms)
+    return sizes | segments.sequence_args(terms)

@@ -24,16 +24,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import backend, inputs, prefix_states
+from slipstream.kernels.linear import segments as segmentation
 from slipstream.kernels.linear.inputs import ChunkBackend, LinearInputs, sum_grouped_heads
-from slipstream.kernels.linear.segments import (
-    ANCHOR_INTERVAL,
-    FORWARD_UNIT,
-    Segments,
-    num_anchors,
-    scalar_decay_tokens,
-    scan_args,
-    split_into_segments,
-)
 from slipstream.runtime.backends import device_of
 
 
@@ -76,16 +68,16 @@ class ScalarDecayBackend(ChunkBackend):
     scales_states = True
     # of a scan, its segments, and states: what these add becomes the states before them; the scan's
     # s_out is written, if there is one
-    state_passing: Callable[[ChunkLaunch, LinearInputs, Segments, Tensor], None]
+    state_passing: Callable[[ChunkLaunch, LinearInputs, segmentation.Segments, Tensor], None]
 
     @abstractmethod
     def chunk_scan(
-        self, chunks: ChunkLaunch, terms: LinearInputs, segments: Segments | None
+        self, chunks: ChunkLaunch, terms: LinearInputs, segments: segmentation.Segments | None
     ) -> None: ...
 
     @abstractmethod
     def gate_gradient(
-        self, terms: LinearInputs, sums: GateSums, segments: Segments | None
+        self, terms: LinearInputs, sums: GateSums, segments: segmentation.Segments | None
     ) -> Tensor: ...
 
     @abstractmethod
@@ -98,20 +90,20 @@ class ScalarDecayBackend(ChunkBackend):
 
     def states_of_one_scan(
         self, chunks: ChunkLaunch, terms: LinearInputs
-    ) -> tuple[ChunkLaunch, Segments | None]:
+    ) -> tuple[ChunkLaunch, segmentation.Segments | None]:
         """With consistent=True: chunks cut into segments, where there is a kernel for the states
         that a scan of whole sequences has before them; s_out is then written."""
         return chunks, None
 
     def unit(self, terms: LinearInputs) -> int:
         """Tokens from one anchor of the gate's gradient to the next."""
-        return ANCHOR_INTERVAL * self.chunk(terms)
+        return segmentation.ANCHOR_INTERVAL * self.chunk(terms)
 
-    def choose_segments(self, terms: LinearInputs, unit: int) -> Segments | None:
+    def choose_segments(self, terms: LinearInputs, unit: int) -> segmentation.Segments | None:
         HV, V = terms.v.shape[2:]
         programs = self.tiles_of_columns(terms, terms.q.shape[-1], V) * HV
-        tokens = scalar_decay_tokens(terms, programs, self.chunk(terms), unit)
-        return split_into_segments(terms, tokens)
+        tokens = segmentation.scalar_decay_tokens(terms, programs, self.chunk(terms), unit)
+        return segmentation.split_into_segments(terms, tokens)
 
     def forward(
         self,
@@ -131,7 +123,7 @@ class ScalarDecayBackend(ChunkBackend):
             chunks = ChunkLaunch(
                 terms.q, terms.k, terms.v, o, terms.initial_state, final, scale=scale
             )
-            segments = self.choose_segments(terms, FORWARD_UNIT)
+            segments = self.choose_segments(terms, segmentation.FORWARD_UNIT)
             if exchange is not None:
                 segments = self.agree(terms, segments, exchange)
             if segments is not None:
@@ -146,7 +138,7 @@ class ScalarDecayBackend(ChunkBackend):
         q, k, v = terms.q, terms.k, terms.v
         H, wide = q.shape[2], (*v.shape[:3], q.shape[3])
         dq, dk, dv = q.new_empty(wide), q.new_empty(wide), v.new_empty(v.shape)
-        segments = self.choose_segments(terms, ANCHOR_INTERVAL)
+        segments = self.choose_segments(terms, segmentation.ANCHOR_INTERVAL)
         if exchange is not None:
             segments = self.agree(terms, segments, exchange)
         sums = None
@@ -168,7 +160,11 @@ class ScalarDecayBackend(ChunkBackend):
         return grads
 
     def dkv_scan(
-        self, dk: ChunkLaunch, dv: ChunkLaunch, terms: LinearInputs, segments: Segments | None
+        self,
+        dk: ChunkLaunch,
+        dv: ChunkLaunch,
+        terms: LinearInputs,
+        segments: segmentation.Segments | None,
     ) -> None:
         self.chunk_scan(dk, terms, segments)
         self.chunk_scan(dv, terms, segments)
@@ -177,7 +173,7 @@ class ScalarDecayBackend(ChunkBackend):
         self,
         chunks: ChunkLaunch,
         terms: LinearInputs,
-        segments: Segments,
+        segments: segmentation.Segments,
         exchange: backend.Exchange | None = None,
     ) -> ChunkLaunch:
         """The scan with the states before segments as s_in; writes s_out where there is one."""
@@ -197,10 +193,12 @@ class ScalarDecayBackend(ChunkBackend):
         backend.pass_states(run, states, chunks.s_out, terms, segments, transition, exchange)
         return chunks._replace(s_in=states, s_out=None, scale_in=1.0)
 
-    def _empty_gate_sums(self, terms: LinearInputs, segments: Segments | None) -> GateSums:
+    def _empty_gate_sums(
+        self, terms: LinearInputs, segments: segmentation.Segments | None
+    ) -> GateSums:
         (B, T, HV, V), K = terms.v.shape, terms.q.shape[-1]
         NX = self.tiles_of_columns(terms, V, K)
-        anchors = num_anchors(terms, segments, self.unit(terms))
+        anchors = segmentation.num_anchors(terms, segments, self.unit(terms))
         wide: dict[str, Any] = {"dtype": torch.float32, "device": terms.q.device}
         return GateSums(
             q_rows=torch.empty(NX, HV, B * T, **wide),
@@ -211,7 +209,7 @@ class ScalarDecayBackend(ChunkBackend):
 
 
 def chunk_args(
-    chunks: ChunkLaunch, terms: LinearInputs, segments: Segments | None
+    chunks: ChunkLaunch, terms: LinearInputs, segments: segmentation.Segments | None
 ) -> dict[str, Any]:
     """Arguments of every kernel that goes from chunk to chunk."""
     (B, T), sums, rows = terms.v.shape[:2], chunks.sums, None
@@ -226,10 +224,10 @@ def chunk_args(
         "scale_in": chunks.scale_in,
         "scale_out": chunks.scale_out,
         "tokens": B * T,
-        "ANCHOR_INTERVAL": ANCHOR_INTERVAL,
+        "ANCHOR_INTERVAL": segmentation.ANCHOR_INTERVAL,
         "HAS_DG": sums is not None,
         **gate_strides(terms.g),
-        **scan_args(terms, segments, chunks.s_in, chunks.s_out),
+        **segmentation.scan_args(terms, segments, chunks.s_in, chunks.s_out),
     }
 
 

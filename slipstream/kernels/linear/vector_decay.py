@@ -30,16 +30,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import backend, inputs, prefix_states
+from slipstream.kernels.linear import segments as segmentation
 from slipstream.kernels.linear.inputs import ChunkBackend, Cotangents, LinearInputs, contiguous
-from slipstream.kernels.linear.segments import (
-    ANCHOR_INTERVAL,
-    FORWARD_UNIT,
-    Segments,
-    num_anchors,
-    num_chunks,
-    scalar_decay_tokens,
-    split_into_segments,
-)
 from slipstream.runtime.backends import device_of
 
 
@@ -53,12 +45,12 @@ class VectorDecayProblem(NamedTuple):
     g: Tensor  # [B, T, HV, K]
     terms: LinearInputs
     C: int
-    segments: Segments | None
+    segments: segmentation.Segments | None
 
     @property
     def chunks(self) -> int:
         """An upper bound, which needs no lengths."""
-        return num_chunks(self.terms, self.C)
+        return segmentation.num_chunks(self.terms, self.C)
 
     def empty_pairs(self, dtype: torch.dtype | None = None) -> Tensor:
         """Memory for P, in the dtype of k if None."""
@@ -111,7 +103,7 @@ class VectorDecayBackend(ChunkBackend):
     scales_states = True
     # of a scan, its segments, and states: what these add becomes the states before them; the scan's
     # s_out is written, if there is one
-    state_passing: Callable[[ChunkLaunch, LinearInputs, Segments, Tensor], None]
+    state_passing: Callable[[ChunkLaunch, LinearInputs, segmentation.Segments, Tensor], None]
 
     @abstractmethod
     def tiles_of_columns(self, terms: LinearInputs) -> int:
@@ -153,12 +145,12 @@ class VectorDecayBackend(ChunkBackend):
 
     def unit(self, terms: LinearInputs) -> int | None:
         """Tokens from one anchor of the gate's gradient to the next."""
-        return ANCHOR_INTERVAL * self.chunk(terms)
+        return segmentation.ANCHOR_INTERVAL * self.chunk(terms)
 
-    def choose_segments(self, terms: LinearInputs, unit: int) -> Segments | None:
+    def choose_segments(self, terms: LinearInputs, unit: int) -> segmentation.Segments | None:
         programs = self.tiles_of_columns(terms) * terms.v.shape[2]
-        tokens = scalar_decay_tokens(terms, programs, self.chunk(terms), unit)
-        return split_into_segments(terms, tokens)
+        tokens = segmentation.scalar_decay_tokens(terms, programs, self.chunk(terms), unit)
+        return segmentation.split_into_segments(terms, tokens)
 
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
         """Everything as the kernels index it, the gate one a channel."""
@@ -183,7 +175,7 @@ class VectorDecayBackend(ChunkBackend):
         self, terms: LinearInputs, do: Tensor | None, exchange: backend.Exchange | None
     ) -> VectorDecayProblem:
         """do: of backward."""
-        unit = FORWARD_UNIT if do is None else ANCHOR_INTERVAL
+        unit = segmentation.FORWARD_UNIT if do is None else segmentation.ANCHOR_INTERVAL
         segments = self.choose_segments(terms, unit)
         if exchange is not None:
             segments = self.agree(terms, segments, exchange)
@@ -291,7 +283,9 @@ class VectorDecayBackend(ChunkBackend):
 
     def _empty_gate_sums(self, problem: VectorDecayProblem) -> GateSums:
         (HV, K), V = problem.g.shape[2:], problem.v.shape[-1]
-        anchors = num_anchors(problem.terms, problem.segments, ANCHOR_INTERVAL * problem.C)
+        anchors = segmentation.num_anchors(
+            problem.terms, problem.segments, segmentation.ANCHOR_INTERVAL * problem.C
+        )
         wide: dict[str, Any] = {"dtype": torch.float32, "device": problem.k.device}
         sums, z = (torch.empty(problem.chunks, HV, K, **wide) for _ in range(2))
         return GateSums(sums, z, torch.empty(anchors, HV, K, V, **wide))

@@ -17,22 +17,8 @@ from torch import Tensor
 from slipstream.common.checks import cast
 from slipstream.compiler import arch, known_bugs
 from slipstream.compiler import arch as arches
+from slipstream.kernels.matmul import config as configs
 from slipstream.kernels.matmul import eager
-from slipstream.kernels.matmul.config import (
-    FP8,
-    KERNELS,
-    MatmulConfig,
-    MatmulInputs,
-    Problem,
-    activated,
-    check,
-    row_by_row,
-    scaled,
-    tma_swaps,
-    unpack,
-    uses_split_k,
-)
-from slipstream.kernels.matmul.config import choose as choose_tile
 from slipstream.runtime import autograd, custom_op, kernel_pair
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, sm90_unsupported
 from slipstream.runtime.compile_ahead import resized
@@ -42,10 +28,12 @@ from slipstream.runtime.guarded_launch import Guard, known_failure
 # Rows between which and beyond which no other tile is chosen; with one more a number is odd.
 _ROWS = [n for power in range(4, 18) for n in (1 << power, 3 << power - 1)]
 # and whether an implementation was named
-Call = tuple[MatmulInputs, MatmulConfig | None, bool]
+Call = tuple[configs.MatmulInputs, configs.MatmulConfig | None, bool]
 
 
-def matmul(t: MatmulInputs, config: MatmulConfig | None, impl: str | None) -> Tensor:
+def matmul(
+    t: configs.MatmulInputs, config: configs.MatmulConfig | None, impl: str | None
+) -> Tensor:
     """out [M, N], differentiable by all but the scales."""
     others = () if config is None else config.pack(), impl or ""
     if autograd.needs_autograd(t.a, t.b, t.bias, t.residual):
@@ -53,11 +41,11 @@ def matmul(t: MatmulInputs, config: MatmulConfig | None, impl: str | None) -> Te
     return _CALL(*t, *others)
 
 
-def _with_gradient(t: MatmulInputs, *others: Any) -> Tensor:
+def _with_gradient(t: configs.MatmulInputs, *others: Any) -> Tensor:
     if not t.activation:
         return _Matmul.apply(*t[:6], t.precision, t.out_dtype, *others)
     z = _Matmul.apply(*t[:3], None, *t[4:6], t.precision, t.out_dtype, *others)
-    y = activated(z, t.activation)
+    y = configs.activated(z, t.activation)
     return y if t.residual is None else (y + t.residual).to(t.out_dtype)
 
 
@@ -84,11 +72,11 @@ class _Matmul(autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         a, b, scale_a, scale_b = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        dz = cast(scaled(dout, scale_a, scale_b), a.dtype)
+        dz = cast(configs.scaled(dout, scale_a, scale_b), a.dtype)
         bias_dtype, residual_dtype = ctx.dtypes
 
         def product(x: Tensor, y: Tensor) -> Tensor:
-            t = MatmulInputs(x, y, None, None, None, None, "", ctx.precision, x.dtype)
+            t = configs.MatmulInputs(x, y, None, None, None, None, "", ctx.precision, x.dtype)
             return matmul(t, None, ctx.impl)
 
         return (
@@ -111,13 +99,15 @@ def arch_of(device: torch.device) -> arch.Arch:
     return arches.of(torch.cuda.get_device_capability(device), bool(torch.version.hip))
 
 
-def problem(t: MatmulInputs) -> Problem:
+def problem(t: configs.MatmulInputs) -> configs.Problem:
     residual = None if t.residual is None else t.residual.dtype
     columns = t.a.stride(1) != 1, t.b.stride(1) != 1
-    return Problem(t.a.dtype, t.out_dtype, t.precision, *columns, tma_swaps(t), residual)
+    return configs.Problem(
+        t.a.dtype, t.out_dtype, t.precision, *columns, configs.tma_swaps(t), residual
+    )
 
 
-def _kind(name: str, t: MatmulInputs) -> known_bugs.KernelKey:
+def _kind(name: str, t: configs.MatmulInputs) -> known_bugs.KernelKey:
     """The calls that share a verdict on the kernels."""
     return (f"matmul.{name}", t.a.dtype, t.precision)
 
@@ -131,7 +121,7 @@ def _triton_unsupported_reason(call: Call) -> str | None:
     return known_failure(lambda: _kind("triton", t), t.a.device)
 
 
-def _unsupported_operands(t: MatmulInputs) -> str | None:
+def _unsupported_operands(t: configs.MatmulInputs) -> str | None:
     """Why no kernel can multiply these."""
     if not HAVE_TRITON:
         return "Triton is not installed"
@@ -142,7 +132,7 @@ def _unsupported_operands(t: MatmulInputs) -> str | None:
     if 0 in (*t.a.shape, *t.b.shape):
         return "there is nothing to multiply"
     arch = arch_of(t.a.device)
-    if t.a.dtype in FP8 and "fp8e5" not in arch.dots:
+    if t.a.dtype in configs.FP8 and "fp8e5" not in arch.dots:
         return f"{arch.name} has no products of float8"
     if t.a.dtype == torch.float32 and t.precision not in arch.precisions:
         return f"{arch.name} has no {t.precision} products"
@@ -158,25 +148,25 @@ def sm90_unsupported_reason(call: Call) -> str | None:
     if (
         config is None
         and not named
-        and uses_split_k(arch_of(t.a.device), t.a.shape[0], *t.b.shape[::-1])
+        and configs.uses_split_k(arch_of(t.a.device), t.a.shape[0], *t.b.shape[::-1])
     ):
         return "there are few tiles, of which the portable kernel's programs share each"
     return known_failure(lambda: _kind("sm90", t), t.a.device)
 
 
-def tma_unsupported_reason(t: MatmulInputs) -> str | None:
+def tma_unsupported_reason(t: configs.MatmulInputs) -> str | None:
     """The dtype or stride that rules out TMA and wgmma for a call."""
     if t.a.dtype == torch.float32 and t.precision != "tf32":
         return f"wgmma multiplies float32 as tf32, not as {t.precision}"
     K, N = t.b.shape
     size = t.a.element_size()
-    swaps = tma_swaps(t)
+    swaps = configs.tma_swaps(t)
     for name, x, may_transpose in (
         ("a", t.a, size in (2, 4) and not swaps),
         ("b", t.b.t(), size == 2 or swaps),
     ):
-        transposed = may_transpose and row_by_row(x.t())
-        if not (row_by_row(x) or transposed or K * size % 16 == 0):
+        transposed = may_transpose and configs.row_by_row(x.t())
+        if not (configs.row_by_row(x) or transposed or K * size % 16 == 0):
             return f"TMA wants rows of {name} at multiples of 16 bytes, they are {K * size} long"
     if N * t.out_dtype.itemsize % 16:
         return f"TMA wants rows of the result at multiples of 16 bytes, they have {N} elements"
@@ -195,22 +185,24 @@ CANDIDATES = (
 )
 
 
-def plan_for(t: MatmulInputs, config: MatmulConfig | None, impl: str | None) -> Selection:
+def plan_for(
+    t: configs.MatmulInputs, config: configs.MatmulConfig | None, impl: str | None
+) -> Selection:
     return choose(CANDIDATES, (t, config, impl is not None), impl, "matmul", t.a)
 
 
 def _impl(*args: Any) -> Tensor:
     *tensors, packed, impl = args
-    t, config = MatmulInputs(*tensors), unpack(packed) if packed else None
+    t, config = configs.MatmulInputs(*tensors), configs.unpack(packed) if packed else None
     # such a call makes only what is added, whatever the kernel
     if config is not None and 0 not in (*t.a.shape, *t.b.shape):
-        check(config, problem(t), arch_of(t.a.device))
+        configs.check(config, problem(t), arch_of(t.a.device))
     elif config is not None:
         config = None
     return _run(plan_for(t, config, impl or None).impls, t, config)
 
 
-def _run(impl: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
+def _run(impl: str, t: configs.MatmulInputs, config: configs.MatmulConfig | None) -> Tensor:
     """By the first of the implementations at which this machine's compilers do not fail."""
     name, _, others = impl.partition("|")
     with Guard(impl, t.a.device, lambda: _kind(name, t), lambda: _probe(name, t)) as usable:
@@ -221,21 +213,21 @@ def _run(impl: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
     return _run(others, t, config)
 
 
-def _tile_of(t: MatmulInputs, impls: str) -> MatmulConfig:
+def _tile_of(t: configs.MatmulInputs, impls: str) -> configs.MatmulConfig:
     shape = t.a.shape[0], t.b.shape[1], t.a.shape[1]
-    return choose_tile(problem(t), arch_of(t.a.device), *shape, impls.startswith("sm90"))
+    return configs.choose(problem(t), arch_of(t.a.device), *shape, impls.startswith("sm90"))
 
 
-def _launch(name: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
+def _launch(name: str, t: configs.MatmulInputs, config: configs.MatmulConfig | None) -> Tensor:
     """Triton and Gluon are imported only here, once they are wanted."""
     config = config or _tile_of(t, name)
-    assert config.kernel == KERNELS[name == "triton"]
+    assert config.kernel == configs.KERNELS[name == "triton"]
     return import_module(f"slipstream.kernels.matmul.{name}_kernels").matmul(t, config)
 
 
-def _probe(name: str, like: MatmulInputs) -> str | None:
+def _probe(name: str, like: configs.MatmulInputs) -> str | None:
     """A small product with edges in every direction; float8 is not random enough to compare."""
-    if like.a.dtype in FP8:
+    if like.a.dtype in configs.FP8:
         return None
     tensors = {
         "a": torch.randn(200, 168, device=like.a.device).to(like.a.dtype),
@@ -246,7 +238,9 @@ def _probe(name: str, like: MatmulInputs) -> str | None:
         a, b = tensors["a"], tensors["b"]
         assert a is not None and b is not None
         return matmul(
-            MatmulInputs(a, b, None, None, None, None, "", like.precision, a.dtype), None, impl
+            configs.MatmulInputs(a, b, None, None, None, None, "", like.precision, a.dtype),
+            None,
+            impl,
         )
 
     # tf32 keeps 10 bits, which is not what is looked for
@@ -264,7 +258,7 @@ def _at_sizes(args: tuple) -> Iterator[tuple]:
     """Of other numbers of rows, or of columns where a lies column by column, as a gradient's does:
     one for each kernel and tile, and for multiples of 16 and others."""
     *tensors, packed, impl = args
-    inputs, config = MatmulInputs(*tensors), unpack(packed) if packed else None
+    inputs, config = configs.MatmulInputs(*tensors), configs.unpack(packed) if packed else None
     by_rows = inputs.a.stride(1) == 1
     known: set[Any] = set()
     for n in (1, *(m for rows in _ROWS for m in (rows, rows + 1))):
@@ -277,12 +271,12 @@ def _at_sizes(args: tuple) -> Iterator[tuple]:
             yield (*t, packed, impl)
 
 
-def _with_rows(t: MatmulInputs, n: int) -> MatmulInputs:
+def _with_rows(t: configs.MatmulInputs, n: int) -> configs.MatmulInputs:
     scale = t.scale_a if t.scale_a is None or not t.scale_a.dim() else resized(t.scale_a, n)
     return t._replace(a=resized(t.a, n), residual=resized(t.residual, n), scale_a=scale)
 
 
-def _with_columns(t: MatmulInputs, n: int) -> MatmulInputs:
+def _with_columns(t: configs.MatmulInputs, n: int) -> configs.MatmulInputs:
     a, b = resized(t.a.t(), n), resized(t.b, n)
     assert a is not None
     return t._replace(a=a.t(), b=b)
@@ -302,7 +296,7 @@ _CALL = custom_op.KernelOp(
 def _of_operator(*args: Any) -> Tensor:
     """As slipstream::_matmul is called."""
     *tensors, packed, impl = args
-    return _with_gradient(MatmulInputs(*tensors), packed, impl)
+    return _with_gradient(configs.MatmulInputs(*tensors), packed, impl)
 
 
 _CALL.set_gradient(_of_operator)

@@ -28,8 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.common.checks import plain_int
-from slipstream.common.pool_rows import PoolRows
+from slipstream.common import checks, pool_rows
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions, channel_offsets
 
 
@@ -163,7 +162,7 @@ def step_eager(out: Tensor, inputs: StepInputs, options: StepOptions) -> None:
     if inputs.num_accepted is not None:
         accepted = inputs.num_accepted.long().clamp(0, options.pending)
         inputs = _without_rejected(inputs, options, accepted)
-    rows = PoolRows(inputs.state_indices, inputs.state.shape[0])
+    rows = pool_rows.PoolRows(inputs.state_indices, inputs.state.shape[0])
     q, k, v = (x.to(inputs.dtype) for x in inputs[:3])
     if inputs.conv_state is not None:
         q, k, v = _convolved(inputs, options, q, k, v, accepted, rows)
@@ -204,7 +203,7 @@ def _convolved(
     k: Tensor,
     v: Tensor,
     accepted: Tensor | None,
-    rows: PoolRows,
+    rows: pool_rows.PoolRows,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert inputs.conv_state is not None and inputs.conv_weight is not None
     _, T, H, HV, K, V = inputs.sizes
@@ -240,7 +239,7 @@ def _heads(options: StepOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     """q and k of norm 1 if wanted, one for each head of v."""
     if options.qk_l2norm:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-    if (group := plain_int(v.shape[2] // q.shape[2])) > 1:
+    if (group := checks.plain_int(v.shape[2] // q.shape[2])) > 1:
         q, k = (x.repeat_interleave(group, dim=2) for x in (q, k))
     return q, k, v
 
@@ -274,7 +273,7 @@ def _recurrence(
     options: StepOptions,
     tokens: _Tokens,
     accepted: Tensor | None,
-    rows: PoolRows,
+    rows: pool_rows.PoolRows,
 ) -> Tensor:
     """o [B, T, HV, V]."""
     T = inputs.q.shape[1]

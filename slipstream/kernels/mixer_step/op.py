@@ -12,7 +12,6 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.mixer_step import eager
-from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.mixer_step.inputs import MAX_TAPS, StepInputs, StepOptions
 from slipstream.runtime import autograd, backends, dispatch, guarded_launch, kernel_pair, token_ids
 from slipstream.runtime.compile_ahead import AtSizes, Size
@@ -52,7 +51,7 @@ def _plain(out: Tensor, inputs: StepInputs, _: Tensor | None, options: StepOptio
         return
     if inputs.state_indices is not None:
         token_ids.expect_unique("state_indices", inputs.state_indices, "slot")
-    step_eager(out, inputs, options)
+    eager.step_eager(out, inputs, options)
 
 
 def _is_empty(q: Tensor, v: Tensor) -> bool:

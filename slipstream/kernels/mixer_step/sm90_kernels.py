@@ -27,8 +27,7 @@ There is one launch, and no memory beyond the result and the counters of windows
 from typing import Any
 
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
-from slipstream.kernels.mixer_step.triton import block_inputs
-from slipstream.kernels.mixer_step.triton.step import is_last_of_group, log_decay, rate_of, scalar
+from slipstream.kernels.mixer_step.triton import block_inputs, step
 from slipstream.kernels.primitives.sm90 import gl, gluon
 from slipstream.kernels.primitives.sm90_device import halves
 from slipstream.runtime.launch_cache import cached
@@ -223,11 +222,11 @@ def _gate(
         o_r = gl.arange(0, ROWS, layout)
         is_q, _, alive = _rows(o_r, accepted, P, N)
         m_g = alive & (is_q == 0)
-        gate = block_inputs.load(g_ptr + (first + o_r) * row_g + i_h, m_g) + scalar(
+        gate = block_inputs.load(g_ptr + (first + o_r) * row_g + i_h, m_g) + step.scalar(
             dt_bias_ptr, i_h
         )
-        rate = rate_of(scalar(A_ptr, i_h), GATE)
-        gate, _ = log_decay(gate, rate, lower_bound, normalizer, dt_min, dt_max, GATE)
+        rate = step.rate_of(step.scalar(A_ptr, i_h), GATE)
+        gate, _ = step.log_decay(gate, rate, lower_bound, normalizer, dt_min, dt_max, GATE)
         gate = gl.where(m_g, gate, 0.0)
     return gate
 
@@ -322,7 +321,7 @@ def _move_on(
     gl.thread_barrier()  # all threads have read
     is_last = True
     if HEADS_PER_K > 1:
-        is_last = is_last_of_group(counter_ptr + i_k, HEADS_PER_K)
+        is_last = step.is_last_of_group(counter_ptr + i_k, HEADS_PER_K)
     block_inputs.move_on(window, ended, xs, channels, places, is_last, W)
 
 

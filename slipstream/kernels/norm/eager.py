@@ -27,16 +27,7 @@ from torch import Tensor
 from slipstream.common.checks import cast
 from slipstream.kernels.norm.inputs import BackwardInputs, NormInputs
 from slipstream.kernels.primitives.norm_options import NormOptions
-from slipstream.runtime import backends, guarded_launch
-from slipstream.runtime.autograd import (
-    Function,
-    Saved,
-    by_operation,
-    is_tracing,
-    once_differentiable,
-    save,
-    wants_gradient,
-)
+from slipstream.runtime import autograd, backends, guarded_launch
 
 
 def rms_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -113,7 +104,7 @@ def backward(
 def _l2(x: Tensor, eps: float, grads: bool, rms: Callable[..., Tensor]) -> Tensor:
     if not (torch.is_grad_enabled() and grads):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        if backends.is_plain_call(x) and not is_tracing():
+        if backends.is_plain_call(x) and not autograd.is_tracing():
             return x * norm.square_().add_(eps).rsqrt_()
         # a graph or a transform of inputs without gradients may be differentiated: not in place
         return x * (norm.square() + eps).rsqrt()
@@ -142,11 +133,15 @@ def _residual_sum(x: Tensor, residual: Tensor | None, in_fp32: bool) -> Tensor:
 
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x [..., D], weight [D] of x's dtype, float32 or float64."""
-    if not x.is_cpu or by_operation() or x.numel() == 0:
+    if not x.is_cpu or autograd.by_operation() or x.numel() == 0:
         return rms_reference(x, weight, eps)
     if weight is None:
         weight = x.new_ones(x.shape[-1])
-    return _Rms.apply(x, weight, eps) if wants_gradient(x, weight) else _rms(x, weight, eps)[0]
+    return (
+        _Rms.apply(x, weight, eps)
+        if autograd.wants_gradient(x, weight)
+        else _rms(x, weight, eps)[0]
+    )
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -161,18 +156,20 @@ def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-class _Rms(Function):
+class _Rms(autograd.Function):
     operator = "slipstream::norm"
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, rstd = _rms(x, weight, eps)
-        save(ctx, x, weight, rstd)
+        autograd.save(ctx, x, weight, rstd)
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, saved: Saved, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    @autograd.once_differentiable
+    def backward(
+        ctx: Any, saved: autograd.Saved, dy: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, rstd = saved
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dx, dweight, _ = torch.ops.aten.native_layer_norm_backward(

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
@@ -23,18 +22,11 @@ from slipstream.kernels.projection_step.inputs import (
     WGMMA_COLUMNS,
     ProjectionInputs,
 )
-from slipstream.runtime import (
-    autograd,
-    backends,
-    consistent,
-    custom_op,
-    guarded_launch,
-    kernel_pair,
-)
+from slipstream.runtime import autograd, backends, consistent, guarded_launch
 from slipstream.runtime.compile_ahead import resized
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, Candidate, choose
-from slipstream.runtime.kernel_pair import guarded, random_like
+from slipstream.runtime.kernel_pair import Given, guarded, mismatch, random_like
 
 _PLAIN_NORM = NormOptions(0.0)
 LAUNCH = "slipstream.kernels.projection_step.triton_kernels"
@@ -155,21 +147,21 @@ def _mismatch(like: ProjectionInputs) -> str | None:
     N = WGMMA_COLUMNS if like.is_wide else 40
     sizes = (N, N) if like.glu else (N, 24) if like.residual is None else (N,)
     x = like.x
-    tensors = {f"w{i}": kernel_pair.random_like(like.weights[0], n, K) for i, n in enumerate(sizes)}
+    tensors = {f"w{i}": random_like(like.weights[0], n, K) for i, n in enumerate(sizes)}
     tensors = {name: w * K**-0.5 for name, w in tensors.items()}
     tensors["x"] = torch.randn(rows, K, device=x.device).to(x.dtype)
     if like.norm_weight is not None:
-        tensors["norm_weight"] = kernel_pair.random_like(like.norm_weight, K)
+        tensors["norm_weight"] = random_like(like.norm_weight, K)
     if like.residual is not None:
-        tensors["residual"] = kernel_pair.random_like(like.residual, rows, N)
+        tensors["residual"] = random_like(like.residual, rows, N)
 
-    def call(impl: str, t: kernel_pair.Given) -> Tensor:
+    def call(impl: str, t: Given) -> Tensor:
         weights = [t[f"w{i}"] for i in range(len(sizes))]
         terms = t.get("norm_weight"), t.get("residual")
         inputs = ProjectionInputs(t["x"], weights, [None] * len(sizes), *terms, *like[5:])
         return _call(*_flat(inputs), impl=impl)
 
-    return kernel_pair.mismatch(
+    return mismatch(
         lambda t: call("triton|eager", t), lambda t: call(PLAIN[0], t), tensors, gradients=False
     )
 
@@ -235,7 +227,7 @@ def run_norm(
 
 
 def _norm_eager(t: inputs.NormedInputs, n: NormOptions) -> tuple[Tensor, Tensor]:
-    h = t.residual + F.linear(t.x, t.weight, t.bias).to(t.residual.dtype)
+    h = t.residual + torch.nn.functional.linear(t.x, t.weight, t.bias).to(t.residual.dtype)
     y = eager.normed(h.to(t.weight.dtype), t.norm_weight, n)
     return h, y.to(t.weight.dtype)
 
@@ -246,10 +238,9 @@ def _norm_kind(t: inputs.NormedInputs) -> KernelKey:
     return ("projection_norm_step.triton", *dtypes, *t.weight.shape, t.bias is not None)
 
 
-_call_norm = custom_op.KernelOp(
+_call_norm = KernelOp(
     "projection_norm_step",
-    f"({custom_op.schema_of(inputs.NormedInputs)}, {custom_op.schema_of(NormOptions)}, str impl) "
-    "-> (Tensor, Tensor)",
+    f"({schema_of(inputs.NormedInputs)}, {schema_of(NormOptions)}, str impl) -> (Tensor, Tensor)",
     kernel=f"{LAUNCH}:projection_norm",
     plain=_norm_eager,
     kind=_norm_kind,

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.primitives.device import PREFETCH_ROWS, prefetch, wait_for_earlier
-from slipstream.kernels.primitives.norm_options import NormOptions
+from slipstream.kernels.primitives import device, norm_options
 from slipstream.kernels.projection_step import inputs
 from slipstream.runtime import backends, launch_cache
 
@@ -180,10 +179,10 @@ def projection_step_kernel(
     if PREFETCH:
         row: tl.constexpr = K * w0_ptr.dtype.element_ty.primitive_bitwidth // 8
         o_w = tl.minimum(o_n, N - 1).to(tl.int64) * K
-        prefetch(weight_ptr + o_w, row)
+        device.prefetch(weight_ptr + o_w, row)
         if GLU:
-            prefetch(w1_ptr + o_w, row)
-    wait_for_earlier(PDL)
+            device.prefetch(w1_ptr + o_w, row)
+    device.wait_for_earlier(PDL)
     o_m = tl.arange(0, BM)
     m_n, m_m = o_n < N, o_m < M
     first = 0
@@ -240,7 +239,7 @@ def projection_sums_kernel(
     PDL: tl.constexpr = False,
 ):
     """grid (M)"""
-    wait_for_earlier(PDL)
+    device.wait_for_earlier(PDL)
     row = tl.program_id(0)
     o = tl.arange(0, BN)
     m = o < N
@@ -334,7 +333,7 @@ def projection_step(t: inputs.ProjectionInputs) -> Tensor:
     return y
 
 
-def projection_norm(t: inputs.NormedInputs, n: NormOptions) -> tuple[Tensor, Tensor]:
+def projection_norm(t: inputs.NormedInputs, n: norm_options.NormOptions) -> tuple[Tensor, Tensor]:
     """Partial sums [shares, M, N] of shares of K, and their sum with the residual and its norm."""
     (M, K), N = t.x.shape, t.weight.shape[0]
     tile, shares = tile_of_shares(K)
@@ -370,7 +369,7 @@ def projection_norm(t: inputs.NormedInputs, n: NormOptions) -> tuple[Tensor, Ten
 def _launch(t: inputs.ProjectionInputs, y: Tensor, tile: ProjectionTile, columns: int) -> None:
     """columns: of a share of K; y: [M, N], or of several shares [shares, M, N]."""
     M, K = t.x.shape
-    norm = t.norm if t.norm is not None and t.normalises else NormOptions(0.0)
+    norm = t.norm if t.norm is not None and t.normalises else norm_options.NormOptions(0.0)
     missing = inputs.MAX_WEIGHTS - len(t.weights)
     weights = [*t.weights, *[None] * missing]
     biases = [*t.biases, *[None] * missing]
@@ -403,7 +402,7 @@ def _launch(t: inputs.ProjectionInputs, y: Tensor, tile: ProjectionTile, columns
             COLUMNS=columns,
             X_LEFT=tile.x_left,
             PDL=pdl,
-            PREFETCH=pdl and M <= PREFETCH_ROWS and _in_words(t),
+            PREFETCH=pdl and M <= device.PREFETCH_ROWS and _in_words(t),
             num_warps=tile.warps,
             num_stages=tile.stages,
             **({"launch_pdl": True} if pdl else {}),

@@ -10,32 +10,24 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.selective_scan import eager
-from slipstream.kernels.selective_scan.eager import selective_scan_backward, selective_scan_forward
 from slipstream.kernels.selective_scan.inputs import (
     SM90_CHUNK,
     ScanInputs,
     compute_dtype,
     empty_states,
 )
-from slipstream.runtime import (
-    autograd,
-    compile_ahead,
-    context_exchange,
-    guarded_launch,
-    kernel_pair,
-)
+from slipstream.runtime import autograd, compile_ahead, context_exchange, guarded_launch
 from slipstream.runtime.backends import DTYPES, sm90_unsupported, triton_unsupported
 from slipstream.runtime.context_in_segments import scan_of_rank
 from slipstream.runtime.context_parallel import ContextParallel, Share
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
-from slipstream.runtime.kernel_pair import guarded
+from slipstream.runtime.kernel_pair import guarded, mismatch
 from slipstream.runtime.token_ids import expect_offsets
 
 
@@ -50,7 +42,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _plain_forward(
     impl: str, inputs: ScanInputs, delta_softplus: bool, for_backward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, final, states = selective_scan_forward(inputs, delta_softplus)
+    y, final, states = eager.selective_scan_forward(inputs, delta_softplus)
     if impl.startswith("sm90") or not for_backward:  # whose backward makes them again
         states = _states_of(impl, inputs, for_backward)
     return y, final, states
@@ -72,7 +64,7 @@ def _without_states(
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, final, states = _fake_forward(*inputs, delta_softplus, for_backward, impl)
     if inputs.u.numel():  # N is 0: y = D u silu(z)
-        return (*selective_scan_forward(inputs, delta_softplus)[:2], states)
+        return (*eager.selective_scan_forward(inputs, delta_softplus)[:2], states)
     state = inputs.initial_state
     return y, final.zero_() if state is None else final.copy_(state), states
 
@@ -121,7 +113,7 @@ def _mismatch(like: ScanInputs, kernels: str) -> str | None:
 
         return call
 
-    return kernel_pair.mismatch(run(f"{kernels}|eager"), run("eager"), probe_inputs)
+    return mismatch(run(f"{kernels}|eager"), run("eager"), probe_inputs)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,9 +127,9 @@ def _backward(*args: Any) -> list[Tensor]:
     inputs, impl = ScanInputs(*args[:10]), args[-1]
     call = inputs, *args[10:-1]
     if _has_no_states(inputs):
-        grads = selective_scan_backward(*call)
+        grads = eager.selective_scan_backward(*call)
     else:
-        plain = _backward_again if impl.startswith("sm90") else selective_scan_backward
+        plain = _backward_again if impl.startswith("sm90") else eager.selective_scan_backward
         grads = _guarded("backward", impl, inputs, plain, call)
     return [x for x in grads if x is not None]
 
@@ -146,8 +138,8 @@ def _backward_again(
     inputs: ScanInputs, _: Tensor, dy: Tensor | None, dfinal: Tensor | None, delta_softplus: bool
 ) -> list[Tensor | None]:
     """In place of sm90's, whose states are others."""
-    states = selective_scan_forward(inputs, delta_softplus)[2]
-    return selective_scan_backward(inputs, states, dy, dfinal, delta_softplus)
+    states = eager.selective_scan_forward(inputs, delta_softplus)[2]
+    return eager.selective_scan_backward(inputs, states, dy, dfinal, delta_softplus)
 
 
 def _fake_backward(*args: Any) -> list[Tensor]:
@@ -324,7 +316,7 @@ def _change_of(inputs: ScanInputs, delta_softplus: bool, impls: str) -> tuple[Te
     if inputs.delta_bias is not None:
         steps = steps + inputs.delta_bias.to(added.dtype)
     if delta_softplus:
-        steps = F.softplus(steps)
+        steps = torch.nn.functional.softplus(steps)
     return added, (steps.sum(1)[..., None] * inputs.A.to(added.dtype)).exp()
 
 

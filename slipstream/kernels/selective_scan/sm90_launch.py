@@ -12,21 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.selective_scan.inputs import (
-    SEQUENCE_PROGRAMS,
-    SM90_CHUNK,
-    ScanInputs,
-    channel_blocks,
-    contiguous,
-    empty_gradients,
-    empty_states,
-    pointers,
-    rows,
-)
-from slipstream.kernels.selective_scan.sm90_kernels import (
-    selective_scan_backward_sm90_kernel,
-    selective_scan_forward_sm90_kernel,
-)
+from slipstream.kernels.selective_scan import inputs as arguments
+from slipstream.kernels.selective_scan import sm90_kernels as kernels
 from slipstream.runtime import backends, launch_cache
 
 
@@ -48,17 +35,17 @@ BACKWARD = ((Tile(4, 4, 1), 6), (Tile(2, 4, 1), 3), (Tile(1, 4, 1), 0))
 
 
 def forward(
-    inputs: ScanInputs, delta_softplus: bool, for_backward: bool
+    inputs: arguments.ScanInputs, delta_softplus: bool, for_backward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [B, T, D] in u's dtype, the final state [S, D, N], and the states that backward reads."""
     u, S = inputs.u, inputs.sequences
     y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    states = empty_states(inputs, SM90_CHUNK, for_backward)
+    states = arguments.empty_states(inputs, arguments.SM90_CHUNK, for_backward)
     final = states.new_empty(S, *inputs.A.shape)
     tile = _tile(FORWARD, inputs, S)
-    blocks = channel_blocks(inputs, tile.width)
+    blocks = arguments.channel_blocks(inputs, tile.width)
     with backends.device_of(u.device):
-        launch_cache.cached(selective_scan_forward_sm90_kernel)[(blocks * S,)](
+        launch_cache.cached(kernels.selective_scan_forward_sm90_kernel)[(blocks * S,)](
             y_ptr=y,
             final_ptr=final,
             states_ptr=states if for_backward else None,
@@ -70,7 +57,7 @@ def forward(
 
 
 def backward(
-    inputs: ScanInputs,
+    inputs: arguments.ScanInputs,
     states: Tensor,
     dy: Tensor | None,
     dfinal: Tensor | None,
@@ -78,16 +65,16 @@ def backward(
 ) -> list[Tensor | None]:
     """Gradients of the nine tensors of ScanInputs that have one, None for those not given."""
     B, T, _ = inputs.u.shape
-    dy, dy_row = rows(torch.zeros_like(inputs.u) if dy is None else dy)
-    programs = min(inputs.sequences, SEQUENCE_PROGRAMS)
+    dy, dy_row = arguments.rows(torch.zeros_like(inputs.u) if dy is None else dy)
+    programs = min(inputs.sequences, arguments.SEQUENCE_PROGRAMS)
     tile = _tile(BACKWARD, inputs, programs)
-    blocks = channel_blocks(inputs, tile.width)
-    grads = empty_gradients(inputs, states, programs, blocks, tokens_last=False)
+    blocks = arguments.channel_blocks(inputs, tile.width)
+    grads = arguments.empty_gradients(inputs, states, programs, blocks, tokens_last=False)
     with backends.device_of(dy.device):
-        launch_cache.cached(selective_scan_backward_sm90_kernel)[(blocks * programs,)](
+        launch_cache.cached(kernels.selective_scan_backward_sm90_kernel)[(blocks * programs,)](
             states_ptr=states,
             dy_ptr=dy,
-            dfinal_ptr=contiguous(dfinal),
+            dfinal_ptr=arguments.contiguous(dfinal),
             **grads.pointers(),
             rows=B * T,
             blocks=blocks,
@@ -101,25 +88,25 @@ def backward(
     return grads.summed(inputs, tokens_last=False)
 
 
-def _layout(inputs: ScanInputs) -> dict[str, Any]:
-    B, B_row = rows(inputs.B.flatten(2))
-    C, C_row = rows(inputs.C.flatten(2))
-    sequences = {"cu_ptr": contiguous(inputs.cu_seqlens), "total": inputs.u.shape[1]}
-    return pointers(inputs, B, C) | {"B_row": B_row, "C_row": C_row} | sequences
+def _layout(inputs: arguments.ScanInputs) -> dict[str, Any]:
+    B, B_row = arguments.rows(inputs.B.flatten(2))
+    C, C_row = arguments.rows(inputs.C.flatten(2))
+    sequences = {"cu_ptr": arguments.contiguous(inputs.cu_seqlens), "total": inputs.u.shape[1]}
+    return arguments.pointers(inputs, B, C) | {"B_row": B_row, "C_row": C_row} | sequences
 
 
-def _tile(tiles: Sequence[tuple[Tile, int]], inputs: ScanInputs, sequences: int) -> Tile:
+def _tile(tiles: Sequence[tuple[Tile, int]], inputs: arguments.ScanInputs, sequences: int) -> Tile:
     """The first of which there are as many warps as it wants; the last wants none."""
     multiprocessors = backends.sm_count(inputs.u.get_device())
-    fitting = ((_fitting(tile, inputs), warps) for tile, warps in tiles)
+    fitting = ((_fitting(tile, inputs), warps * multiprocessors) for tile, warps in tiles)
     return next(
         tile
-        for tile, warps in fitting
-        if channel_blocks(inputs, tile.width) * sequences * tile.warps >= warps * multiprocessors
+        for tile, min_warps in fitting
+        if arguments.channel_blocks(inputs, tile.width) * sequences * tile.warps >= min_warps
     )
 
 
-def _fitting(tile: Tile, inputs: ScanInputs) -> Tile:
+def _fitting(tile: Tile, inputs: arguments.ScanInputs) -> Tile:
     """With as many numbers a thread, and as many channels, as for states of 16."""
     times = max(_padded(inputs.A.shape[1]) // 16, 1)
     return tile._replace(LANES=tile.LANES * times, warps=tile.warps * times)
@@ -130,14 +117,16 @@ def _padded(N: int) -> int:
     return max(4, 1 << (N - 1).bit_length())
 
 
-def _constants(inputs: ScanInputs, tile: Tile, delta_softplus: bool) -> dict[str, int | bool]:
+def _constants(
+    inputs: arguments.ScanInputs, tile: Tile, delta_softplus: bool
+) -> dict[str, int | bool]:
     N = inputs.A.shape[1]
     return {
         "D": inputs.u.shape[2],
         "N": N,
         "G": inputs.B.shape[2],
         "SOFTPLUS": delta_softplus,
-        "T": SM90_CHUNK,
+        "T": arguments.SM90_CHUNK,
         "NP": _padded(N),
         "CHANNELS": tile.CHANNELS,
         "LANES": tile.LANES,

@@ -11,21 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.selective_scan.inputs import (
-    CHUNK,
-    SEQUENCE_PROGRAMS,
-    ScanInputs,
-    channel_blocks,
-    contiguous,
-    empty_gradients,
-    empty_states,
-    pointers,
-    rows,
-)
-from slipstream.kernels.selective_scan.triton_kernels import (
-    selective_scan_backward_kernel,
-    selective_scan_forward_kernel,
-)
+from slipstream.kernels.selective_scan import inputs as arguments
+from slipstream.kernels.selective_scan import triton_kernels as kernels
 from slipstream.runtime import backends, launch_cache
 
 
@@ -42,24 +29,26 @@ class Tile(NamedTuple):
 INTERPRETER = Tile(2, 4, 16, 2, 4)
 FORWARD = INTERPRETER if backends.INTERPRETED else Tile(8, 8, 16, 4, 1)
 BACKWARD = INTERPRETER if backends.INTERPRETED else Tile(8, 8, 8, 2, 1)
-assert FORWARD.RUN * FORWARD.RUNS == BACKWARD.RUN * BACKWARD.RUNS == CHUNK
+assert FORWARD.RUN * FORWARD.RUNS == BACKWARD.RUN * BACKWARD.RUNS == arguments.CHUNK
 
 
 def forward(
-    inputs: ScanInputs, delta_softplus: bool, for_backward: bool
+    inputs: arguments.ScanInputs, delta_softplus: bool, for_backward: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [B, T, D] in u's dtype, the final state [S, D, N], and the states that backward reads."""
     u, S = inputs.u, inputs.sequences
     y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    states = empty_states(inputs)
+    states = arguments.empty_states(inputs)
     final = states.new_empty(S, *inputs.A.shape)
     tile = _tile(FORWARD, inputs)
     with backends.device_of(u.device):
-        launch_cache.cached(selective_scan_forward_kernel)[channel_blocks(inputs, tile.BD), S](
+        launch_cache.cached(kernels.selective_scan_forward_kernel)[
+            arguments.channel_blocks(inputs, tile.BD), S
+        ](
             y_ptr=y,
             final_ptr=final,
             states_ptr=states,
-            cu_ptr=contiguous(inputs.cu_seqlens),
+            cu_ptr=arguments.contiguous(inputs.cu_seqlens),
             T=u.shape[1],
             rows=u.shape[0] * u.shape[1],
             **_layout(inputs),
@@ -69,7 +58,7 @@ def forward(
 
 
 def backward(
-    inputs: ScanInputs,
+    inputs: arguments.ScanInputs,
     states: Tensor,
     dy: Tensor | None,
     dfinal: Tensor | None,
@@ -77,18 +66,19 @@ def backward(
 ) -> list[Tensor | None]:
     """Gradients of the nine tensors of ScanInputs that have one, None for those not given."""
     (B, T, _), S = inputs.u.shape, inputs.sequences
-    dy, dy_row = rows(torch.zeros_like(inputs.u) if dy is None else dy)
+    dy, dy_row = arguments.rows(torch.zeros_like(inputs.u) if dy is None else dy)
     tile = _tile(BACKWARD, inputs)
-    blocks, programs = channel_blocks(inputs, tile.BD), min(S, SEQUENCE_PROGRAMS)
-    grads = empty_gradients(inputs, states, programs, blocks, tokens_last=True)
+    blocks = arguments.channel_blocks(inputs, tile.BD)
+    programs = min(S, arguments.SEQUENCE_PROGRAMS)
+    grads = arguments.empty_gradients(inputs, states, programs, blocks, tokens_last=True)
     with backends.device_of(dy.device):
-        launch_cache.cached(selective_scan_backward_kernel)[blocks, programs](
+        launch_cache.cached(kernels.selective_scan_backward_kernel)[blocks, programs](
             states_ptr=states,
             dy_ptr=dy,
-            dfinal_ptr=contiguous(dfinal),
+            dfinal_ptr=arguments.contiguous(dfinal),
             carry_ptr=torch.empty_like(states),
             **grads.pointers(),
-            cu_ptr=contiguous(inputs.cu_seqlens),
+            cu_ptr=arguments.contiguous(inputs.cu_seqlens),
             T=T,
             S=S,
             rows=B * T,
@@ -99,19 +89,21 @@ def backward(
     return grads.summed(inputs, tokens_last=True)
 
 
-def _layout(inputs: ScanInputs) -> dict[str, Any]:
+def _layout(inputs: arguments.ScanInputs) -> dict[str, Any]:
     # [G, N, B, T]: runs of tokens, which are lanes', share a line of the cache
     B, C = (x.float().permute(2, 3, 0, 1).contiguous() for x in (inputs.B, inputs.C))
-    return pointers(inputs, B, C)
+    return arguments.pointers(inputs, B, C)
 
 
-def _tile(tile: Tile, inputs: ScanInputs) -> Tile:
+def _tile(tile: Tile, inputs: arguments.ScanInputs) -> Tile:
     """With VEC that divides the channels of a group: where they begin has to be a multiple."""
     width = inputs.u.shape[2] // inputs.B.shape[2]
     return tile if width % tile.VEC == 0 else tile._replace(VEC=1)
 
 
-def _constants(inputs: ScanInputs, tile: Tile, delta_softplus: bool) -> dict[str, int | bool]:
+def _constants(
+    inputs: arguments.ScanInputs, tile: Tile, delta_softplus: bool
+) -> dict[str, int | bool]:
     return {
         "D": inputs.u.shape[2],
         "N": inputs.A.shape[1],

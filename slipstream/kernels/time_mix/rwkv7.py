@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
@@ -73,7 +72,7 @@ def plain_terms(inputs: TermsInputs, heads: int) -> list[Tensor]:
 def plain_output(inputs: OutputInputs, eps: float) -> Tensor:
     dtype, heads = inputs.o.dtype, inputs.r_k.shape
     o, r, k, v, gate, weight, bias, r_k = map(wide, inputs)
-    o = F.layer_norm(o, o.shape[-1:], eps=eps)
+    o = torch.nn.functional.layer_norm(o, o.shape[-1:], eps=eps)
     o = torch.addcmul(bias.view(heads), o, weight.view(heads))
     bonus = (r * k * r_k).sum(-1, keepdim=True) * v
     return ((o + bonus).flatten(-2) * gate).to(dtype)

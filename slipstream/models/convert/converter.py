@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from slipstream.models.config import SlipstreamConfig
-from slipstream.models.convert import families, files, fla, mamba, qwen_kimi, rwkv7
-from slipstream.models.convert.rules import Rule
+from slipstream.models.convert import families, files, fla, mamba, qwen_kimi, rules, rwkv7
 from slipstream.models.model import SlipstreamForCausalLM
 from slipstream.runtime.files import read_json
 
@@ -124,7 +123,7 @@ def convert(
     return Converted(OURS if whose is None else whose.name, to, count, total)
 
 
-def _counted(rules: list[Rule], shown: Callable[[int, int], None]) -> Iterator[Rule]:
+def _counted(rules: list[rules.Rule], shown: Callable[[int, int], None]) -> Iterator[rules.Rule]:
     for done, rule in enumerate(rules):
         shown(done, len(rules))
         yield rule
@@ -132,7 +131,7 @@ def _counted(rules: list[Rule], shown: Callable[[int, int], None]) -> Iterator[R
 
 
 def _changed(
-    rules: Iterable[Rule], weights: files.Weights, shapes: dict[str, torch.Size], back: bool
+    rules: Iterable[rules.Rule], weights: files.Weights, shapes: dict[str, torch.Size], back: bool
 ) -> Iterator[tuple[str, Tensor]]:
     for rule in rules:
         inputs, outputs = (rule.ours, rule.theirs) if back else (rule.theirs, rule.ours)

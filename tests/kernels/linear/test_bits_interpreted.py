@@ -81,7 +81,7 @@ def in_segments() -> None:
     from slipstream.kernels.linear.triton.dplr import backend
 
     plan.delta_tokens = lambda programs, T, C: 64
-    assert backend.segments_for_programs.__module__ == plan.__name__
+    assert backend.plan.segments_for_programs.__module__ == plan.__name__
     for module in (scalar_decay, vector_decay):
         module.scalar_decay_tokens = lambda terms, programs, C, unit: 64
 

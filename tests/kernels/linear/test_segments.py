@@ -127,8 +127,8 @@ B, T, H, HV, K, V = 3, 512, 2, 6, 64, 192
 # the module and function that choose segments, what these ask for them, and the first arguments of
 # that: programs of a scan of V by tiles of K // 8 columns, and what else the rule counts
 SCANS = {
-    "triton.scalar_decay.backend": ("scalar_decay.scalar_decay_tokens", (24 * HV, 64, 4)),
-    "triton.vector_decay.backend": ("vector_decay.scalar_decay_tokens", (24 * HV, 64, 4)),
+    "triton.scalar_decay.backend": ("segments.scalar_decay_tokens", (24 * HV, 64, 4)),
+    "triton.vector_decay.backend": ("segments.scalar_decay_tokens", (24 * HV, 64, 4)),
     "triton.delta.backend": ("triton.delta.plan.delta_tokens", (24 * HV * B, T, 64)),
     "triton.dplr.backend": ("triton.delta.plan.delta_tokens", (3 * HV * B, T, 64)),
     "sm90.delta.backend": ("segments._delta_sm90_tokens", (3 * HV * B, T // 64)),

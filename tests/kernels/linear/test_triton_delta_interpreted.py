@@ -93,12 +93,12 @@ def check_fine(part: str) -> None:
     """Products of pairs, of float16 here, for the interpreter gets bfloat16 wrong."""
     from slipstream.kernels.linear.triton.delta import backend
 
-    kept = backend.uses_split_bf16
-    backend.uses_split_bf16 = lambda terms: terms.q.dtype == torch.float16
+    kept = backend.plan.uses_split_bf16
+    backend.plan.uses_split_bf16 = lambda terms: terms.q.dtype == torch.float16
     for size, gate, has_p in SPLIT_BF16[part]:
         check(size, gate, has_p, torch.float16, True)
         print(size, gate, has_p, "fine ok", flush=True)
-    backend.uses_split_bf16 = kept
+    backend.plan.uses_split_bf16 = kept
 
 
 def check_inverse() -> None:

@@ -101,11 +101,11 @@ def check_wide(size: str, gate: str) -> None:
 
 def check_split(part: str) -> None:
     """Sequences in segments; with short spans, so that short ones are cut."""
-    from slipstream.kernels.linear import segments, vector_decay
+    from slipstream.kernels.linear import segments
     from slipstream.kernels.linear.triton.vector_decay import backend
 
-    kept = segments.MIN_CUT_CHUNKS, vector_decay.ANCHOR_INTERVAL, vector_decay.FORWARD_UNIT
-    segments.MIN_CUT_CHUNKS, vector_decay.ANCHOR_INTERVAL, vector_decay.FORWARD_UNIT = 2, 2, 1
+    kept = segments.MIN_CUT_CHUNKS, segments.ANCHOR_INTERVAL, segments.FORWARD_UNIT
+    segments.MIN_CUT_CHUNKS, segments.ANCHOR_INTERVAL, segments.FORWARD_UNIT = 2, 2, 1
     backend.ANCHOR_INTERVAL = 2
     for form, size, gate in SPLIT[part]:
         terms = make(form, size, gate, torch.float32, True)
@@ -114,7 +114,7 @@ def check_split(part: str) -> None:
         print(form, size, gate, "ok", flush=True)
     if part == "sample":
         check_wide("split, packed", "mixed")
-    segments.MIN_CUT_CHUNKS, vector_decay.ANCHOR_INTERVAL, vector_decay.FORWARD_UNIT = kept
+    segments.MIN_CUT_CHUNKS, segments.ANCHOR_INTERVAL, segments.FORWARD_UNIT = kept
     backend.ANCHOR_INTERVAL = kept[1]
 
 

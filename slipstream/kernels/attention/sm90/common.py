@@ -20,11 +20,8 @@ only at a unit's end are parked in shared memory (store_scalars, load_scalar).
 from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.triton import scores
-from slipstream.kernels.primitives import sm90
-from slipstream.kernels.primitives.device import Names
+from slipstream.kernels.primitives import device, sm90, sm90_device
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier
-from slipstream.kernels.primitives.sm90_device import load_scalar as load_one
-from slipstream.kernels.primitives.sm90_device import store_scalars as store_all
 
 
 class Sizes(NamedTuple):
@@ -67,7 +64,7 @@ class TileRange(NamedTuple):
 
 
 # what a kernel is compiled for, added up in FLAGS; SINKS: an attention sink, a score of no key
-FLAG = Names(
+FLAG = device.Names(
     *("LEFT", "RIGHT", "SOFTCAP", "LENGTHS", "PACKED_Q", "PACKED_K", "SINKS", "DYNAMIC"), bits=True
 )
 # rows that are zeroed or stored at a time
@@ -250,7 +247,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 def store_scalars(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """Parks scalars in shared memory where wide heads leave no registers for them."""
     if WIDTH > SPARE_REGISTERS:
-        store_all(pad, numbers, FIRST, 4)
+        sm90_device.store_scalars(pad, numbers, FIRST, 4)
 
 
 @gluon.jit
@@ -259,7 +256,7 @@ def load_scalar(pad, numbers, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     result = ()
     for i in gl.static_range(len(numbers)):
         if WIDTH > SPARE_REGISTERS:
-            result = result + (load_one(pad, FIRST + i, 4),)
+            result = result + (sm90_device.load_scalar(pad, FIRST + i, 4),)
         else:
             result = result + (numbers[i],)
     return result

@@ -45,12 +45,6 @@ be powers of two wide.
 from typing import Any, NamedTuple
 
 from slipstream.kernels.attention.sm90 import common
-from slipstream.kernels.attention.sm90.common import (
-    FLAG,
-    SPARE_REGISTERS,
-    THREAD_COLUMN_BITS,
-    THREAD_ROW_BITS,
-)
 from slipstream.kernels.primitives import sm90, sm90_device
 from slipstream.kernels.primitives.device import LN2, LOG2E
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
@@ -75,7 +69,7 @@ def alloc_scheduler(CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     # placeholders without DYNAMIC: the tuple has the same types
     full = next_units
     empty = next_units
-    if FLAGS & FLAG.DYNAMIC:
+    if FLAGS & common.FLAG.DYNAMIC:
         full = common.barriers(SCHEDULER_STAGES, 1)
         empty = common.barriers(SCHEDULER_STAGES, CONSUMERS)
     return next_units, full, empty
@@ -84,7 +78,7 @@ def alloc_scheduler(CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
 @gluon.jit
 def fetch_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
     """The unit after this one, for the producer; i_step: units taken so far."""
-    if FLAGS & FLAG.DYNAMIC:
+    if FLAGS & common.FLAG.DYNAMIC:
         unit = gl.atomic_add(scheduler.counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
         common.wait_empty(scheduler.empty, i_step, SCHEDULER_STAGES)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -100,7 +94,7 @@ def fetch_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
 @gluon.jit
 def receive_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
     """The unit after this one, for a consumer; i_step: units taken so far."""
-    if FLAGS & FLAG.DYNAMIC:
+    if FLAGS & common.FLAG.DYNAMIC:
         common.wait_full(scheduler.full, i_step, SCHEDULER_STAGES)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         unit = gl.max(scheduler.next_units.index(i_step % SCHEDULER_STAGES).load(layout), 0)
@@ -163,27 +157,31 @@ def weights(s, m, mask_args, i_step, key, masked, DV: gl.constexpr, FLAGS: gl.co
     layout: gl.constexpr = s.type.layout
     at, keys, window, factor, cap = mask_args
     score_scale = factor
-    if FLAGS & FLAG.SOFTCAP:
+    if FLAGS & common.FLAG.SOFTCAP:
         s = cap - 2.0 * cap * common.inverse(1.0 + gl.exp2(s * factor))
         score_scale = 1.0
     if masked:
         o_m = common.opaque_range(
-            gl.arange(0, 64, m.type.layout), common.opaque_if_wide(i_step, DV), THREAD_ROW_BITS
+            gl.arange(0, 64, m.type.layout),
+            common.opaque_if_wide(i_step, DV),
+            common.THREAD_ROW_BITS,
         )
         o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-        o_n = key + common.opaque_range(o_n, common.opaque_if_wide(i_step, DV), THREAD_COLUMN_BITS)
+        o_n = key + common.opaque_range(
+            o_n, common.opaque_if_wide(i_step, DV), common.THREAD_COLUMN_BITS
+        )
         low, high = at - window[0], at + window[1] + 1
         # with bounds on both sides: else kept in registers between masked tiles
-        if FLAGS & FLAG.LEFT:
+        if FLAGS & common.FLAG.LEFT:
             low, high = common.opaque((low, high), i_step)
-        if FLAGS & FLAG.RIGHT:
+        if FLAGS & common.FLAG.RIGHT:
             high = gl.minimum(high + o_m, keys)
         # an opaque zero: comparisons that all rows share would be kept as bits
-        elif FLAGS & FLAG.SOFTCAP:
+        elif FLAGS & common.FLAG.SOFTCAP:
             high = keys + (o_m & (i_step >> 30))
         else:
             high = keys + o_m * 0
-        if FLAGS & FLAG.LEFT:
+        if FLAGS & common.FLAG.LEFT:
             low += o_m
             width = gl.maximum(high - low, 0)
             s = common.where_within(s, o_n[None, :], low[:, None], width[:, None])
@@ -383,7 +381,7 @@ def _key_loop(stage_q, bufs_q, zero, ring_k, ring_v, i_step, key_range, mask_arg
     l = gl.sum(e, 1)
     acc = gl.zeros([64, DV], gl.float32, o_layout)
     shrink = gl.full([64], 1.0, gl.float32, m.type.layout)
-    if DV == 128 and FLAGS & (FLAG.LEFT | FLAG.RIGHT):
+    if DV == 128 and FLAGS & (common.FLAG.LEFT | common.FLAG.RIGHT):
         # one loop, with a branch around the mask alone: the code of a step is there once
         for i in range(1, count):
             e, m, l, acc, shrink = _step(
@@ -393,7 +391,7 @@ def _key_loop(stage_q, bufs_q, zero, ring_k, ring_v, i_step, key_range, mask_arg
     else:
         # where the branch takes time a loop each: left edge (masked), inside, right edge (masked)
         edges = (1, gl.maximum(inner, 1), gl.maximum(outer, 1), count)
-        for i_loop in gl.static_range(0 if FLAGS & FLAG.LEFT else 1, 3):
+        for i_loop in gl.static_range(0 if FLAGS & common.FLAG.LEFT else 1, 3):
             for i in range(edges[i_loop], edges[i_loop + 1]):
                 e, m, l, acc, shrink = _step(
                     stage_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), i_step + i,
@@ -411,8 +409,8 @@ def _finish(stage_q, i_step, out, bufs_q, empty_q, coords, sums, sizes, DV: gl.c
     m, l, acc = sums
     T, H = sizes
     o_layout: gl.constexpr = acc.type.layout
-    o_m = common.opaque_range(gl.arange(0, 64, m.type.layout), i_step, THREAD_ROW_BITS)
-    if FLAGS & FLAG.SINKS:
+    o_m = common.opaque_range(gl.arange(0, 64, m.type.layout), i_step, common.THREAD_ROW_BITS)
+    if FLAGS & common.FLAG.SINKS:
         m, l, shrink = with_sink(m, l, gl.load(sinks_ptr + i_h).to(gl.float32) * LOG2E)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
     has_no_key = l == 0.0
@@ -457,7 +455,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         )
         opaque_cap = cap
         # opaque: 2 cap would be computed once before the loop and spilled
-        if FLAGS & FLAG.SOFTCAP and DV <= SPARE_REGISTERS:
+        if FLAGS & common.FLAG.SOFTCAP and DV <= common.SPARE_REGISTERS:
             (bits,) = common.opaque((cap.to(gl.int32, bitcast=True),), i_step)
             opaque_cap = bits.to(gl.float32, bitcast=True)
         row += c * 64
@@ -465,7 +463,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
         common.store_scalars(pad, coords, c * NUM_SCALARS, DV)
         tail_scalars = (units_done, i_step + count, keys - key - (count - 1) * BN)
         # with a left bound the masks take the registers that are left
-        if FLAGS & FLAG.LEFT:
+        if FLAGS & common.FLAG.LEFT:
             common.store_scalars(pad, tail_scalars, c * NUM_SCALARS + 5, DV)
         stage_q = units_done % Q_STAGES * NC + c
         mbarrier.wait(full.q.index(stage_q), (units_done // Q_STAGES) & 1)
@@ -475,7 +473,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
             (key, count, inner, outer), (row + keys - queries, keys, window, factor, opaque_cap),
             BN, DV, ST, panels(D), FLAGS,
         )  # fmt: skip
-        if FLAGS & FLAG.LEFT:
+        if FLAGS & common.FLAG.LEFT:
             units_done, i_step, num_valid = common.load_scalar(
                 pad, tail_scalars, c * NUM_SCALARS + 5, DV
             )

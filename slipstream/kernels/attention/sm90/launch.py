@@ -9,23 +9,13 @@ from torch import Tensor
 
 from slipstream.kernels.attention import plan
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.latent import MAX_ROPE_WIDTH, MAX_WIDTH
+from slipstream.kernels.attention.plan import MAX_ROPE_WIDTH, MAX_WIDTH
 from slipstream.kernels.attention.sm90 import bwd_dkv, bwd_dq, bwd_fused, decode_latent
 from slipstream.kernels.attention.sm90.forward import panels, softmax_fwd_sm90_kernel
 from slipstream.kernels.attention.triton import decode_launch
 from slipstream.kernels.attention.triton import launch as triton_launch
-from slipstream.kernels.attention.triton.sums import (
-    launch_delta,
-    launch_delta_of_tiles,
-    softmax_dq_of_sums_kernel,
-)
-from slipstream.kernels.attention.triton.tiles import (
-    common_args,
-    device_of,
-    multiprocessors,
-    sinks_gradient,
-    to_kernel_layout,
-)
+from slipstream.kernels.attention.triton import sums as sum_kernels
+from slipstream.kernels.attention.triton import tiles as tiling
 from slipstream.kernels.primitives.sm90 import TensorDescriptor, gl
 from slipstream.runtime.backends import sm_count
 from slipstream.runtime.launch_cache import cache, cached
@@ -41,7 +31,7 @@ def forward(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor,
     """o [B, T, H, D] in q's dtype and lse [B, H, T], float32."""
     if decode_launch.is_supported(inputs):
         return triton_launch.forward(inputs, options)
-    inputs, options, _ = to_kernel_layout(inputs, options)
+    inputs, options, _ = tiling.to_kernel_layout(inputs, options)
     q, k, v = inputs[:3]
     B, T, H, D = q.shape
     DV = v.shape[-1]
@@ -55,14 +45,14 @@ def forward(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor,
     uneven = max(options.left, options.right) >= 0 or varlen
     dynamic = uneven and sizes["units"] > grid[0] and tile.persistent
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else None
-    with device_of(q.device):
+    with tiling.device_of(q.device):
         cached(softmax_fwd_sm90_kernel)[grid](
             **matrices,
             o_ptr=o,
             lse_ptr=lse,
             sinks_ptr=inputs.sinks,
             counter_ptr=counter,
-            **common_args(inputs, options),
+            **tiling.common_args(inputs, options),
             **sizes,
             NC=tile.rows // 64,
             BN=tile.B,
@@ -85,12 +75,12 @@ def backward(
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
     assert inputs.q.shape[-1] == inputs.v.shape[-1]  # dispatch.py's OF_GRADIENTS
-    inputs, options, _ = to_kernel_layout(inputs, options)
+    inputs, options, _ = tiling.to_kernel_layout(inputs, options)
     q, k, v = inputs[:3]
     do = torch.zeros_like(o) if do is None else do.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    with device_of(q.device):
+    with tiling.device_of(q.device):
         if q.shape[-1] in BUFFERS:
             rows = _fused(inputs, options, o, lse, do, dlse, dq, dk, dv)
         else:
@@ -98,7 +88,7 @@ def backward(
             _separate(inputs, options, do, dq, dk, dv, *rows)
     grads = {"q": dq, "k": dk, "v": dv}
     if inputs.sinks is not None:
-        grads["sinks"] = sinks_gradient(inputs.sinks, *rows)
+        grads["sinks"] = tiling.sinks_gradient(inputs.sinks, *rows)
     return grads
 
 
@@ -113,13 +103,13 @@ def backward_of_rotated(
 ) -> Tensor:
     """Gradients of q, k and v before q and k were turned by the tables [B or 1, T, D / 2], as heads
     of one tensor [B, T, H + 2 HKV, D], for widths in BUFFERS."""
-    inputs, options, _ = to_kernel_layout(inputs, options)
+    inputs, options, _ = tiling.to_kernel_layout(inputs, options)
     q, HKV = inputs.q, inputs.k.shape[2]
     B, T, H, D = q.shape
     grads = torch.empty(B, T, H + 2 * HKV, D, dtype=q.dtype, device=q.device)
     dq, dk, dv = grads.split([H, HKV, HKV], 2)
     do, tables = do.contiguous(), (cos.contiguous(), sin.contiguous())
-    with device_of(q.device):
+    with tiling.device_of(q.device):
         _fused(inputs, options, o, lse, do, None, dq, dk, dv, tables)
     return grads
 
@@ -139,7 +129,7 @@ def _row_sums(o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> tuple[
     B, H, T = lse.shape
     capacity = B, H, -(-T // 4) * 4
     base, delta = (torch.empty(capacity, dtype=torch.float32, device=o.device) for _ in range(2))
-    launch_delta(o, do, lse, dlse, base, delta)
+    sum_kernels.launch_delta(o, do, lse, dlse, base, delta)
     return base[..., :T], delta[..., :T]
 
 
@@ -173,7 +163,7 @@ def _separate(
             base_ptr=base,
             delta_ptr=delta,
             scale=options.scale,
-            **common_args(inputs, options),
+            **tiling.common_args(inputs, options),
             **sizes,
             D=D,
             **specific,
@@ -241,7 +231,7 @@ def _sizes(
         "section": min(section, pairs),
         "units": units,
     }
-    return (min(units, multiprocessors(q.device)) if tile.persistent else units,), sizes
+    return (min(units, tiling.multiprocessors(q.device)) if tile.persistent else units,), sizes
 
 
 def _flags(
@@ -298,7 +288,7 @@ def _fused(
     base, delta = (
         torch.empty(B, H, queries * BM, dtype=torch.float32, device=do.device) for _ in range(2)
     )
-    launch_delta_of_tiles(o, do, lse, dlse, base, delta, inputs.cu_q, queries, BM)
+    sum_kernels.launch_delta_of_tiles(o, do, lse, dlse, base, delta, inputs.cu_q, queries, BM)
     sums = torch.empty(B * H * queries * BM, D, dtype=torch.float32, device=do.device)
     semaphores = torch.zeros(B * H * queries, dtype=torch.int32, device=do.device)
     matrices = _matrix("q", inputs.q, BM) | _matrix("k", inputs.k, BN)
@@ -327,7 +317,7 @@ def _fused(
         search_steps=search_steps,
         section=section,
         units=tiles * pairs,
-        **common_args(inputs, options),
+        **tiling.common_args(inputs, options),
         **matrices,
         BM=BM,
         D=D,
@@ -335,7 +325,7 @@ def _fused(
         **_flags(inputs._replace(sinks=None), options),
         **rotation,
     )
-    cached(softmax_dq_of_sums_kernel)[(B * H * queries,)](
+    cached(sum_kernels.softmax_dq_of_sums_kernel)[(B * H * queries,)](
         sums_ptr=sums,
         semaphores_ptr=semaphores,
         dq_ptr=dq,

@@ -18,15 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.attention.triton import decode_launch, scores
-from slipstream.kernels.attention.triton.tiles import (
-    LATENT,
-    LOG2E,
-    STRIDES,
-    Tile,
-    device_of,
-    family,
-    fp32_dot_precision,
-)
+from slipstream.kernels.attention.triton import tiles as tiling
 from slipstream.runtime import backends, launch_cache
 
 _SIZES = ["T", "H", "B", "tiles", "splits", "capacity", "cache_rows", "stride_table"]
@@ -123,11 +115,11 @@ def softmax_latent_decode_kernel(
 
 
 @launch_cache.cache
-def tile_of(device: torch.device) -> Tile:
+def tile_of(device: torch.device) -> tiling.Tile:
     if backends.INTERPRETED:
-        return LATENT["interpreter"]
-    of = family(torch.cuda.get_device_capability(device), hip=bool(torch.version.hip))
-    return LATENT[of]
+        return tiling.LATENT["interpreter"]
+    of = tiling.family(torch.cuda.get_device_capability(device), hip=bool(torch.version.hip))
+    return tiling.LATENT[of]
 
 
 def decode(
@@ -152,7 +144,7 @@ def decode(
         "lse_ptr": partial_lse,
         "lengths_ptr": lengths,
         "table_ptr": table,
-        "factor": LOG2E * scale,
+        "factor": tiling.LOG2E * scale,
         "T": T,
         "H": H,
         "B": B,
@@ -166,7 +158,7 @@ def decode(
     launch = _launch_triton
     if _uses_sm90(q, latent, width, table):
         from slipstream.kernels.attention.sm90.launch import launch_latent as launch
-    with device_of(q.device):
+    with tiling.device_of(q.device):
         launch(q, latent, (tiles * splits * B,), common)
         return decode_launch.combine(partial_o, partial_lse, q, None, 1 << (width - 1).bit_length())
 
@@ -190,7 +182,7 @@ def _launch_triton(q: Tensor, latent: Tensor, grid: tuple[int], common: dict[str
         k_ptr=latent,
         **common,
         cache_rows=latent.shape[0],
-        **{name: stride // unit for name, stride in zip(STRIDES, strides)},
+        **{name: stride // unit for name, stride in zip(tiling.STRIDES, strides)},
         R=width,
         P=D - width,
         BR=max(narrowest, 1 << (width - 1).bit_length()),
@@ -198,7 +190,7 @@ def _launch_triton(q: Tensor, latent: Tensor, grid: tuple[int], common: dict[str
         BM=tile.BM,
         BN=tile.BN,
         UNIT=unit,
-        PRECISION=fp32_dot_precision(),
+        PRECISION=tiling.fp32_dot_precision(),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

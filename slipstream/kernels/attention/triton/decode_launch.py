@@ -3,33 +3,16 @@
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.cache import Cache
-from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.triton.decode import (
-    softmax_append_kernel,
-    softmax_combine_kernel,
-    softmax_decode_kernel,
-)
-from slipstream.kernels.attention.triton.tiles import (
-    STRIDES,
-    bound,
-    device_of,
-    factor_and_cap,
-    family_of,
-    fp32_dot_precision,
-    multiprocessors,
-    positive,
-    rounded,
-    tiles_for,
-    unit_and_strides,
-)
+from slipstream.kernels.attention import cache, inputs
+from slipstream.kernels.attention.triton import decode as kernels
+from slipstream.kernels.attention.triton import tiles as tiling
 from slipstream.runtime import backends, launch_cache
 
 # queries times heads of a group up to which cutting the keys is worth it
 MAX_DECODE_ROWS = 64
 
 
-def is_supported(inputs: AttentionInputs) -> bool:
+def is_supported(inputs: inputs.AttentionInputs) -> bool:
     """Whether a call is like decoding: few queries of each sequence, no gate."""
     rows = inputs.q.shape[1] * (inputs.q.shape[2] // inputs.k.shape[2])
     return inputs.cu_q is None and inputs.g is None and rows <= MAX_DECODE_ROWS
@@ -40,22 +23,22 @@ def choose_splits(
 ) -> int:
     """From the size of the cache alone, so that no length is waited for. As many programs as
     fit."""
-    splits_to_fill = per_multiprocessor * multiprocessors(device) // programs
+    splits_to_fill = per_multiprocessor * tiling.multiprocessors(device) // programs
     # a share has four tiles of keys or more
     return max(1, min(splits_to_fill, capacity // (4 * BN), 64))
 
 
-def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+def decode(call: cache.Cache, options: inputs.AttentionOptions) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in call[:3])
     B, T, H, D = q.shape
     HKV, DV = k.shape[2], v.shape[-1]
-    all_tiles, BD, BV = tiles_for(q.device, D, DV, q.element_size())
+    all_tiles, BD, BV = tiling.tiles_for(q.device, D, DV, q.element_size())
     in_words = call.k_scale is not None and _fit_words(q, k, v)
     tile = all_tiles.decode
     if in_words:
         BD, BV = max(BD, 64), max(BV, 64)  # a product takes a quarter, 16 channels at least
-        tile = rounded(family_of(q.device), max(BD, BV), tile)
+        tile = tiling.rounded(tiling.family_of(q.device), max(BD, BV), tile)
     group = H // HKV
     tiles = -(-T * group // tile.BM)
     # two a multiprocessor, or four with narrow heads (bench/results/attention_decode_gpu.csv)
@@ -63,20 +46,20 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     splits = choose_splits(q.device, tiles * HKV * B, call.capacity, tile.BN, fill)
     partial_o = torch.empty(splits, B, T, H, DV, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(splits, B, H, T, dtype=torch.float32, device=q.device)
-    q, options, _ = positive(q, options)
+    q, options, _ = tiling.positive(q, options)
     float8 = in_words and k.dtype == torch.float8_e4m3fn
     if in_words:
         k, v = k.view(torch.int32), v.view(torch.int32)
-    unit, strides = unit_and_strides(q, k, v)
-    factor, cap = factor_and_cap(options)
+    unit, strides = tiling.unit_and_strides(q, k, v)
+    factor, cap = tiling.factor_and_cap(options)
     slopes, table = call.slopes, call.table
     k_scale, v_scale = call.k_scale, call.v_scale
     if k_scale is not None and v_scale is not None:
         same = k_scale.stride() == v_scale.stride() and k_scale.stride(2) == 1
         k_scale, v_scale = (x if same else x.contiguous() for x in (k_scale, v_scale))
     slopes = None if slopes is None else slopes.float().contiguous()
-    with device_of(q.device):
-        launch_cache.cached(softmax_decode_kernel)[(splits * tiles * HKV * B,)](
+    with tiling.device_of(q.device):
+        launch_cache.cached(kernels.softmax_decode_kernel)[(splits * tiles * HKV * B,)](
             q_ptr=q,
             k_ptr=k,
             v_ptr=v,
@@ -96,14 +79,14 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
             B=B,
             tiles=tiles,
             splits=splits,
-            left=bound(options.left),
-            right=bound(options.right),
+            left=tiling.bound(options.left),
+            right=tiling.bound(options.right),
             group=group,
             capacity=call.capacity,
             cache_rows=k.shape[0],
             stride_slope=H if slopes is not None and slopes.dim() == 2 else 0,
             stride_table=0 if table is None else table.stride(0),
-            **dict(zip(STRIDES, strides)),
+            **dict(zip(tiling.STRIDES, strides)),
             stride_sb=None if k_scale is None else k_scale.stride(0),
             stride_st=None if k_scale is None else k_scale.stride(1),
             D=D,
@@ -125,7 +108,7 @@ def decode(call: Cache, options: AttentionOptions) -> tuple[Tensor, Tensor]:
             FLOAT8=float8,
             # by instructions of NVIDIA's GPUs
             ASM=in_words and not backends.INTERPRETED and torch.version.hip is None,
-            PRECISION=fp32_dot_precision(),
+            PRECISION=tiling.fp32_dot_precision(),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -138,7 +121,7 @@ def combine(
     """o [B, T, H, DV] in q's dtype and lse [B, H, T] of those of shares of the keys."""
     splits, B, T, H, DV = partial_o.shape
     o, lse = q.new_empty(B, T, H, DV), partial_lse.new_empty(B, H, T)
-    launch_cache.cached(softmax_combine_kernel)[(B * T * H,)](
+    launch_cache.cached(kernels.softmax_combine_kernel)[(B * T * H,)](
         partial_o_ptr=partial_o,
         partial_lse_ptr=partial_lse,
         sinks_ptr=sinks,
@@ -184,8 +167,8 @@ def append(
     B, T, HKV, D = k.shape
     after = torch.empty_like(lengths)
     DV, size = v.shape[-1], k_cache.shape[1]
-    with device_of(k.device):
-        launch_cache.cached(softmax_append_kernel)[(HKV * T * B,)](
+    with tiling.device_of(k.device):
+        launch_cache.cached(kernels.softmax_append_kernel)[(HKV * T * B,)](
             k_ptr=k_cache,
             v_ptr=v_cache,
             new_k_ptr=_apart(k, k_cache, v_cache),
@@ -199,7 +182,7 @@ def append(
             capacity=size if table is None else size * table.shape[1],
             cache_rows=k_cache.shape[0],
             stride_table=0 if table is None else table.stride(0),
-            **dict(zip(STRIDES[3:], (*k_cache.stride()[:3], *v_cache.stride()[:3]))),
+            **dict(zip(tiling.STRIDES[3:], (*k_cache.stride()[:3], *v_cache.stride()[:3]))),
             D=D,
             DV=DV,
             BX=max(16, 1 << (max(D, DV) - 1).bit_length()),

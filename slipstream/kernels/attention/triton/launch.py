@@ -13,23 +13,8 @@ from slipstream.kernels.attention import dropout
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.triton import decode_launch, softmax
-from slipstream.kernels.attention.triton.sums import (
-    launch_delta,
-    softmax_gate_grad_kernel,
-    softmax_gate_sums_kernel,
-)
-from slipstream.kernels.attention.triton.tiles import (
-    STRIDES,
-    Tile,
-    Tiles,
-    common_args,
-    device_of,
-    fp32_dot_precision,
-    sinks_gradient,
-    tiles_for,
-    to_kernel_layout,
-    unit_and_strides,
-)
+from slipstream.kernels.attention.triton import sums as sum_kernels
+from slipstream.kernels.attention.triton import tiles as tiling
 from slipstream.runtime.launch_cache import cached
 
 # tokens of a gate at a time
@@ -38,7 +23,7 @@ _GATES = 256
 
 def forward(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32."""
-    inputs, options, _ = to_kernel_layout(inputs, options)
+    inputs, options, _ = tiling.to_kernel_layout(inputs, options)
     q, v = inputs.q, inputs.v
     B, T, H, _ = q.shape
     if decode_launch.is_supported(inputs) and not options.dropout:
@@ -48,7 +33,7 @@ def forward(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor,
     o = q.new_empty(B, T, H, v.shape[-1])
     lse = q.new_empty(B, H, T, dtype=torch.float32)
     tile = _tiles_of(inputs, options).forward
-    with device_of(q.device):
+    with tiling.device_of(q.device):
         outputs = {"o_ptr": o, "lse_ptr": lse, "sinks_ptr": inputs.sinks, "scale": None}
         _launch_queries(inputs, options, tile, outputs | _gate_sums(inputs))
     return o, lse
@@ -63,7 +48,7 @@ def backward(
     dlse: Tensor | None,
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
-    inputs, options, sign = to_kernel_layout(inputs, options)
+    inputs, options, sign = tiling.to_kernel_layout(inputs, options)
     q, k, v = inputs.q, inputs.k, inputs.v
     B, T, H, _ = q.shape
     do = torch.zeros_like(o) if do is None else do.contiguous()
@@ -75,8 +60,8 @@ def backward(
     if inputs.g is not None:
         rows, columns = base.new_empty(B, H, T), base.new_empty(k.shape[0], H, k.shape[1])
     tiles = _tiles_of(inputs, options)
-    with device_of(q.device):
-        launch_delta(o, do, lse, dlse, base, delta)
+    with tiling.device_of(q.device):
+        sum_kernels.launch_delta(o, do, lse, dlse, base, delta)
         sums = _gate_sums(inputs)
         operands = {
             "do_ptr": do,
@@ -102,7 +87,7 @@ def backward(
         if inputs.g is not None:
             grads["g"] = _gate_gradient(inputs, rows, columns)
     if inputs.sinks is not None:
-        grads["sinks"] = sinks_gradient(inputs.sinks, base[..., :T], delta[..., :T])
+        grads["sinks"] = tiling.sinks_gradient(inputs.sinks, base[..., :T], delta[..., :T])
     return grads
 
 
@@ -112,7 +97,7 @@ _GRADIENTS = ("do_ptr", "dq_ptr", "base_ptr", "delta_ptr", "sums_ptr")
 
 
 def _launch_queries(
-    inputs: AttentionInputs, options: AttentionOptions, tile: Tile, operands: dict[str, Any]
+    inputs: AttentionInputs, options: AttentionOptions, tile: tiling.Tile, operands: dict[str, Any]
 ) -> None:
     """o, or the gradient of q: operands has the arguments of one of the two."""
     cached(softmax.softmax_queries_kernel)[_grid(inputs, tile.BM, inputs.q.shape[2])](
@@ -123,7 +108,7 @@ def _launch_queries(
     )
 
 
-def _dkv_launches(tiles: Tiles) -> list[tuple[Tile, bool, bool]]:
+def _dkv_launches(tiles: tiling.Tiles) -> list[tuple[tiling.Tile, bool, bool]]:
     """The launches for the gradients of keys and values: their tiles, and whether each makes dk and
     dv."""
     if tiles.dv is None:
@@ -131,11 +116,11 @@ def _dkv_launches(tiles: Tiles) -> list[tuple[Tile, bool, bool]]:
     return [(tiles.dkv, True, False), (tiles.dv, False, True)]
 
 
-def _tiles_of(inputs: AttentionInputs, options: AttentionOptions) -> Tiles:
+def _tiles_of(inputs: AttentionInputs, options: AttentionOptions) -> tiling.Tiles:
     q, v = inputs.q, inputs.v
     has_bias = inputs.g is not None or inputs.slopes is not None
     has_bias = has_bias or options.softcap != 0 or options.left >= 0
-    return tiles_for(q.device, q.shape[-1], v.shape[-1], q.element_size(), has_bias)[0]
+    return tiling.tiles_for(q.device, q.shape[-1], v.shape[-1], q.element_size(), has_bias)[0]
 
 
 def _tiles(inputs: AttentionInputs, rows: int, of_keys: bool = False) -> int:
@@ -162,7 +147,7 @@ def _common(inputs: AttentionInputs, options: AttentionOptions, tiles: int) -> d
         "k_ptr": k,
         "v_ptr": inputs.v,
         "slopes_ptr": slopes,
-        **common_args(inputs, options),
+        **tiling.common_args(inputs, options),
         "seed_ptr": inputs.seed,
         "threshold": dropout.threshold(options.dropout) if drops else None,
         "keep_scale": dropout.factor(options.dropout) if drops else None,
@@ -174,14 +159,14 @@ def _common(inputs: AttentionInputs, options: AttentionOptions, tiles: int) -> d
         "search_steps": (inputs.sequences - 1).bit_length(),
         "group": q.shape[2] // k.shape[2],
         "stride_slope": q.shape[2] if slopes is not None and slopes.dim() == 2 else 0,
-        **dict(zip(STRIDES, unit_and_strides(*inputs[:3])[1])),
+        **dict(zip(tiling.STRIDES, tiling.unit_and_strides(*inputs[:3])[1])),
     }
 
 
-def _flags(inputs: AttentionInputs, options: AttentionOptions, tile: Tile) -> dict[str, Any]:
+def _flags(inputs: AttentionInputs, options: AttentionOptions, tile: tiling.Tile) -> dict[str, Any]:
     q, v = inputs.q, inputs.v
     D, DV = q.shape[-1], v.shape[-1]
-    _, BD, BV = tiles_for(q.device, D, DV, q.element_size())
+    _, BD, BV = tiling.tiles_for(q.device, D, DV, q.element_size())
     return {
         "D": D,
         "DV": DV,
@@ -189,7 +174,7 @@ def _flags(inputs: AttentionInputs, options: AttentionOptions, tile: Tile) -> di
         "BV": BV,
         "BM": tile.BM,
         "BN": tile.BN,
-        "UNIT": unit_and_strides(*inputs[:3])[0],
+        "UNIT": tiling.unit_and_strides(*inputs[:3])[0],
         "HAS_SOFTCAP": options.softcap != 0,
         "HAS_SLOPES": inputs.slopes is not None,
         "HAS_GATE": inputs.g is not None,
@@ -199,7 +184,7 @@ def _flags(inputs: AttentionInputs, options: AttentionOptions, tile: Tile) -> di
         "HAS_DROPOUT": inputs.seed is not None,
         "PACKED_Q": inputs.cu_q is not None,
         "PACKED_K": inputs.cu_k is not None,
-        "PRECISION": fp32_dot_precision(),
+        "PRECISION": tiling.fp32_dot_precision(),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
@@ -213,7 +198,7 @@ def _gate_sums(inputs: AttentionInputs) -> dict[str, Tensor | None]:
     B, S, H = g.shape
     high, low = (torch.empty(B, H, S, dtype=torch.float32, device=g.device) for _ in range(2))
     grid = (H * (B if inputs.cu_k is None else inputs.sequences),)
-    cached(softmax_gate_sums_kernel)[grid](
+    cached(sum_kernels.softmax_gate_sums_kernel)[grid](
         g_ptr=g,
         high_ptr=high,
         low_ptr=low,
@@ -231,7 +216,7 @@ def _gate_gradient(inputs: AttentionInputs, rows: Tensor | None, columns: Tensor
     assert inputs.g is not None
     dg = inputs.g.new_empty(inputs.g.shape)
     T, H = inputs.q.shape[1:3]
-    cached(softmax_gate_grad_kernel)[(H * inputs.sequences,)](
+    cached(sum_kernels.softmax_gate_grad_kernel)[(H * inputs.sequences,)](
         rows_ptr=rows,
         columns_ptr=columns,
         dg_ptr=dg,

@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.common.linear_rows import ClassifierInputs, LinearRows
-from slipstream.kernels.primitives import logit_chunks
-from slipstream.kernels.primitives.device import LN2, LOG2E
+from slipstream.kernels.primitives import device, logit_chunks
 from slipstream.runtime import backends, launch_cache, token_ids
 
 
@@ -62,7 +61,7 @@ def log_probs_kernel(
     # a wrong id reads a logit of the row: it is reported elsewhere
     target = tl.minimum(tl.maximum(target, 0), V - 1)
     p_row = logits_ptr + i * stride
-    factor = scale * LOG2E
+    factor = scale * device.LOG2E
     hit = tl.load(p_row + target, mask=live, other=0.0).to(tl.float32) * factor
     o_v = tl.arange(0, BV // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
     # whole blocks want no mask, so that their loads are wide; the rest comes after the loop
@@ -84,10 +83,10 @@ def log_probs_kernel(
     log_total = tl.log2(total)
     off = tl.sum(b_less * (b_off + (_finite(b_top) - base) * b_sum), 0)
     lse, entropy = base + log_total, log_total - off / total
-    tl.store(log_prob_ptr + i, tl.where(live, (hit - base - log_total) * LN2, 0.0))
-    tl.store(entropy_ptr + i, tl.where(live, entropy * LN2, 0.0))
+    tl.store(log_prob_ptr + i, tl.where(live, (hit - base - log_total) * device.LN2, 0.0))
+    tl.store(entropy_ptr + i, tl.where(live, entropy * device.LN2, 0.0))
     if grad_ptr is not None:
-        up, down = tl.load(dlog_prob_ptr + i), tl.load(dentropy_ptr + i) * LN2
+        up, down = tl.load(dlog_prob_ptr + i), tl.load(dentropy_ptr + i) * device.LN2
         p_grad = grad_ptr + i * grad_stride
         # the target is read by every warp before any of them overwrites it
         tl.debug_barrier()

@@ -36,23 +36,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.eager.gates import (
-    ChannelGate,
-    InputGrads,
-    Intra,
-    IntraGrads,
-    NoGate,
-    ScalarGate,
-    ValueGate,
-)
-from slipstream.kernels.linear.eager.layout import (
-    Carry,
-    ChunkBlock,
-    Layout,
-    Step,
-    state_scan,
-    state_scan_in_place,
-)
+from slipstream.kernels.linear.eager import gates
+from slipstream.kernels.linear.eager import layout as layouts
 from slipstream.kernels.linear.inputs import TOKEN_TERMS, LinearInputs
 
 # exp of this is 0 in float64 too, and a chunk of it is still finite: stands in for a gate of -inf.
@@ -74,12 +59,12 @@ class Forward(NamedTuple):
     step: the scan's, whose rest the scan turns into x; inverse [n, C, C] of the matrix before x.
     """
 
-    span: ChunkBlock
+    span: layouts.ChunkBlock
     rows: Rows
-    gate: NoGate | ScalarGate | ChannelGate
-    value_gate: ValueGate | None
-    intra: Intra
-    step: Step
+    gate: gates.NoGate | gates.ScalarGate | gates.ChannelGate
+    value_gate: gates.ValueGate | None
+    intra: gates.Intra
+    step: layouts.Step
     inverse: Tensor | None
 
     def values(self) -> list[Tensor]:
@@ -95,11 +80,11 @@ class Forward(NamedTuple):
 
 def chunk_forward(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V]."""
-    layout = Layout(terms, chunk)
+    layout = layouts.Layout(terms, chunk)
     carry, o = layout.begin(terms.initial_state), layout.output(terms.v.shape, terms.q.dtype)
     for span in layout.spans():
         f = prepare(terms, span)
-        seen = state_scan_in_place(f.step, carry, span, span.by_step(f.query_from_state()))
+        seen = layouts.state_scan_in_place(f.step, carry, span, span.by_step(f.query_from_state()))
         assert seen is not None
         span.merge(_output(f, seen, terms, scale), o)
     return layout.finish(o), layout.end(carry)
@@ -119,13 +104,13 @@ def _output(f: Forward, seen: Tensor, terms: LinearInputs, scale: float) -> Tens
     return o
 
 
-def prepare(terms: LinearInputs, span: ChunkBlock) -> Forward:
+def prepare(terms: LinearInputs, span: layouts.ChunkBlock) -> Forward:
     """Computes what of a span does not depend on the state before it."""
     rows = _split_rows(terms, span)
     gate, value_gate = _split_gates(terms, span)
     intra = gate.forward(rows.reads, rows.writes)
     inverse = None
-    step = Step(
+    step = layouts.Step(
         rows=None if intra.total is None else span.by_step(intra.total[:, :, None]),
         columns=None if value_gate is None else span.by_step(value_gate.total),
     )
@@ -141,7 +126,7 @@ def prepare(terms: LinearInputs, span: ChunkBlock) -> Forward:
     return Forward(span, rows, gate, value_gate, intra, step, inverse)
 
 
-def _split_rows(terms: LinearInputs, span: ChunkBlock) -> Rows:
+def _split_rows(terms: LinearInputs, span: layouts.ChunkBlock) -> Rows:
     reads, writes, beta = [span.split(terms.q)], [span.split(terms.k)], None
     if terms.beta is not None:
         beta = span.split(terms.beta)[:, :, None]
@@ -153,18 +138,18 @@ def _split_rows(terms: LinearInputs, span: ChunkBlock) -> Rows:
 
 
 def _split_gates(
-    terms: LinearInputs, span: ChunkBlock
-) -> tuple[NoGate | ScalarGate | ChannelGate, ValueGate | None]:
+    terms: LinearInputs, span: layouts.ChunkBlock
+) -> tuple[gates.NoGate | gates.ScalarGate | gates.ChannelGate, gates.ValueGate | None]:
     kinds = ("after",) if terms.u is None else ("before",)
     if terms.transition != "none":
         kinds += ("strict",) if terms.a is None and terms.p is None else ("before",)
     value_gate = None
     if terms.gv is not None:
-        value_gate = ValueGate(span.split(terms.gv).clamp_(min=LOWEST_GATE))
+        value_gate = gates.ValueGate(span.split(terms.gv).clamp_(min=LOWEST_GATE))
     if terms.g is None:
-        return NoGate(kinds), value_gate
+        return gates.NoGate(kinds), value_gate
     g = span.split(terms.g).clamp_(min=LOWEST_GATE)
-    return (ScalarGate if g.dim() == 2 else ChannelGate)(g, kinds), value_gate
+    return (gates.ScalarGate if g.dim() == 2 else gates.ChannelGate)(g, kinds), value_gate
 
 
 def _inverse(scores: Tensor, beta: Tensor | None) -> Tensor:
@@ -175,7 +160,10 @@ def _inverse(scores: Tensor, beta: Tensor | None) -> Tensor:
 
 
 def _solve(
-    inverse: Tensor, gate: NoGate | ScalarGate | ChannelGate, rows: Rows, intra: Intra
+    inverse: Tensor,
+    gate: gates.NoGate | gates.ScalarGate | gates.ChannelGate,
+    rows: Rows,
+    intra: gates.Intra,
 ) -> tuple[Tensor, Tensor]:
     """right [n, C, K] and rest [n, C, V] of x = rest + right S."""
     if rows.beta is None:
@@ -189,7 +177,7 @@ def chunk_backward(
     terms: LinearInputs, do: Tensor | None, dfinal: Tensor | None, scale: float, chunk: int
 ) -> dict[str, Tensor]:
     """Gradients by the name of the term, in its shape and dtype."""
-    layout = Layout(terms, chunk)
+    layout = layouts.Layout(terms, chunk)
     starts = _block_start_states(terms, layout)
     dcarry = layout.begin(dfinal)
     out = {
@@ -200,7 +188,7 @@ def chunk_backward(
     du = []
     for span in layout.spans(reverse=True):
         f = prepare(terms, span)
-        entry = state_scan(f.step, starts.pop(), span, reverse=False)
+        entry = layouts.state_scan(f.step, starts.pop(), span, reverse=False)
         grads = _block_backward(terms, f, entry, do, dcarry, scale)
         if terms.u is not None:
             du.append(grads.pop("u"))
@@ -214,18 +202,23 @@ def chunk_backward(
     return out
 
 
-def _block_start_states(terms: LinearInputs, layout: Layout) -> list[Carry]:
+def _block_start_states(terms: LinearInputs, layout: layouts.Layout) -> list[layouts.Carry]:
     """The scan's state before each span."""
     carry, starts = layout.begin(terms.initial_state), []
     for span in layout.spans():
         starts.append(carry.copy())
         if span.start + span.steps < layout.steps:
-            state_scan_in_place(prepare(terms, span).step, carry, span, None)
+            layouts.state_scan_in_place(prepare(terms, span).step, carry, span, None)
     return starts
 
 
 def _block_backward(
-    terms: LinearInputs, f: Forward, entry: Tensor, do: Tensor | None, dcarry: Carry, scale: float
+    terms: LinearInputs,
+    f: Forward,
+    entry: Tensor,
+    do: Tensor | None,
+    dcarry: layouts.Carry,
+    scale: float,
 ) -> dict[str, Tensor]:
     """Gradients of a span's rows [n, C, ...], that of u [HV, K]; `dcarry` goes back over it.
 
@@ -252,15 +245,17 @@ def _block_backward(
     return grads
 
 
-def _state_scan_backward(f: Forward, do: Tensor, dcarry: Carry) -> tuple[list[Tensor], Tensor]:
+def _state_scan_backward(
+    f: Forward, do: Tensor, dcarry: layouts.Carry
+) -> tuple[list[Tensor], Tensor]:
     """do and y [n, C, V], if there is an x, and the gradient of the state after each chunk."""
     seen = do if f.value_gate is None else do * f.value_gate.from_start
     step = f.step._replace(add=f.span.by_step(f.query_from_state().mT @ seen))
     if f.inverse is None:
-        return [do], state_scan(step, dcarry, f.span, reverse=True)
+        return [do], layouts.state_scan(step, dcarry, f.span, reverse=True)
     rest = f.span.by_step(f.intra.scores[0][-1].mT @ do)
     step = step._replace(lhs=f.step.rhs, rhs=f.step.lhs, rest=rest)
-    after = state_scan(step, dcarry, f.span, reverse=True)
+    after = layouts.state_scan(step, dcarry, f.span, reverse=True)
     return [do, f.inverse.mT @ rest.view(do.shape)], after
 
 
@@ -274,8 +269,8 @@ def _log_total(f: Forward, entry: Tensor, after: Tensor) -> Tensor | None:
 
 def _boundaries_backward(
     f: Forward, entry: Tensor, douts: list[Tensor], after: Tensor
-) -> IntraGrads:
-    return IntraGrads(
+) -> gates.IntraGrads:
+    return gates.IntraGrads(
         scores=[[dout @ values.mT for values in f.values()] for dout in douts],
         from_state=[dout @ entry.mT for dout in douts],
         to_state=[values @ after.mT for values in f.values()],
@@ -283,7 +278,7 @@ def _boundaries_backward(
     )
 
 
-def _beta_backward(f: Forward, y: Tensor, d: IntraGrads, grads: dict[str, Tensor]) -> None:
+def _beta_backward(f: Forward, y: Tensor, d: gates.IntraGrads, grads: dict[str, Tensor]) -> None:
     """x = beta e with e = v - from_state(p) S - M x, of which y is the gradient before beta.
 
     Turns the gradients of the second read's scores and from_state from y's to -beta y's.
@@ -301,7 +296,7 @@ def _beta_backward(f: Forward, y: Tensor, d: IntraGrads, grads: dict[str, Tensor
 
 def _boundaries_backward_with_value_gate(
     f: Forward, entry: Tensor, do: Tensor, after: Tensor, grads: dict[str, Tensor]
-) -> IntraGrads:
+) -> gates.IntraGrads:
     """The same where the columns of the state decay too; also the gradients of v and gv."""
     gate, v, scores = f.value_gate, f.rows.v, f.intra.scores[0][0]
     assert gate is not None
@@ -320,7 +315,7 @@ def _boundaries_backward_with_value_gate(
         dtotal=dtotal.sum(1) * gate.total[:, 0],
     )
     grads["v"] = dv.addcmul_(dkept, gate.to_end)
-    return IntraGrads(
+    return gates.IntraGrads(
         scores=[[dscores]],
         from_state=[seen @ entry.mT],
         to_state=[v_to_end @ after.mT],
@@ -328,7 +323,7 @@ def _boundaries_backward_with_value_gate(
     )
 
 
-def _by_term(terms: LinearInputs, inputs: InputGrads, grads: dict[str, Tensor]) -> None:
+def _by_term(terms: LinearInputs, inputs: gates.InputGrads, grads: dict[str, Tensor]) -> None:
     grads["q"], grads["k"] = inputs.reads[0], inputs.writes[0]
     if terms.a is not None:
         grads["a"], grads["b"] = inputs.reads[1], inputs.writes[1]

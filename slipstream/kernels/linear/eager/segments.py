@@ -13,7 +13,6 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.linear.backend import Exchange
@@ -133,5 +132,5 @@ def _block(terms: LinearInputs, row: int, tokens: slice, state: Tensor) -> Linea
 
 def _padded(x: Tensor, missing: int) -> Tensor:
     """A copy, so that it begins where any memory does."""
-    y = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
+    y = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
     return y if missing else y.clone(memory_format=torch.contiguous_format)

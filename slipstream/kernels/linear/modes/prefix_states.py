@@ -12,7 +12,6 @@ from slipstream.kernels.linear.inputs import NUM_TERMS, ForwardCall, LinearInput
 from slipstream.kernels.linear.modes.call import Call, Results
 from slipstream.kernels.linear.prefix_states import NoKernel, PrefixStates
 from slipstream.runtime import consistent, custom_op, dispatch
-from slipstream.runtime.consistent import prefix_scope
 
 
 class Prefix(NamedTuple):
@@ -31,7 +30,7 @@ class Prefix(NamedTuple):
 
 def _of_scope(call: Call) -> PrefixStates:
     """Where a layer leaves its states with the others of its model's call."""
-    prefixes, terms = prefix_scope.prefixes, call.terms
+    prefixes, terms = consistent.prefix_scope.prefixes, call.terms
     assert prefixes is not None
     _, HV, K, V = terms.state_shape
     pool = terms.q.new_empty(prefixes.count, HV, V, K, dtype=terms.dtype)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.linear.inputs import TERMS, LinearInputs
 from slipstream.kernels.linear.modes.call import Call, Results
 from slipstream.runtime.consistent import BLOCK, consistent_scope
@@ -23,7 +22,7 @@ class Autocast(NamedTuple):
 
 def as_autocast(terms: LinearInputs) -> LinearInputs:
     """The terms in the dtype that autocast has for q's device, if it is on."""
-    dtype = autocast_dtype(terms.q)
+    dtype = checks.autocast_dtype(terms.q)
     if dtype is None:
         return terms
     cast = {

@@ -15,8 +15,7 @@ import triton.language as tl
 
 from slipstream.kernels.mixer_step.inputs import UNIT_EPS, Blocks, TokenInputs
 from slipstream.kernels.primitives.device import softplus
-from slipstream.runtime.backends import device_of
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, launch_cache
 
 
 @triton.jit
@@ -221,8 +220,8 @@ def block_inputs(t: TokenInputs, blocks: Blocks) -> None:
     gate = t.g.flatten(1)
     rows = {"x": t.x, "g": gate, "beta": t.beta}
     rows = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in rows.items()}
-    with device_of(t.x.device):
-        cached(block_inputs_kernel)[(H + HV, N)](
+    with backends.device_of(t.x.device):
+        launch_cache.cached(block_inputs_kernel)[(H + HV, N)](
             x_ptr=rows["x"],
             window_ptr=blocks.window,
             w_ptr=t.weight,

@@ -7,7 +7,6 @@ what has to be counted is counted there, without a synchronisation of the device
 import itertools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # where prepare_split_cu_seqlens puts its result
@@ -90,7 +89,7 @@ def prepare_chunk_indices(
 
 def prepare_chunk_offsets(cu_seqlens: Tensor, chunk_size: int) -> Tensor:
     """Offsets [N+1] of the sequences, counted in chunks."""
-    return F.pad(_chunks(cu_seqlens, chunk_size), (1, 0)).cumsum(-1)
+    return torch.nn.functional.pad(_chunks(cu_seqlens, chunk_size), (1, 0)).cumsum(-1)
 
 
 def get_max_num_splits(

@@ -10,10 +10,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.compat.fixed import fixed, missing_names
 from slipstream.integrations import linear_mixers
-from slipstream.ops.causal_conv1d import causal_conv1d_fn
-from slipstream.ops.mamba import selective_scan
-from slipstream.ops.norm import rms_norm_gated
-from slipstream.ops.simple_gla import chunk_simple_gla
+from slipstream.ops import causal_conv1d, mamba, norm, simple_gla
 
 __getattr__ = missing_names(__name__, ("selective_scan_bwd", "mamba_conv1d_scan_ref"))
 NO_LIMIT = (0.0, float("inf"))
@@ -85,7 +82,7 @@ def mamba_chunk_scan_combined(
         raise NotImplementedError(
             "initial_states: want None beside return_varlen_states, which starts each sequence at 0"
         )
-    y, states = chunk_simple_gla(
+    y, states = simple_gla.chunk_simple_gla(
         *linear_mixers.mamba2_inputs(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit),
         cu_seqlens=cu_seqlens, output_final_state=True, **linear_mixers.MAMBA2,
     )  # fmt: skip
@@ -184,7 +181,9 @@ def mamba_split_conv1d_scan_combined(
             f"got {zxbcdt.shape[-1]}"
         )
     zx0, z, xBC, dt = zxbcdt.split([2 * mlp, dim, dim + 2 * ngroups * N, heads], -1)
-    xBC = causal_conv1d_fn(xBC.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation).mT
+    xBC = causal_conv1d.causal_conv1d_fn(
+        xBC.mT, conv1d_weight, conv1d_bias, seq_idx, activation=activation
+    ).mT
     x, B, C = xBC.split([dim, ngroups * N, ngroups * N], -1)
     y, *state = _tuple_of(
         mamba_chunk_scan_combined(
@@ -208,7 +207,7 @@ def mamba_split_conv1d_scan_combined(
     y = y.flatten(2)
     if rmsnorm_weight is not None:
         checks.expect_shape("rmsnorm_weight", rmsnorm_weight, (dim,))
-        y = rms_norm_gated(
+        y = norm.rms_norm_gated(
             y,
             z,
             rmsnorm_weight,
@@ -261,5 +260,5 @@ def ssd_selective_scan(
     D = None if D is None else D.repeat_interleave(P) if D.dim() == 1 else D.flatten()
     z = None if z is None else z.flatten(2)
     softplus = dt_softplus and dt_limit == NO_LIMIT
-    y, _ = selective_scan(x.flatten(2), dt, A, B, C, D, z, bias, softplus)
+    y, _ = mamba.selective_scan(x.flatten(2), dt, A, B, C, D, z, bias, softplus)
     return y.unflatten(2, (H, P))

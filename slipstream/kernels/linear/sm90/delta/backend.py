@@ -11,31 +11,18 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import backend, delta, inputs, prefix_states
+from slipstream.kernels.linear import segments as segmentation
 from slipstream.kernels.linear.inputs import Cotangents, LinearInputs
-from slipstream.kernels.linear.segments import (
-    CHUNK,
-    NUM_SMS,
-    TILE_V,
-    TMA_COLUMNS,
-    Segments,
-    delta_grid,
-    delta_sm90,
-    num_chunks,
-    scanned_sm90,
-    sequence_args,
-    waits_for_longest,
-)
 from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.delta import bwd_fused, bwd_schedule, dqkg, segment_launch
 from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.chunk_fwd import delta_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_chunk_fwd_2tile_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
-from slipstream.runtime import backends, consistent
-from slipstream.runtime.launch_cache import cached
+from slipstream.runtime import backends, consistent, launch_cache
 
 SCAN = segment_launch.SCAN | {"maxnreg": 128}  # of 16 warps: what all partitions share
-MAX_WORKSPACES = NUM_SMS  # of chunk_bwd, whose programs run at once
+MAX_WORKSPACES = segmentation.NUM_SMS  # of chunk_bwd, whose programs run at once
 # By V: registers of all warps, of those of the gradients, and of those that load and write.
 BWD_OPTIONS: dict[int, dict[str, Any]] = {
     64: {"num_warps": 4, "maxnreg": 168, "REGISTERS": 208, "LOAD_REGISTERS": 32},
@@ -68,16 +55,16 @@ class Sm90Delta(delta.DeltaBackend):
         return bwd_schedule.choose_schedule(terms)
 
     def chunk(self, terms: LinearInputs) -> int:
-        return CHUNK
+        return segmentation.CHUNK
 
     def num_chunks(self, terms: LinearInputs) -> int:
-        return num_chunks(terms, CHUNK)
+        return segmentation.num_chunks(terms, segmentation.CHUNK)
 
     def can_pass_states(self, terms: LinearInputs) -> bool:
         return True
 
-    def choose_segments(self, terms: LinearInputs) -> Segments | None:
-        return delta_sm90(terms)
+    def choose_segments(self, terms: LinearInputs) -> segmentation.Segments | None:
+        return segmentation.delta_sm90(terms)
 
     def heads_per_sum(self, terms: LinearInputs) -> int:
         """A divisor of how many share q and k, at most 4: each sum is rounded."""
@@ -88,24 +75,24 @@ class Sm90Delta(delta.DeltaBackend):
         """With a gate, transition_lognorm is made too."""
         B, T, HV, _ = terms.v.shape
         (H, K), has_gate = terms.q.shape[2:], terms.g is not None
-        r = terms.v.new_empty(B, T, HV, CHUNK)
-        size = (self.num_chunks(terms), HV, 1 + has_gate, CHUNK)
+        r = terms.v.new_empty(B, T, HV, segmentation.CHUNK)
+        size = (self.num_chunks(terms), HV, 1 + has_gate, segmentation.CHUNK)
         beta_gate, lognorm = r.new_empty(size, dtype=torch.float32), None
         if has_gate:
-            lognorm = beta_gate.new_empty(*size[:2], CHUNK // segment_launch.BASE)
-        launch: Any = cached(delta_solve_tril_sm90_kernel)[(size[0] * HV,)]
+            lognorm = beta_gate.new_empty(*size[:2], segmentation.CHUNK // segment_launch.BASE)
+        launch: Any = launch_cache.cached(delta_solve_tril_sm90_kernel)[(size[0] * HV,)]
         launch(
             k_desc=common.token_tiles(terms.k, K),
-            r_desc=common.token_tiles(r, CHUNK),
+            r_desc=common.token_tiles(r, segmentation.CHUNK),
             r_ptr=r,
             g_ptr=terms.g,
             beta_ptr=terms.beta,
             beta_gates_ptr=beta_gate,
             lognorm_ptr=lognorm,
-            **sequence_args(terms),
+            **segmentation.sequence_args(terms),
             H=H,
             K=K,
-            C=CHUNK,
+            C=segmentation.CHUNK,
             BASE=segment_launch.BASE,
             HAS_GATE=has_gate,
             num_warps=4,
@@ -123,27 +110,27 @@ class Sm90Delta(delta.DeltaBackend):
         states: Tensor | None = None,
         s_in: Tensor | None = None,
         s_out: Tensor | None = None,
-        segments: Segments | None = None,
+        segments: segmentation.Segments | None = None,
         checkpoints: delta.Checkpoints | None = None,
         prefix: prefix_states.PrefixStates | None = None,
     ) -> None:
         """In one of two kernels."""
         K = terms.q.shape[-1]
         interval, saved_states = checkpoints or (0, None)
-        kernel, tile = delta_chunk_fwd_sm90_kernel, TILE_V
+        kernel, tile = delta_chunk_fwd_sm90_kernel, segmentation.TILE_V
         args = delta.delta_args(terms, segments, s_in, s_out)
         if segments is None and self._use_2tile(terms):  # which has whole sequences alone
-            kernel, tile = delta_chunk_fwd_2tile_sm90_kernel, 2 * TILE_V
+            kernel, tile = delta_chunk_fwd_2tile_sm90_kernel, 2 * segmentation.TILE_V
             del args["segment"], args["SPLIT"]
-        launch: Any = cached(kernel)[delta_grid(terms, segments, tile)]
+        launch: Any = launch_cache.cached(kernel)[segmentation.delta_grid(terms, segments, tile)]
         launch(
             q_desc=common.token_tiles(terms.q, K) if states is None else None,
             k_desc=common.token_tiles(terms.k, K),
-            v_desc=common.token_tiles(terms.v, TILE_V),
-            r_desc=common.token_tiles(wy.r, CHUNK),
-            o_desc=common.token_tiles(out, TILE_V),
-            states_desc=common.tma_descriptor(states, K, TILE_V, K),
-            checkpoints_desc=common.tma_descriptor(saved_states, K, TILE_V, K),
+            v_desc=common.token_tiles(terms.v, segmentation.TILE_V),
+            r_desc=common.token_tiles(wy.r, segmentation.CHUNK),
+            o_desc=common.token_tiles(out, segmentation.TILE_V),
+            states_desc=common.tma_descriptor(states, K, segmentation.TILE_V, K),
+            checkpoints_desc=common.tma_descriptor(saved_states, K, segmentation.TILE_V, K),
             o_ptr=out,
             beta_gates_ptr=wy.beta_gate,
             scale=scale,
@@ -160,9 +147,12 @@ class Sm90Delta(delta.DeltaBackend):
         which matters where none is much longer than the others."""
         HV, V = terms.v.shape[2:]
         sequences = 1 if consistent.consistent_scope.on else terms.sequences
-        if V % (2 * TILE_V) or V // TILE_V * HV * sequences <= NUM_SMS:
+        if (
+            V % (2 * segmentation.TILE_V)
+            or V // segmentation.TILE_V * HV * sequences <= segmentation.NUM_SMS
+        ):
             return False
-        return not waits_for_longest(terms, V // TILE_V)
+        return not segmentation.waits_for_longest(terms, V // segmentation.TILE_V)
 
     def chunk_dstate(
         self,
@@ -175,18 +165,20 @@ class Sm90Delta(delta.DeltaBackend):
         *,
         s_in: Tensor | None,
         s_out: Tensor | None,
-        segments: Segments | None,
+        segments: segmentation.Segments | None,
     ) -> None:
         K = terms.q.shape[-1]
-        launch: Any = cached(delta_chunk_dstate_sm90_kernel)[delta_grid(terms, segments)]
+        launch: Any = launch_cache.cached(delta_chunk_dstate_sm90_kernel)[
+            segmentation.delta_grid(terms, segments)
+        ]
         launch(
             q_desc=common.token_tiles(terms.q, K),
             k_desc=common.token_tiles(terms.k, K),
-            do_desc=common.token_tiles(do, TILE_V),
-            r_desc=common.token_tiles(wy.r, CHUNK),
+            do_desc=common.token_tiles(do, segmentation.TILE_V),
+            r_desc=common.token_tiles(wy.r, segmentation.CHUNK),
             beta_gates_ptr=wy.beta_gate,
-            dv_desc=common.token_tiles(dv, TILE_V),
-            states_desc=common.tma_descriptor(dstates, K, TILE_V, K),
+            dv_desc=common.token_tiles(dv, segmentation.TILE_V),
+            states_desc=common.tma_descriptor(dstates, K, segmentation.TILE_V, K),
             dv_ptr=dv,
             lognorm_ptr=None,
             scale=scale,
@@ -210,17 +202,17 @@ class Sm90Delta(delta.DeltaBackend):
         heads, semaphores = grads["q"].shape[2], None
         if heads < HV:  # how many value heads have added up a chunk's gradients of q and k
             semaphores = w.new_zeros(states.shape[0] * heads, dtype=torch.int32)
-        launch: Any = cached(dqkg.delta_dqkg_sm90_kernel)[(states.shape[0] * HV,)]
+        launch: Any = launch_cache.cached(dqkg.delta_dqkg_sm90_kernel)[(states.shape[0] * HV,)]
         launch(
-            q_desc=common.token_tiles(terms.q, TMA_COLUMNS),
-            k_desc=common.token_tiles(terms.k, TMA_COLUMNS),
+            q_desc=common.token_tiles(terms.q, segmentation.TMA_COLUMNS),
+            k_desc=common.token_tiles(terms.k, segmentation.TMA_COLUMNS),
             do_desc=common.token_tiles(do, V),
             w_desc=common.token_tiles(w, V),
             dv_desc=common.token_tiles(dv, V),
-            states_desc=common.tma_descriptor(states, K, V, TMA_COLUMNS),
-            dstates_desc=common.tma_descriptor(dstates, K, V, TMA_COLUMNS),
-            dq_desc=common.token_tiles(grads["q"], TMA_COLUMNS),
-            dk_desc=common.token_tiles(grads["k"], TMA_COLUMNS),
+            states_desc=common.tma_descriptor(states, K, V, segmentation.TMA_COLUMNS),
+            dstates_desc=common.tma_descriptor(dstates, K, V, segmentation.TMA_COLUMNS),
+            dq_desc=common.token_tiles(grads["q"], segmentation.TMA_COLUMNS),
+            dk_desc=common.token_tiles(grads["k"], segmentation.TMA_COLUMNS),
             dq_ptr=grads["q"],
             dk_ptr=grads["k"],
             beta_gates_ptr=wy.beta_gate,
@@ -228,13 +220,13 @@ class Sm90Delta(delta.DeltaBackend):
             dg_ptr=grads.get("g"),
             semaphores_ptr=semaphores,
             scale=scale,
-            **sequence_args(terms),
+            **segmentation.sequence_args(terms),
             H=H,
             G=HV // heads,
             K=K,
             V=V,
-            BK=TMA_COLUMNS,
-            C=CHUNK,
+            BK=segmentation.TMA_COLUMNS,
+            C=segmentation.CHUNK,
             HAS_GATE=terms.g is not None,
             GROUPED_HEADS=heads < HV,
             num_warps=4,
@@ -252,7 +244,7 @@ class Sm90Delta(delta.DeltaBackend):
         segments = None
         if consistent.consistent_scope.on and exchange is None:
             HV, V = terms.v.shape[2:]
-            segments = scanned_sm90(terms, V // TILE_V * HV)
+            segments = segmentation.scanned_sm90(terms, V // segmentation.TILE_V * HV)
         if segments is None:
             return super().scan_ends(terms, wy, final, exchange)
         states = segment_launch.states_before(terms, wy, segments, final)
@@ -262,7 +254,7 @@ class Sm90Delta(delta.DeltaBackend):
         self,
         terms: LinearInputs,
         wy: delta.WYFactors,
-        segments: Segments,
+        segments: segmentation.Segments,
         final: Tensor | None,
         exchange: backend.Exchange | None = None,
     ) -> delta.EntryStates:
@@ -284,7 +276,7 @@ class Sm90Delta(delta.DeltaBackend):
         scale: float,
         dfinal: Tensor | None,
         transition: tuple[Tensor, Tensor],
-        segments: Segments,
+        segments: segmentation.Segments,
         dstate: Tensor | None,
         exchange: backend.Exchange | None = None,
     ) -> delta.EntryStates:
@@ -329,12 +321,16 @@ class Sm90Delta(delta.DeltaBackend):
         return grads | {"v": do.new_empty(do.shape)}
 
     def _fused_entry_dstates(
-        self, terms: LinearInputs, wy: delta.WYFactors, given: Cotangents, segments: Segments | None
+        self,
+        terms: LinearInputs,
+        wy: delta.WYFactors,
+        given: Cotangents,
+        segments: segmentation.Segments | None,
     ) -> Tensor | None:
         """The gradient of the state after each part that a program takes."""
         do, dfinal, _, scale, _, _, exchange = given
         if exchange is not None:
-            cut = exchange.segments(terms, segments, CHUNK)
+            cut = exchange.segments(terms, segments, segmentation.CHUNK)
             if cut is not None:
                 ends = dfinal, cut, exchange
                 dstates = segment_launch.entry_dstates(terms, do, wy, scale, *ends)
@@ -373,13 +369,13 @@ class Sm90Delta(delta.DeltaBackend):
         workspaces = min(programs, MAX_WORKSPACES)
         semaphores = beta_gate.shape[0] * heads if heads < HV else 0
         states = w.new_empty(workspaces * max(schedule.interval - 2, 1), V, K)
-        run: Any = cached(bwd_fused.delta_chunk_bwd_sm90_kernel)[(programs,)]
+        run: Any = launch_cache.cached(bwd_fused.delta_chunk_bwd_sm90_kernel)[(programs,)]
         run(
             q_desc=common.token_tiles(terms.q, K),
             k_desc=common.token_tiles(terms.k, K),
             v_desc=common.token_tiles(terms.v, V),
             do_desc=common.token_tiles(do, V),
-            r_desc=common.token_tiles(wy.r, CHUNK),
+            r_desc=common.token_tiles(wy.r, segmentation.CHUNK),
             dv_desc=common.token_tiles(w, V),
             states_desc=common.tma_descriptor(states, K, V, K),
             checkpoints_desc=common.tma_descriptor(checkpoints, K, V, K),
@@ -397,8 +393,8 @@ class Sm90Delta(delta.DeltaBackend):
             G=HV // heads,
             every=schedule.interval,
             workspaces=workspaces,
-            BK=TMA_COLUMNS,
-            C=CHUNK,
+            BK=segmentation.TMA_COLUMNS,
+            C=segmentation.CHUNK,
             ST=2,
             WARPS=V // 16,
             GROUPED_HEADS=heads < HV,

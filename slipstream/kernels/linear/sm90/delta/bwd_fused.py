@@ -65,16 +65,8 @@ from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.delta import delta_device
 from slipstream.kernels.linear.sm90.delta.delta_device import LOG2E, MIN_CROSSED
 from slipstream.kernels.linear.sm90.delta.dqkg import ROWS, release_next, row_products, store_or_add
-from slipstream.kernels.primitives import sm90
-from slipstream.kernels.primitives.device import Names
-from slipstream.kernels.primitives.semaphore import (
-    lock_workspace,
-    proxy_fence,
-    semaphore_acquire,
-    tma_reduce_add,
-    unlock_workspace,
-    wait_bulk_stores,
-)
+from slipstream.kernels.primitives import device, sm90
+from slipstream.kernels.primitives import semaphore as semaphores
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 from slipstream.kernels.primitives.sm90_device import alloc_scalars, load_scalar, store_scalars
 
@@ -178,7 +170,7 @@ def recompute_states(
 
 # Places of a program's numbers (kernels/primitives/sm90_device.py): what it is from its beginning
 # on, then how far the scan is.
-AT = Names(
+AT = device.Names(
     "WORKSPACE",  # its memory
     "ROW",  # the first token
     "LENGTH",  # tokens
@@ -288,7 +280,10 @@ def store_tail(
     rank = load_scalar(pad, AT.RANK, 4)
     if GROUPED_HEADS:
         while (
-            semaphore_acquire(counts_ptr + load_scalar(pad, AT.SEMAPHORE, 4) + i_c * heads) < rank
+            semaphores.semaphore_acquire(
+                counts_ptr + load_scalar(pad, AT.SEMAPHORE, 4) + i_c * heads
+            )
+            < rank
         ):
             pass
     at = load_scalar(pad, AT.ROW, 4) + i_c * C, num_rows
@@ -433,11 +428,11 @@ def store_partition(descs, counts_ptr, tiles, barriers, pad, HV, G, every, c):
         mbarrier.wait(barriers.grads_full.index(i % c.ST), (i // c.ST) & 1)
         if (i_c + 1) * c.C <= length:
             if c.GROUPED_HEADS:
-                while semaphore_acquire(p_semaphore) < rank:
+                while semaphores.semaphore_acquire(p_semaphore) < rank:
                     pass
                 if rank > 0:
-                    tma_reduce_add(dq_desc, [t, col], tiles.q.index(s))
-                    tma_reduce_add(dk_desc, [t, col], tiles.k.index(s))
+                    semaphores.tma_reduce_add(dq_desc, [t, col], tiles.q.index(s))
+                    semaphores.tma_reduce_add(dk_desc, [t, col], tiles.k.index(s))
                 else:
                     sm90.copy_out(dq_desc, [t, col], tiles.q.index(s))
                     sm90.copy_out(dk_desc, [t, col], tiles.k.index(s))
@@ -560,7 +555,7 @@ def load_partition(descs, beta_gates_ptr, tiles, barriers, pad, HV, every, c):
             if at > count:  # those of the last chunk are there
                 if at == count + 1:
                     mbarrier.wait(barriers.recomputed.index(0), block & 1)
-                    proxy_fence()
+                    semaphores.proxy_fence()
                 mbarrier.wait(barriers.w_empty.index(0), before)
                 mbarrier.expect(barriers.w_full.index(0), w_desc.block_type.nbytes)
                 sm90.copy_in(w_desc, [t, v_col], barriers.w_full.index(0), tiles.w.index(0))
@@ -749,7 +744,7 @@ def state_partition(descs, states, tiles, buffers, barriers, pad, every, scale, 
             i_state = load_scalar(pad, AT.STATE_IN if c.SPLIT else AT.WORKSPACE, c.WARPS)
             o_d = (none + i_state) * (c.K * c.V) + (o_v + none)[:, None] * c.K + o_k[None, :]
             b_d = gl.load(p_park + o_d)
-        wait_bulk_stores()
+        semaphores.wait_bulk_stores()
         gl.thread_barrier()
         mbarrier.arrive(barriers.recomputed.index(0), count=1)
         b_d = dstate_partition(
@@ -852,7 +847,7 @@ def delta_chunk_bwd_sm90_kernel(
             return
         checkpoint += i_s * (segment // (every * C))
         to = gl.where(i_s == 0, i_n * HV + i_h, -1)
-    workspace = lock_workspace(counts_ptr, pid % workspaces, workspaces)
+    workspace = semaphores.lock_workspace(counts_ptr, pid % workspaces, workspaces)
     chunk = gl.where(n > 0, first, 0)
     k_col = i_h // (HV // H) * K
     semaphore = workspaces + chunk * (HV // G) + i_h // G
@@ -890,4 +885,4 @@ def delta_chunk_bwd_sm90_kernel(
         [4, 1, 1],
         [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
-    unlock_workspace(counts_ptr + load_scalar(pad, AT.WORKSPACE, WARPS))
+    semaphores.unlock_workspace(counts_ptr + load_scalar(pad, AT.WORKSPACE, WARPS))

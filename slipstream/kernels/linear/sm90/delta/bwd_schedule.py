@@ -19,18 +19,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from slipstream.kernels.linear import segments as segmentation
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import (
-    CHUNK,
-    NUM_SMS,
-    TILE_V,
-    Segments,
-    num_fused_bwd,
-    num_sequences,
-    packed_bwd_chunks,
-    split_into_segments,
-    uses_fused_bwd,
-)
 from slipstream.runtime.launch_cache import by_sizes
 
 # Percent of the bytes of arguments, results and gradients that the kernel may have besides, and
@@ -49,16 +39,16 @@ class BackwardSchedule(NamedTuple):
 
     interval: int
     checkpoints: int
-    segments: Segments | None = None
+    segments: segmentation.Segments | None = None
 
     def programs(self, terms: LinearInputs) -> int:
-        return terms.v.shape[2] * num_sequences(terms, self.segments)
+        return terms.v.shape[2] * segmentation.num_sequences(terms, self.segments)
 
 
 def make_schedule(terms: LinearInputs, interval: int, blocks: int = 0) -> BackwardSchedule:
     """blocks: of a segment; 0 where sequences are whole."""
-    tokens = interval * CHUNK
-    split = [split_into_segments(terms, x) for x in (tokens, tokens * blocks or None)]
+    tokens = interval * segmentation.CHUNK
+    split = [segmentation.split_into_segments(terms, x) for x in (tokens, tokens * blocks or None)]
     assert split[0] is not None
     return BackwardSchedule(interval, split[0].count, split[1])
 
@@ -68,21 +58,26 @@ def choose_schedule(terms: LinearInputs) -> BackwardSchedule | None:
     SMALL_BYTES, in as little time as that lets it take; if none are short enough, as little memory
     as can be. None: in two kernels, which leave S, dS' and w of all chunks, where heads and all
     that are few."""
-    count = num_fused_bwd(terms)
+    count = segmentation.num_fused_bwd(terms)
     B, T, HV, V = terms.v.shape
     K, E = terms.q.shape[3], terms.q.element_size()
-    if count == 1 and not uses_fused_bwd(terms):
+    if count == 1 and not segmentation.uses_fused_bwd(terms):
         return None
-    if count > 1 and B * T * HV * V * E * (2 * K + CHUNK) <= SMALL_BYTES * CHUNK:
+    if (
+        count > 1
+        and B * T * HV * V * E * (2 * K + segmentation.CHUNK) <= SMALL_BYTES * segmentation.CHUNK
+    ):
         return None
     packed = terms.cu_seqlens is not None
     input_bytes = sum(x.numel() * x.element_size() for x in terms if x is not None)
     allowed = (input_bytes + B * T * HV * V * E) * 2 * int(10 * MAX_WORKSPACE_PCT) // 1000
-    saved_bytes = B * T * HV * (CHUNK * E + 8)  # R, beta and G
+    saved_bytes = B * T * HV * (segmentation.CHUNK * E + 8)  # R, beta and G
     sizes = B, T, terms.sequences, packed, HV, K, V, E
     # of a packed sequence: on average
-    chunks = -(-T // (CHUNK * terms.sequences)) if packed else -(-T // CHUNK)
-    cut = packed_bwd_chunks(terms) if count == 1 else -(-chunks // count)
+    chunks = (
+        -(-T // (segmentation.CHUNK * terms.sequences)) if packed else -(-T // segmentation.CHUNK)
+    )
+    cut = segmentation.packed_bwd_chunks(terms) if count == 1 else -(-chunks // count)
     return make_schedule(
         terms, *_choose_blocks(cut or chunks, cut > 0, allowed, saved_bytes, *sizes)
     )
@@ -115,14 +110,14 @@ def _choose_blocks(
     times: dict[Blocks, float] = {}
 
     def num_segments(blocks: int) -> int:
-        tokens = blocks * CHUNK
+        tokens = blocks * segmentation.CHUNK
         return T // tokens + N if packed else B * -(-T // tokens)
 
     for blocks in (1, 2, 3, *(n << i for i in range(8) for n in (4, 5, 6, 7))):
         interval = -(-chunks // blocks)
         split = -(-chunks // interval) if cut else 0
         segments = num_segments(interval * split) if split else 0
-        programs = min(HV * (segments or N), NUM_SMS)
+        programs = min(HV * (segments or N), segmentation.NUM_SMS)
         run = programs * K * V * (E * max(interval - 2, 0) + (0 if split else 4))
         row_bytes = HV * segments * 4 * K
         found = Blocks(interval, split)
@@ -137,12 +132,12 @@ def _choose_blocks(
 def schedule_of_segments(terms: LinearInputs, tokens: int) -> BackwardSchedule | None:
     """A schedule for segments of a given length, by that and V alone: blocks of equal length, at
     most 64 chunks: more need too much memory. None: in two kernels, which have no such blocks."""
-    chunks = tokens // CHUNK
+    chunks = tokens // segmentation.CHUNK
     interval = max(n for n in range(1, 64 + 1) if chunks % n == 0)
     # blocks of fewer than 8 chunks take too long
-    if terms.v.shape[3] != 2 * TILE_V or interval < min(chunks, 8):
+    if terms.v.shape[3] != 2 * segmentation.TILE_V or interval < min(chunks, 8):
         return None
-    cut = split_into_segments(terms, tokens)
+    cut = segmentation.split_into_segments(terms, tokens)
     assert cut is not None
     blocks = make_schedule(terms, interval).checkpoints
     return BackwardSchedule(interval, blocks, cut._replace(fixed=True))

@@ -40,9 +40,7 @@ from torch import Tensor
 from slipstream.kernels.linear import backend, delta, inputs
 from slipstream.kernels.linear.segments import CHUNK, TILE_V, Segments, delta_grid, sequence_args
 from slipstream.kernels.linear.sm90.common import PoolRefs, alloc_mbarriers, token_tiles
-from slipstream.kernels.linear.sm90.delta import chunk_fwd, delta_device
-from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate_sm90_kernel
-from slipstream.kernels.linear.sm90.delta.delta_device import OOB_ROW
+from slipstream.kernels.linear.sm90.delta import chunk_dstate, chunk_fwd, delta_device
 from slipstream.kernels.linear.sm90.delta.state_passing import delta_state_passing_sm90_kernel
 from slipstream.kernels.primitives.sm90 import gl, gluon, uniform
 from slipstream.runtime.launch_cache import cached
@@ -135,7 +133,7 @@ def delta_segment_transition_sm90_kernel(
         o_in = delta_device.state_offset(i_n, i_h, HV, K, V) + tile * BV
         o_out = delta_device.state_offset(i_seg, i_h, HV, K, V + K) + tile * BV
         unit = gl.where(of_m, (tile - NV) * BV, K)
-        v_row = gl.where(of_m, OOB_ROW, row)
+        v_row = gl.where(of_m, delta_device.OOB_ROW, row)
         reads = begins & (skip == 0) & (tile < NV)
         state_refs = delta_device.StateRefs(s_in_ptr, transition_ptr, o_in, o_out)
         starts = PoolRefs(None, None, None)
@@ -239,7 +237,7 @@ def segment_transition_bwd(
     """dE of segments [count, HV, K, V]; with every, of a sequence's first segment too."""
     (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
     dE = wy.beta_gate.new_empty(segments.count, HV, K, V)
-    launch: Any = cached(delta_chunk_dstate_sm90_kernel)[delta_grid(terms, segments)]
+    launch: Any = cached(chunk_dstate.delta_chunk_dstate_sm90_kernel)[delta_grid(terms, segments)]
     launch(
         q_desc=token_tiles(terms.q, K),
         k_desc=token_tiles(terms.k, K),

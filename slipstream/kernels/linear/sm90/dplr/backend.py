@@ -11,22 +11,12 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import backend, prefix_states
+from slipstream.kernels.linear import segments as segmentation
 from slipstream.kernels.linear.dplr import ChunkGrads, IntraChunk, dplr_args
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
-from slipstream.kernels.linear.segments import (
-    CHUNK,
-    TMA_COLUMNS,
-    Segments,
-    dplr_sm90,
-    num_sequences,
-    scan_args,
-    sequence_args,
-    uses_fused_fwd,
-)
 from slipstream.kernels.linear.sm90 import common as tma
 from slipstream.kernels.linear.sm90.delta import segment_launch
-from slipstream.kernels.linear.sm90.dplr import intra_safe, intra_safe_bwd, wy
-from slipstream.kernels.linear.sm90.dplr.chunk_dstate import dplr_chunk_dstate_sm90_kernel
+from slipstream.kernels.linear.sm90.dplr import chunk_dstate, intra_safe, intra_safe_bwd, wy
 from slipstream.kernels.linear.sm90.dplr.chunk_fwd import dplr_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.dqkg import dplr_dqkg_sm90_kernel
 from slipstream.kernels.linear.sm90.dplr.fused_fwd import kda_fused_fwd_sm90_kernel
@@ -42,7 +32,7 @@ _GATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Sm90Dplr(TritonDplr):
     def fused_fwd(self, terms: LinearInputs, scale: float, o: Tensor, final: Tensor) -> bool:
         """Whether a backward follows or not. Views of some heads are for the other kernels."""
-        if not uses_fused_fwd(terms) or not terms.v.is_contiguous():
+        if not segmentation.uses_fused_fwd(terms) or not terms.v.is_contiguous():
             return False
         (HV, V), (H, K) = terms.v.shape[2:], terms.q.shape[2:]
         programs = HV * terms.sequences
@@ -60,10 +50,10 @@ class Sm90Dplr(TritonDplr):
             "H": H,
             "K": K,
             "V": V,
-            "C": CHUNK,
+            "C": segmentation.CHUNK,
             "HAS_S_IN": terms.initial_state is not None,
             "HAS_S_OUT": True,
-            **sequence_args(terms),
+            **segmentation.sequence_args(terms),
             "num_warps": 4,
             "enable_fp_fusion": False,  # both launches have the same bits
         }
@@ -71,8 +61,8 @@ class Sm90Dplr(TritonDplr):
         run(**args, STRONG=True)  # heads with strong gates
         return True
 
-    def choose_segments(self, terms: LinearInputs) -> Segments | None:
-        return dplr_sm90(terms)
+    def choose_segments(self, terms: LinearInputs) -> segmentation.Segments | None:
+        return segmentation.dplr_sm90(terms)
 
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
         return super().to_kernel_layout(tma.align_for_tma(terms))
@@ -90,7 +80,7 @@ class Sm90Dplr(TritonDplr):
         return tma.align16(x).contiguous()
 
     def segment_transition(
-        self, terms: LinearInputs, intra: IntraChunk, segments: Segments
+        self, terms: LinearInputs, intra: IntraChunk, segments: segmentation.Segments
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """As TritonDplr's, and where M counts as zero."""
         (HV, V), K = terms.v.shape[2:], terms.q.shape[-1]
@@ -103,7 +93,7 @@ class Sm90Dplr(TritonDplr):
     def state_passing(
         self,
         terms: LinearInputs,
-        segments: Segments,
+        segments: segmentation.Segments,
         E: Tensor,
         M: tuple[Tensor, Tensor],
         s_in: Tensor | None,
@@ -137,7 +127,7 @@ class Sm90Dplr(TritonDplr):
         run: Any = cached(wy.dplr_wy_sm90_kernel)[(programs,)]
         run(
             **_rows(terms, 64),
-            C=CHUNK,
+            C=segmentation.CHUNK,
             HAS_GATE=terms.g is not None,
             **common,
             maxnreg=168,  # three programs fit a multiprocessor
@@ -159,7 +149,7 @@ class Sm90Dplr(TritonDplr):
         s_out: Tensor | None = None,
         m: Tensor | None = None,
         m_is_zero: Tensor | None = None,
-        segments: Segments | None = None,
+        segments: segmentation.Segments | None = None,
         prefix: prefix_states.PrefixStates | None = None,
     ) -> None:
         """As TritonDplr.chunk_fwd. m_is_zero: with m, where that is not written."""
@@ -172,7 +162,7 @@ class Sm90Dplr(TritonDplr):
         two_stages = k is not None and (K == 128 or make != "o")
         columns = 1 + -(-K // V) if make == "ends" else 1
         run: Any = cached(dplr_chunk_fwd_sm90_kernel)[
-            (columns * HV * num_sequences(terms, segments),)
+            (columns * HV * segmentation.num_sequences(terms, segments),)
         ]
         run(
             q_desc=_chunks(q),
@@ -210,10 +200,10 @@ class Sm90Dplr(TritonDplr):
         dstates: Tensor | None = None,
         s_in: Tensor | None = None,
         s_out: Tensor | None = None,
-        segments: Segments | None = None,
+        segments: segmentation.Segments | None = None,
     ) -> None:
-        programs = terms.v.shape[2] * num_sequences(terms, segments)
-        run: Any = cached(dplr_chunk_dstate_sm90_kernel)[(programs,)]
+        programs = terms.v.shape[2] * segmentation.num_sequences(terms, segments)
+        run: Any = cached(chunk_dstate.dplr_chunk_dstate_sm90_kernel)[(programs,)]
         run(
             do_desc=tma.token_tiles(do, 64),
             q_desc=_chunks(intra.q),
@@ -242,8 +232,8 @@ class Sm90Dplr(TritonDplr):
         launch(
             v_desc=tma.token_tiles(terms.v, V),
             do_desc=tma.token_tiles(do, V),
-            x_desc=tma.tma_descriptor(x, CHUNK, V, CHUNK),
-            y_desc=tma.tma_descriptor(y, CHUNK, V, CHUNK),
+            x_desc=tma.tma_descriptor(x, segmentation.CHUNK, V, segmentation.CHUNK),
+            y_desc=tma.tma_descriptor(y, segmentation.CHUNK, V, segmentation.CHUNK),
             k_desc=_chunks(intra.k),
             qk_desc=_chunks(intra.qk),
             ak_desc=_chunks(None if delta else intra.ak),
@@ -256,9 +246,9 @@ class Sm90Dplr(TritonDplr):
             scale=scale,
             K=K,
             V=V,
-            C=CHUNK,
+            C=segmentation.CHUNK,
             DELTA=delta,
-            **sequence_args(terms),
+            **segmentation.sequence_args(terms),
             num_warps=4,
             maxnreg=168 if delta else 255,  # three or two programs a multiprocessor
         )
@@ -274,10 +264,10 @@ class Sm90Dplr(TritonDplr):
         common: dict[str, Any] = {
             "v_desc": None if terms.a is None else tma.token_tiles(terms.v, V),
             "do_desc": tma.token_tiles(do, V),
-            "x_desc": tma.tma_descriptor(states.x, CHUNK, V, CHUNK),
-            "y_desc": tma.tma_descriptor(states.y, CHUNK, V, CHUNK),
-            "states_desc": tma.tma_descriptor(states.states, K, V, TMA_COLUMNS),
-            "dstates_desc": tma.tma_descriptor(states.dstates, K, V, TMA_COLUMNS),
+            "x_desc": tma.tma_descriptor(states.x, segmentation.CHUNK, V, segmentation.CHUNK),
+            "y_desc": tma.tma_descriptor(states.y, segmentation.CHUNK, V, segmentation.CHUNK),
+            "states_desc": tma.tma_descriptor(states.states, K, V, segmentation.TMA_COLUMNS),
+            "dstates_desc": tma.tma_descriptor(states.dstates, K, V, segmentation.TMA_COLUMNS),
             "dqb_desc": _chunks(scores.qb),
             "dab_desc": _chunks(scores.ab),
             "dqk_desc": _chunks(scores.qk),
@@ -290,16 +280,16 @@ class Sm90Dplr(TritonDplr):
             "dbeta_ptr": dbeta,
             "scale": scale,
             "tokens": B * T,
-            "BK": TMA_COLUMNS,
-            "C": CHUNK,
+            "BK": segmentation.TMA_COLUMNS,
+            "C": segmentation.CHUNK,
             **dplr_args(terms),
         }
         sms, total = sm_count(do.device.index), chunks * HV
         # the chunks whose quarters allow it, and then the others
         launch: Any = cached(dplr_dqkg_sm90_kernel)[(min(sms, total),)]
         launch(
-            **_rows(terms, TMA_COLUMNS),
-            g_desc=tma.token_tiles(terms.g, TMA_COLUMNS),
+            **_rows(terms, segmentation.TMA_COLUMNS),
+            g_desc=tma.token_tiles(terms.g, segmentation.TMA_COLUMNS),
             total=total,
             NK=1 if dbeta is None else dbeta.shape[0] - 1,
             WIDE=2,  # warps beside each other, each four rows of them
@@ -307,7 +297,7 @@ class Sm90Dplr(TritonDplr):
             num_warps=8,
             maxnreg=168,  # of 12 warps: what all partitions share
         )
-        total *= K // TMA_COLUMNS
+        total *= K // segmentation.TMA_COLUMNS
         # strong chunks, which most calls do not have: eight a program
         launch = cached(intra_safe_bwd.dplr_intra_safe_bwd_sm90_kernel)[
             (min(total, max(sms, total // 8)),)
@@ -337,13 +327,22 @@ def supports_dqkg(terms: LinearInputs, do: Tensor) -> bool:
 
 
 def _chunk_args(
-    terms: LinearInputs, s_in: Tensor | None, s_out: Tensor | None, segments: Segments | None
+    terms: LinearInputs,
+    s_in: Tensor | None,
+    s_out: Tensor | None,
+    segments: segmentation.Segments | None,
 ) -> dict[str, Any]:
     """Of both kernels that go from chunk to chunk."""
     K, V = terms.q.shape[-1], terms.v.shape[-1]
     # of 8 and 12 warps: what all partitions share
-    sizes = {"K": K, "V": V, "C": CHUNK, "num_warps": 4, "maxnreg": 128 if V == 64 else 168}
-    return sizes | scan_args(terms, segments, s_in, s_out)
+    sizes = {
+        "K": K,
+        "V": V,
+        "C": segmentation.CHUNK,
+        "num_warps": 4,
+        "maxnreg": 128 if V == 64 else 168,
+    }
+    return sizes | segmentation.scan_args(terms, segments, s_in, s_out)
 
 
 def _rows(terms: LinearInputs, columns: int) -> dict[str, Any]:
@@ -374,7 +373,9 @@ def _token_stride(x: Tensor) -> int:
 
 def _chunks(x: Tensor | None) -> Any:
     """A descriptor of a tensor of chunks [..., CHUNK or more rows, columns], CHUNK rows a tile."""
-    return None if x is None else tma.tma_descriptor(x, x.shape[-1], CHUNK, x.shape[-1])
+    return (
+        None if x is None else tma.tma_descriptor(x, x.shape[-1], segmentation.CHUNK, x.shape[-1])
+    )
 
 
 BACKEND = Sm90Dplr()

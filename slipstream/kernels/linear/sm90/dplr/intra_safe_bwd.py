@@ -23,30 +23,10 @@ can hold is above 1.
 from collections import namedtuple
 
 from slipstream.kernels.linear.sm90 import common
-from slipstream.kernels.linear.sm90.dplr.dqkg import (
-    chunk_tiles,
-    load_before,
-    products_of_states,
-)
+from slipstream.kernels.linear.sm90.dplr import dqkg
+from slipstream.kernels.linear.sm90.dplr import intra_safe_bwd_device as device
+from slipstream.kernels.linear.sm90.dplr import subchunk_decay as subchunk
 from slipstream.kernels.linear.sm90.dplr.intra_safe import FLAGS_PER_LOAD
-from slipstream.kernels.linear.sm90.dplr.intra_safe_bwd_device import (
-    both_products,
-    by_one_read,
-    decayed,
-    in_halves_to_gates,
-    make_symmetric,
-    one_triangle,
-    rows_of,
-    sum_of_halves,
-    to_gates,
-    two_triangles,
-)
-from slipstream.kernels.linear.sm90.dplr.subchunk_decay import (
-    LEVELS,
-    SUMS,
-    gates_seen,
-    sum_gates,
-)
 from slipstream.kernels.linear.triton.common.gate_ones import BASE
 from slipstream.kernels.linear.triton.dplr.gate_sums import LOWEST_GATE
 from slipstream.kernels.primitives import sm90
@@ -76,7 +56,7 @@ def load_chunk(refs, tiles, scores, full, n, row, i_h, i_k, c):
         + (2 if c.DELTA else 4) * refs.dqb.block_type.nbytes
     )
     v_col = i_h * c.V
-    load_before(refs.states, refs.do, refs.y, ss, os, ys, full.index(0), n, row, i_h, i_k, c.V)
+    dqkg.load_before(refs.states, refs.do, refs.y, ss, os, ys, full.index(0), n, row, i_h, i_k, c.V)
     mbarrier.expect(full.index(1), after_bytes)
     sm90.copy_in(refs.dstates, [n * c.V, i_k], full.index(1), ds.index(0))
     sm90.copy_in(refs.x, [n * c.V, 0], full.index(1), xs.index(0))
@@ -98,8 +78,8 @@ def through_states(tiles, buffers, full, b_total, m, T, none, scale, c):
     cl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BK // 2, 16])
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     zero = gl.zeros([C, BK], gl.float32, cl)
-    b_e = sum_gates(
-        gates_seen(C, ca, SUMS.START, none, False, True),
+    b_e = subchunk.sum_gates(
+        subchunk.gates_seen(C, ca, subchunk.SUMS.START, none, False, True),
         gates.index(none),
         gates.index(none + 1),
         zero,
@@ -108,24 +88,31 @@ def through_states(tiles, buffers, full, b_total, m, T, none, scale, c):
     if c.DELTA:
         b_fa = b_f
     else:
-        b_fa = gl.exp2(b_e - sum_of_halves(gates, none, cl))
+        b_fa = gl.exp2(b_e - device.sum_of_halves(gates, none, cl))
     mbarrier.wait(full.index(0), 0)
     b_dq = warpgroup_mma(os, ss, zero, use_acc=False, is_async=True)
     b_da = warpgroup_mma(ys.permute((1, 0)), ss, zero, use_acc=False, is_async=True)
     b_dq, b_da = sm90.warpgroup_mma_wait(0, deps=(b_dq, b_da))
     b_dq = gl.where(m, b_dq * b_f * scale, 0.0)
     b_da = gl.where(m, b_da * b_fa, 0.0)
-    b_x = rows_of(ins, none, cl) * b_dq
+    b_x = device.rows_of(ins, none, cl) * b_dq
     if c.DELTA:
-        b_x += rows_of(ins, none + 1, cl) * b_da
-    b_dg = to_gates(gates_seen(C, ca, SUMS.START, none, True, True), b_x, sums.index(none), zero)
+        b_x += device.rows_of(ins, none + 1, cl) * b_da
+    b_dg = device.to_gates(
+        subchunk.gates_seen(C, ca, subchunk.SUMS.START, none, True, True),
+        b_x,
+        sums.index(none),
+        zero,
+    )
     if not c.DELTA:
-        seen = gates_seen(C, ca, SUMS.START, none, True, False)
-        b_dg = to_gates(seen, rows_of(ins, none + 1, cl) * b_da, sums.index(none), b_dg)
+        seen = subchunk.gates_seen(C, ca, subchunk.SUMS.START, none, True, False)
+        b_dg = device.to_gates(
+            seen, device.rows_of(ins, none + 1, cl) * b_da, sums.index(none), b_dg
+        )
         none = T + 1 >> 31 << 10  # another 0, or END's would keep what START's made of it
     b_f = gl.exp2(
-        sum_gates(
-            gates_seen(C, ca, SUMS.END, none, False, True),
+        subchunk.sum_gates(
+            subchunk.gates_seen(C, ca, subchunk.SUMS.END, none, False, True),
             gates.index(none),
             gates.index(none + 1),
             zero,
@@ -134,14 +121,16 @@ def through_states(tiles, buffers, full, b_total, m, T, none, scale, c):
     mbarrier.wait(full.index(1), 0)
     b_dw = warpgroup_mma(xs.permute((1, 0)), ds, zero, use_acc=False, is_async=True)
     b_dw = gl.where(m, sm90.warpgroup_mma_wait(0, deps=(b_dw,)) * b_f, 0.0)
-    b_x = rows_of(ins, none + 2, cl) * b_dw
+    b_x = device.rows_of(ins, none + 2, cl) * b_dw
     b_du = b_dw
     if not c.DELTA:
         b_du = warpgroup_mma(vs, ds, zero, use_acc=False, is_async=True)
         b_du = gl.where(m, sm90.warpgroup_mma_wait(0, deps=(b_du,)) * b_f, 0.0)
-        b_x += rows_of(ins, none + 3, cl) * b_du
-    b_dg = to_gates(gates_seen(C, ca, SUMS.END, none, True, True), b_x, sums.index(none), b_dg)
-    b_z = gl.convert_layout(products_of_states(ss, ds, c.V, BK, 2), gl.SliceLayout(0, cl))
+        b_x += device.rows_of(ins, none + 3, cl) * b_du
+    b_dg = device.to_gates(
+        subchunk.gates_seen(C, ca, subchunk.SUMS.END, none, True, True), b_x, sums.index(none), b_dg
+    )
+    b_z = gl.convert_layout(dqkg.products_of_states(ss, ds, c.V, BK, 2), gl.SliceLayout(0, cl))
     return b_dq, b_da, b_dw, b_du, b_dg + (b_z * b_total)[None, :]
 
 
@@ -155,53 +144,53 @@ def within_blocks(buffers, b_dq, b_da, b_dw, b_du, b_dg, T, c):
     ca: gl.constexpr = gl.DotOperandLayout(0, cl, 2)
     zero = gl.zeros_like(b_dg)
     # 0, another one each time, as dqkg_device.seen has it
-    none = T + LEVELS >> 31 << 10
-    b_e = sum_gates(
-        gates_seen(C, ca, SUMS.WITHIN, none, False, True),
+    none = T + subchunk.LEVELS >> 31 << 10
+    b_e = subchunk.sum_gates(
+        subchunk.gates_seen(C, ca, subchunk.SUMS.WITHIN, none, False, True),
         gates.index(none),
         gates.index(none + 1),
         zero,
     )
     b_n = gl.exp2(-b_e - c.SHIFT)
-    ops.index(none).store((rows_of(ins, none + 2, cl) * b_n).to(act))
+    ops.index(none).store((device.rows_of(ins, none + 2, cl) * b_n).to(act))
     if not c.DELTA:
-        ops.index(none + 1).store((rows_of(ins, none + 3, cl) * b_n).to(act))
+        ops.index(none + 1).store((device.rows_of(ins, none + 3, cl) * b_n).to(act))
     sm90.fence_async_shared()
     gl.thread_barrier()
     b_r = gl.exp2(b_e + c.SHIFT)
     if c.DELTA:
-        b_p = one_triangle(scores, ops, none, none, zero)
+        b_p = device.one_triangle(scores, ops, none, none, zero)
     else:
-        b_p = two_triangles(scores, ops, none, none + 2, True, none, zero)
+        b_p = device.two_triangles(scores, ops, none, none + 2, True, none, zero)
     b_dq += b_p * b_r
-    b_x = decayed(ins, none, b_r, act) * b_p
+    b_x = device.decayed(ins, none, b_r, act) * b_p
     if c.DELTA:
-        b_p = one_triangle(scores, ops, none + 1, none, zero)
-        b_x += decayed(ins, none + 1, b_r, act) * b_p
+        b_p = device.one_triangle(scores, ops, none + 1, none, zero)
+        b_x += device.decayed(ins, none + 1, b_r, act) * b_p
     else:
-        b_r *= gl.exp2(-sum_of_halves(gates, none, cl))
-        b_p = two_triangles(scores, ops, none + 1, none + 3, True, none, zero)
-        seen = gates_seen(C, ca, SUMS.WITHIN, none, True, False)
-        b_y = decayed(ins, none + 1, b_r, act) * b_p
-        b_dg = in_halves_to_gates(seen, b_y, sums.index(none), b_dg)
+        b_r *= gl.exp2(-device.sum_of_halves(gates, none, cl))
+        b_p = device.two_triangles(scores, ops, none + 1, none + 3, True, none, zero)
+        seen = subchunk.gates_seen(C, ca, subchunk.SUMS.WITHIN, none, True, False)
+        b_y = device.decayed(ins, none + 1, b_r, act) * b_p
+        b_dg = device.in_halves_to_gates(seen, b_y, sums.index(none), b_dg)
     b_da += b_p * b_r
     gl.thread_barrier()
-    none = T + LEVELS + 2 >> 31 << 10
-    ops.index(none + 1).store((rows_of(ins, none + 1, cl) * b_r).to(act))
+    none = T + subchunk.LEVELS + 2 >> 31 << 10
+    ops.index(none + 1).store((device.rows_of(ins, none + 1, cl) * b_r).to(act))
     b_r = gl.exp2(b_e + c.SHIFT)
-    ops.index(none).store((rows_of(ins, none, cl) * b_r).to(act))
+    ops.index(none).store((device.rows_of(ins, none, cl) * b_r).to(act))
     sm90.fence_async_shared()
     gl.thread_barrier()
     b_n = gl.exp2(-b_e - c.SHIFT)
-    b_p = two_triangles(scores, ops, none, none + 1, False, none, zero)
+    b_p = device.two_triangles(scores, ops, none, none + 1, False, none, zero)
     b_dw += b_p * b_n
-    b_x -= decayed(ins, none + 2, b_n, act) * b_p
+    b_x -= device.decayed(ins, none + 2, b_n, act) * b_p
     if not c.DELTA:
-        b_p = two_triangles(scores, ops, none + 2, none + 3, False, none, zero)
+        b_p = device.two_triangles(scores, ops, none + 2, none + 3, False, none, zero)
         b_du += b_p * b_n
-        b_x -= decayed(ins, none + 3, b_n, act) * b_p
-    seen = gates_seen(C, ca, SUMS.WITHIN, none, True, True)
-    b_dg = in_halves_to_gates(seen, b_x, sums.index(none), b_dg)
+        b_x -= device.decayed(ins, none + 3, b_n, act) * b_p
+    seen = subchunk.gates_seen(C, ca, subchunk.SUMS.WITHIN, none, True, True)
+    b_dg = device.in_halves_to_gates(seen, b_x, sums.index(none), b_dg)
     return b_dq, b_da, b_dw, b_du, b_dg
 
 
@@ -223,34 +212,38 @@ def through_scores(buffers, lowest, b_dq, b_da, b_dw, b_du, b_dg, T, c):
     if lowest >= -2 * c.LIMIT:
         b_dq, b_da, b_dw, b_du, b_dg = within_blocks(buffers, b_dq, b_da, b_dw, b_du, b_dg, T, c)
         first = BASE
-    for level in range(first, LEVELS):
+    for level in range(first, subchunk.LEVELS):
         # 0, another one each turn, as dplr_grads_parts.seen has it
         now = T + level >> 31 << 10
         later = (((o_c + now >> level) & 1) == 1)[:, None]
         if not c.DELTA:
-            b_dq, b_dw, b_du, b_dg = by_one_read(buffers, b_dq, b_dw, b_du, b_dg, level, T, 0)
-            b_da, b_dw, b_du, b_dg = by_one_read(buffers, b_da, b_dw, b_du, b_dg, level, T, 1)
+            b_dq, b_dw, b_du, b_dg = device.by_one_read(
+                buffers, b_dq, b_dw, b_du, b_dg, level, T, 0
+            )
+            b_da, b_dw, b_du, b_dg = device.by_one_read(
+                buffers, b_da, b_dw, b_du, b_dg, level, T, 1
+            )
         else:
-            b_f = gl.exp2(sum_gates(
-                gates_seen(C, ca, level, now, False, True), gates.index(now), gates.index(now + 1),
-                zero,
+            b_f = gl.exp2(subchunk.sum_gates(
+                subchunk.gates_seen(C, ca, level, now, False, True),
+                gates.index(now), gates.index(now + 1), zero,
             ))  # fmt: skip
-            b_w = rows_of(ins, now + 2, cl)
-            ops.index(now).store((gl.where(later, rows_of(ins, now, cl), b_w) * b_f).to(act))
+            b_w = device.rows_of(ins, now + 2, cl)
+            ops.index(now).store((gl.where(later, device.rows_of(ins, now, cl), b_w) * b_f).to(act))
             ops.index(now + 1).store(
-                (gl.where(later, rows_of(ins, now + 1, cl), b_w) * b_f).to(act)
+                (gl.where(later, device.rows_of(ins, now + 1, cl), b_w) * b_f).to(act)
             )
             sm90.fence_async_shared()
             gl.thread_barrier()
-            b_dr, b_ds = both_products(scores, ops, now, now + 1, level, now, zero)
-            b_x = rows_of(ops, now, cl) * b_dr + rows_of(ops, now + 1, cl) * b_ds
+            b_dr, b_ds = device.both_products(scores, ops, now, now + 1, level, now, zero)
+            b_x = device.rows_of(ops, now, cl) * b_dr + device.rows_of(ops, now + 1, cl) * b_ds
             b_dr *= b_f
             b_ds *= b_f
             b_dw += gl.where(later, 0.0, b_dr + b_ds)
             b_dq += gl.where(later, b_dr, 0.0)
             b_da += gl.where(later, b_ds, 0.0)
-            seen = gates_seen(C, ca, level, now, True, True)
-            b_dg = to_gates(seen, b_x, sums.index(now), b_dg)
+            seen = subchunk.gates_seen(C, ca, level, now, True, True)
+            b_dg = device.to_gates(seen, b_x, sums.index(now), b_dg)
     return b_dq, b_da, b_dw, b_du, b_dg
 
 
@@ -264,7 +257,7 @@ def one_chunk(refs, unit, scale, sizes, c):
     act: gl.constexpr = refs.do.dtype
     n = unit // NK
     i_k = unit % NK * c.BK
-    ss, ds, os, ys, xs = chunk_tiles(
+    ss, ds, os, ys, xs = dqkg.chunk_tiles(
         refs.states, refs.dstates, refs.do, refs.y, refs.x, c.V, c.BK, c.C
     )
     vs = xs
@@ -327,7 +320,7 @@ def one_chunk(refs, unit, scale, sizes, c):
         vs.index(none)), buffers, full, b_total, m, now, none, scale, c,
     )  # fmt: skip
     for s in gl.static_range(NS):
-        make_symmetric(scores.index(s), num_rows, none, c.C)
+        device.make_symmetric(scores.index(s), num_rows, none, c.C)
     b_dq, b_da, b_dw, b_du, b_dg = through_scores(
         buffers, lowest, b_dq, b_da, b_dw, b_du, b_dg, now, c
     )
@@ -335,8 +328,8 @@ def one_chunk(refs, unit, scale, sizes, c):
     # made anew: the ones above would take registers all the while
     m = (o_c + none < num_rows)[:, None]
     o_o = first * c.K + (o_c + none)[:, None] * (HV * c.K) + o_k[None, :]
-    b_q = rows_of(ins, none, cl)
-    b_w = rows_of(ins, none + 2, cl)
+    b_q = device.rows_of(ins, none, cl)
+    b_w = device.rows_of(ins, none + 2, cl)
     b_dq += b_qb * b_w
     b_dw += b_qb * b_q
     if GATED:
@@ -349,7 +342,7 @@ def one_chunk(refs, unit, scale, sizes, c):
         gl.store(refs.dbeta + o_t, b_dbeta, mask=m_c)
         gl.store(refs.dk + o_o, (b_dw + b_da * b_sign).to(act), mask=m)
     else:
-        b_dq += b_qk * rows_of(ins, none + 3, cl)
+        b_dq += b_qk * device.rows_of(ins, none + 3, cl)
         gl.store(refs.da + o_o, b_da.to(act), mask=m)
         gl.store(refs.db + o_o, b_dw.to(act), mask=m)
         gl.store(refs.dk + o_o, (b_du + b_qk * b_q).to(act), mask=m)

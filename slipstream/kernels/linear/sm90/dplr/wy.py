@@ -49,10 +49,8 @@ from slipstream.kernels.linear.sm90.dplr.by_quarters import (
     to_quarters,
     with_halves,
 )
-from slipstream.kernels.linear.sm90.dplr.gate_sums import FAR
 from slipstream.kernels.linear.triton.dplr.gate_sums import LOWEST_GATE
-from slipstream.kernels.primitives import sm90
-from slipstream.kernels.primitives.device import LOG2E
+from slipstream.kernels.primitives import device, sm90
 from slipstream.kernels.primitives.sm90 import copy_in, gl, gluon, mbarrier
 
 # constants of a launch, for device functions
@@ -141,8 +139,8 @@ def gates_of(b_g, b_all, b_early, b_late, by_quarters, anchors, n, tile, c):
         anchors.index(2 * NK + n).store(gl.reshape(b_third, [64]))
         _, b_quarters = anchors_of(b_middle, b_first, b_third, c.APART)
         b_n = gl.where(by_quarters != 0, b_quarters, b_n)
-    b_off = (b_n - b_base) + FAR  # sums that are to be rounded need not leave FAR before
-    b_e, b_before = (b_scan + FAR) - b_off, ((b_scan - b_g) + FAR) - b_off
+    b_off = (b_n - b_base) + gate_sums.FAR  # sums that are to be rounded need not leave FAR before
+    b_e, b_before = (b_scan + gate_sums.FAR) - b_off, ((b_scan - b_g) + gate_sums.FAR) - b_off
     return b_e, b_before, b_n, half, quarter, by_quarters
 
 
@@ -358,7 +356,7 @@ def dplr_wy_sm90_kernel(
                 common.zero_tail_rows(keys.index(n), num_rows, C, 64)
             gl.thread_barrier()
         if HAS_GATE:
-            b_g = common.at_least(b_g * LOG2E, LOWEST_GATE)
+            b_g = common.at_least(b_g * device.LOG2E, LOWEST_GATE)
             p_total = total_ptr + i_chunk_head * K + n * 64 + o_line
             before = by_quarters
             strongest, farthest, by_quarters = decay(

@@ -28,7 +28,6 @@ from collections import namedtuple
 
 from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.scalar_decay import chunk_fwd
-from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import HALF
 from slipstream.kernels.primitives import sm90
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
@@ -55,9 +54,9 @@ def load_partition(q_desc, k_desc, v_desc, do_desc, buffers, row, n, k_col, v_co
         sm90.copy_in(k_desc, [t, k_col], full.index(s), ks.index(s))
         sm90.copy_in(q_desc, [t, k_col], full.index(s), qs.index(s))
         sm90.copy_in(v_desc, [t, v_col], full.index(s), vs.index(2 * s))
-        sm90.copy_in(v_desc, [t, v_col + HALF], full.index(s), vs.index(2 * s + 1))
+        sm90.copy_in(v_desc, [t, v_col + chunk_fwd.HALF], full.index(s), vs.index(2 * s + 1))
         sm90.copy_in(do_desc, [t, v_col], full.index(s), ds.index(2 * s))
-        sm90.copy_in(do_desc, [t, v_col + HALF], full.index(s), ds.index(2 * s + 1))
+        sm90.copy_in(do_desc, [t, v_col + chunk_fwd.HALF], full.index(s), ds.index(2 * s + 1))
 
 
 @gluon.jit
@@ -94,8 +93,8 @@ def dqkv_partition(
             common.zero_tail_rows(qs.index(s), length - t, c.C, c.D)
             common.zero_tail_rows(ks.index(s), length - t, c.C, c.D)
             for half in gl.static_range(2):
-                common.zero_tail_rows(vs.index(2 * s + half), length - t, c.C, HALF)
-                common.zero_tail_rows(ds.index(2 * s + half), length - t, c.C, HALF)
+                common.zero_tail_rows(vs.index(2 * s + half), length - t, c.C, chunk_fwd.HALF)
+                common.zero_tail_rows(ds.index(2 * s + half), length - t, c.C, chunk_fwd.HALF)
             sm90.fence_async_shared()
             gl.thread_barrier()
         b_a = warpgroup_mma(
@@ -196,11 +195,11 @@ def scalar_decay_chunk_bwd_sm90_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
     ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
-    vs = gl.allocate_shared_memory(dtype, [2 * ST, C, HALF], v_desc.layout)
-    ds = gl.allocate_shared_memory(dtype, [2 * ST, C, HALF], do_desc.layout)
-    ss = gl.allocate_shared_memory(dtype, [2, HALF, K], q_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [2 * ST, C, chunk_fwd.HALF], v_desc.layout)
+    ds = gl.allocate_shared_memory(dtype, [2 * ST, C, chunk_fwd.HALF], do_desc.layout)
+    ss = gl.allocate_shared_memory(dtype, [2, chunk_fwd.HALF, K], q_desc.layout)
     dks = gl.allocate_shared_memory(dtype, [C, K], dk_desc.layout)
-    dvs = gl.allocate_shared_memory(dtype, [2, C, HALF], dv_desc.layout)
+    dvs = gl.allocate_shared_memory(dtype, [2, C, chunk_fwd.HALF], dv_desc.layout)
     scores = gl.allocate_shared_memory(dtype, [2, C, C], a_layout)
     factors = scores
     sums = scores

@@ -14,17 +14,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import prefix_states, vector_decay
+from slipstream.kernels.linear import segments as segmentation
 from slipstream.kernels.linear.inputs import LinearInputs, as_fp32
-from slipstream.kernels.linear.segments import (
-    ANCHOR_INTERVAL,
-    CHUNK,
-    FORWARD_UNIT,
-    TMA_COLUMNS,
-    Segments,
-    num_sequences,
-    scan_args,
-    vector_decay_sm90,
-)
 from slipstream.kernels.linear.sm90.common import align16, align_for_tma, token_tiles
 from slipstream.kernels.linear.sm90.vector_decay import chunk_dqk, chunk_fwd
 from slipstream.kernels.linear.triton.vector_decay import backend as triton
@@ -38,8 +29,8 @@ class Sm90VectorDecay(triton.TritonVectorDecay):
     def unit(self, terms: LinearInputs) -> None:
         """Ranks exchange states in forward alone."""
 
-    def choose_segments(self, terms: LinearInputs, unit: int) -> Segments | None:
-        return vector_decay_sm90(terms) if unit == FORWARD_UNIT else None
+    def choose_segments(self, terms: LinearInputs, unit: int) -> segmentation.Segments | None:
+        return segmentation.vector_decay_sm90(terms) if unit == segmentation.FORWARD_UNIT else None
 
     def to_kernel_layout(self, terms: LinearInputs) -> LinearInputs:
         return align_for_tma(super().to_kernel_layout(terms))
@@ -64,7 +55,10 @@ class Sm90VectorDecay(triton.TritonVectorDecay):
         **options: Any,
     ) -> dict[str, Tensor]:
         """By Triton's kernels where q is float32, ranks exchange states, or those cut sequences."""
-        run, cut = super().backward, triton.BACKEND.choose_segments(terms, ANCHOR_INTERVAL)
+        run, cut = (
+            super().backward,
+            triton.BACKEND.choose_segments(terms, segmentation.ANCHOR_INTERVAL),
+        )
         if terms.q.dtype == torch.float32 or options.get("exchange") is not None or cut:
             run = triton.backward
         return run(terms, dout, dfinal, scale, **options)
@@ -92,18 +86,18 @@ class Sm90VectorDecay(triton.TritonVectorDecay):
         q, g, terms, reads_q = problem.q, problem.g, problem.terms, chunks.y is not None
         assert q is not None
         segments, K, X = problem.segments, q.shape[-1], chunks.x.shape[-1]
-        programs = terms.v.shape[2] * num_sequences(terms, segments)
-        common: dict[str, Any] = scan_args(terms, segments, chunks.s_in, chunks.s_out)
+        programs = terms.v.shape[2] * segmentation.num_sequences(terms, segments)
+        common: dict[str, Any] = segmentation.scan_args(terms, segments, chunks.s_in, chunks.s_out)
         del common["HAS_GATE"]
         common |= {
             "k_desc": token_tiles(problem.k, K),
             "g_desc": token_tiles(g, K),
-            "y_desc": token_tiles(chunks.y, TMA_COLUMNS),
+            "y_desc": token_tiles(chunks.y, segmentation.TMA_COLUMNS),
             "y_ptr": chunks.y,
             "scale_in": chunks.scale_in,
             "H": q.shape[2],
             "K": K,
-            "C": CHUNK,
+            "C": segmentation.CHUNK,
             "BOUND": triton.RANGES[q.dtype].bound,
             "REVERSE": chunks.reverse,
             "num_warps": 4,
@@ -125,7 +119,7 @@ class Sm90VectorDecay(triton.TritonVectorDecay):
                 decay_ptr=intra.decay,
                 V=V,
                 ST=2,
-                ANCHOR_INTERVAL=ANCHOR_INTERVAL,
+                ANCHOR_INTERVAL=segmentation.ANCHOR_INTERVAL,
                 LOST=NEGLIGIBLE_LOG2,
                 BEFORE=terms.u is not None,
                 **common,
@@ -134,7 +128,7 @@ class Sm90VectorDecay(triton.TritonVectorDecay):
         launch = cached(chunk_fwd.vector_decay_chunk_fwd_sm90_kernel)[(programs,)]
         launch(
             q_desc=token_tiles(q, K) if reads_q else None,
-            x_desc=token_tiles(chunks.x, TMA_COLUMNS),
+            x_desc=token_tiles(chunks.x, segmentation.TMA_COLUMNS),
             u_ptr=terms.u if reads_q else None,
             total_ptr=chunks.total,
             **(chunks.prefix.pointers() if chunks.prefix else prefix_states.NO_POINTERS),
@@ -142,7 +136,7 @@ class Sm90VectorDecay(triton.TritonVectorDecay):
             scale_out=chunks.scale_out,
             X=X,
             ST=2 if reads_q else 3,
-            LEVELS=CHUNK.bit_length() - 1,
+            LEVELS=segmentation.CHUNK.bit_length() - 1,
             SHIFT=triton.RANGES[q.dtype].shift,
             HAS_U=reads_q and terms.u is not None,
             **common,

@@ -32,7 +32,6 @@ from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.scalar_decay.chunk_fwd import first_anchor
 from slipstream.kernels.linear.sm90.vector_decay import intra
 from slipstream.kernels.primitives import sm90
-from slipstream.kernels.primitives.device import LOG2E
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
 
 # what a state_partition reads and writes in global memory; constants of a launch
@@ -108,7 +107,7 @@ def boundary_partition(tiles, gates, until, full, flags_ready, ready, length, n,
         for h in gl.static_range(c.K // 64):
             # adding to 0 keeps the instructions that were checked on an H200
             b_g = gl.zeros([c.C, 64], gl.float32, al)
-            b_g += intra.half(gates, h).load(al).to(gl.float32) * LOG2E
+            b_g += intra.half(gates, h).load(al).to(gl.float32) * intra.LOG2E
             # of the gates after it
             b_sum = intra.gate_sums(until.permute((1, 0)), gates, h, c.C) - b_g
             b_k = intra.half(k, h).load(al).to(gl.float32)

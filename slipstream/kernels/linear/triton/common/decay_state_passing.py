@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import Segments
+from slipstream.kernels.linear import inputs, segments
 from slipstream.runtime.launch_cache import cached
 
 
@@ -85,7 +84,7 @@ def decay_state_passing_kernel(
 
 
 def decay_state_passing(
-    chunks: Any, terms: LinearInputs, segments: Segments, states: Tensor
+    chunks: Any, terms: inputs.LinearInputs, segments: segments.Segments, states: Tensor
 ) -> None:
     """states [segments, HV, ...]: what segments add; becomes the states before them.
 

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.kernels.linear import backend, inputs
-from slipstream.kernels.linear.segments import Segments
+from slipstream.kernels.linear import backend, inputs, segments
 from slipstream.kernels.linear.triton.delta import chunk, plan, solve_tril
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
@@ -66,7 +65,7 @@ def delta_state_passing_kernel(
 
 def state_passing(
     terms: inputs.LinearInputs,
-    segments: Segments,
+    segments: segments.Segments,
     states: Tensor,
     M: Tensor,
     s_in: Tensor | None,

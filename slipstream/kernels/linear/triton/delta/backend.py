@@ -8,22 +8,7 @@ from torch import Tensor
 from slipstream.kernels.linear import backend, delta, inputs, prefix_states
 from slipstream.kernels.linear.segments import Segments, num_chunks, num_sequences, sequence_args
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
-from slipstream.kernels.linear.triton.delta.chunk import (
-    delta_chunk_dstate_kernel,
-    delta_chunk_fwd_kernel,
-)
-from slipstream.kernels.linear.triton.delta.dqkg import delta_dqkg_kernel
-from slipstream.kernels.linear.triton.delta.plan import (
-    can_pass_states,
-    choose_segments,
-    launch_options,
-    scan_options,
-    state_descriptor,
-    tile_of,
-    tma_descriptor,
-    uses_split_bf16,
-)
-from slipstream.kernels.linear.triton.delta.solve_tril import BASE, delta_solve_tril_kernel
+from slipstream.kernels.linear.triton.delta import chunk, dqkg, plan, solve_tril
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
@@ -31,30 +16,30 @@ from slipstream.runtime.launch_cache import cached
 
 class TritonDelta(delta.DeltaBackend):
     def chunk(self, terms: inputs.LinearInputs) -> int:
-        return tile_of(terms)[0].C
+        return plan.tile_of(terms)[0].C
 
     def num_chunks(self, terms: inputs.LinearInputs) -> int:
         return num_chunks(terms, self.chunk(terms))
 
     def can_pass_states(self, terms: inputs.LinearInputs) -> bool:
-        return can_pass_states(terms)
+        return plan.can_pass_states(terms)
 
     def choose_segments(self, terms: inputs.LinearInputs) -> Segments | None:
-        return choose_segments(terms)
+        return plan.choose_segments(terms)
 
     def solve_tril(self, terms: inputs.LinearInputs) -> delta.WYFactors:
         B, T, HV, _ = terms.v.shape
         H, K = terms.q.shape[2:]
-        tile, _ = tile_of(terms)
+        tile, _ = plan.tile_of(terms)
         exact = terms.q.dtype == torch.float32
-        dtype = torch.float32 if uses_split_bf16(terms) else terms.v.dtype
+        dtype = torch.float32 if plan.uses_split_bf16(terms) else terms.v.dtype
         r = terms.v.new_empty(B, T, HV, tile.C, dtype=dtype)
         # float32 has the sum of the gate in two parts, and p reads before the decay
         rows = 1 + (terms.g is not None) * (1 + exact + (terms.p is not None))
         beta_gate = r.new_empty(self.num_chunks(terms), HV, rows, tile.C, dtype=torch.float32)
         # R is rounded to the inputs' dtype: in 16 bits either is as good as float32
         inner = fp32_dot_precision() if exact else "halves" if tile.tma else "tf32"
-        launch: Any = cached(delta_solve_tril_kernel)[(beta_gate.shape[0] * HV,)]
+        launch: Any = cached(solve_tril.delta_solve_tril_kernel)[(beta_gate.shape[0] * HV,)]
         launch(
             k_ptr=terms.k,
             p_ptr=terms.p,
@@ -68,10 +53,10 @@ class TritonDelta(delta.DeltaBackend):
             BK=tile.solve.B,
             HAS_GATE=terms.g is not None,
             C=tile.C,
-            LEVELS=(tile.C // BASE.value).bit_length() - 1,
+            LEVELS=(tile.C // solve_tril.BASE.value).bit_length() - 1,
             HAS_P=terms.p is not None,
             INNER="ieee" if INTERPRETED else inner,
-            **launch_options(terms, tile.solve),
+            **plan.launch_options(terms, tile.solve),
         )
         return delta.WYFactors(r, beta_gate)
 
@@ -127,17 +112,17 @@ class TritonDelta(delta.DeltaBackend):
         """Or, with m, what each segment adds to the state, into s_out, and its transition M."""
         HV, V = terms.v.shape[2:]
         H, K = terms.q.shape[2:]
-        tile, BK = tile_of(terms)
+        tile, BK = plan.tile_of(terms)
         sequences = num_sequences(terms, segments)
         make = "ends" if m is not None else "o" if states is None else "states"
         kernel_tile = tile.fwd
-        (q, k, p, v, r, out), tma = tma_descriptor(
+        (q, k, p, v, r, out), tma = plan.tma_descriptor(
             terms,
             [terms.q if make == "o" else None, terms.k, terms.p, terms.v, wy.r, out],
             [BK, BK, BK, kernel_tile.B, tile.C, kernel_tile.B],
         )
         tiles = -(-V // kernel_tile.B) + (-(-K // kernel_tile.B) if make == "ends" else 0)
-        launch: Any = cached(delta_chunk_fwd_kernel)[(tiles * HV * sequences,)]
+        launch: Any = cached(chunk.delta_chunk_fwd_kernel)[(tiles * HV * sequences,)]
         launch(
             q_ptr=q,
             k_ptr=k,
@@ -146,7 +131,7 @@ class TritonDelta(delta.DeltaBackend):
             rows_ptr=wy.beta_gate,
             r_ptr=r,
             o_ptr=out,
-            states_ptr=state_descriptor(states, kernel_tile.B, BK)
+            states_ptr=plan.state_descriptor(states, kernel_tile.B, BK)
             if tma and states is not None
             else states,
             m_ptr=m,
@@ -159,9 +144,9 @@ class TritonDelta(delta.DeltaBackend):
             HAS_P=terms.p is not None,
             GROUPED=H != HV,
             TMA=tma,
-            SPLIT_BF16=uses_split_bf16(terms),
+            SPLIT_BF16=plan.uses_split_bf16(terms),
             **(prefix.pointers() if prefix else prefix_states.NO_POINTERS),
-            **scan_options(terms, kernel_tile),
+            **plan.scan_options(terms, kernel_tile),
         )
 
     def chunk_dstate(
@@ -178,14 +163,14 @@ class TritonDelta(delta.DeltaBackend):
         segments: Segments | None = None,
     ) -> None:
         (HV, V), H = terms.v.shape[2:], terms.q.shape[2]
-        tile, BK = tile_of(terms)
+        tile, BK = plan.tile_of(terms)
         sequences = num_sequences(terms, segments)
         kernel_tile = tile.dstate
         BV = kernel_tile.B
-        (q, k, p, do, r, dv), tma = tma_descriptor(
+        (q, k, p, do, r, dv), tma = plan.tma_descriptor(
             terms, [terms.q, terms.k, terms.p, do, wy.r, dv], [BK, BK, BK, BV, tile.C, BV]
         )
-        launch: Any = cached(delta_chunk_dstate_kernel)[(-(-V // BV) * HV * sequences,)]
+        launch: Any = cached(chunk.delta_chunk_dstate_kernel)[(-(-V // BV) * HV * sequences,)]
         launch(
             q_ptr=q,
             k_ptr=k,
@@ -194,7 +179,7 @@ class TritonDelta(delta.DeltaBackend):
             rows_ptr=wy.beta_gate,
             r_ptr=r,
             dv_ptr=dv,
-            states_ptr=state_descriptor(dstates, BV, BK)
+            states_ptr=plan.state_descriptor(dstates, BV, BK)
             if tma and dstates is not None
             else dstates,
             scale=scale,
@@ -206,8 +191,8 @@ class TritonDelta(delta.DeltaBackend):
             HAS_P=terms.p is not None,
             GROUPED=H != HV,
             TMA=tma,
-            SPLIT_BF16=uses_split_bf16(terms),
-            **scan_options(terms, kernel_tile),
+            SPLIT_BF16=plan.uses_split_bf16(terms),
+            **plan.scan_options(terms, kernel_tile),
         )
 
     def chunk_dqkg(
@@ -223,22 +208,22 @@ class TritonDelta(delta.DeltaBackend):
         grads: dict[str, Tensor],
     ) -> None:
         (HV, V), (H, K) = terms.v.shape[2:], terms.q.shape[2:]
-        tile, _ = tile_of(terms)
+        tile, _ = plan.tile_of(terms)
         BK = tile.grads.B
         BV = min(64, BK)
         dp = grads.get("p")
         # with p rows of dv and dp are turned by a token, which no descriptor does
-        (do, w, dv_rows, dq, dk), tma = tma_descriptor(
+        (do, w, dv_rows, dq, dk), tma = plan.tma_descriptor(
             terms, [do, w, dv if dp is None else None, grads["q"], grads["k"]], [BV, BV, BV, BK, BK]
         )
-        launch: Any = cached(delta_dqkg_kernel)[(HV * states.shape[0],)]
+        launch: Any = cached(dqkg.delta_dqkg_kernel)[(HV * states.shape[0],)]
         launch(
             **inputs.pointers(terms, "qkp"),
             do_ptr=do,
             w_ptr=w,
             dv_ptr=dv_rows if dp is None else dv,
-            s_ptr=state_descriptor(states, BV, BK) if tma else states,
-            ds_ptr=state_descriptor(dstates, BV, BK) if tma else dstates,
+            s_ptr=plan.state_descriptor(states, BV, BK) if tma else states,
+            ds_ptr=plan.state_descriptor(dstates, BV, BK) if tma else dstates,
             dq_ptr=dq,
             dk_ptr=dk,
             dp_ptr=dp,
@@ -257,7 +242,7 @@ class TritonDelta(delta.DeltaBackend):
             HAS_P=terms.p is not None,
             GROUPED=H != HV,
             TMA=tma,
-            **launch_options(terms, tile.grads),
+            **plan.launch_options(terms, tile.grads),
         )
 
 

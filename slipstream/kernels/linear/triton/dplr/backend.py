@@ -12,17 +12,8 @@ from slipstream.kernels.linear.inputs import LinearInputs, pointers
 from slipstream.kernels.linear.segments import Segments, num_sequences, scan_args, sequence_args
 from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
-from slipstream.kernels.linear.triton.delta.plan import (
-    KernelTile,
-    can_pass_states,
-    segments_for_programs,
-)
-from slipstream.kernels.linear.triton.dplr import intra_safe_bwd, tiles, wy
-from slipstream.kernels.linear.triton.dplr.chunk import (
-    dplr_chunk_dstate_kernel,
-    dplr_chunk_fwd_kernel,
-)
-from slipstream.kernels.linear.triton.dplr.dqkg import dplr_dqkg_kernel
+from slipstream.kernels.linear.triton.delta import plan
+from slipstream.kernels.linear.triton.dplr import chunk, dqkg, intra_safe_bwd, tiles, wy
 from slipstream.kernels.linear.triton.dplr.scores import dplr_scores_kernel
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
@@ -53,13 +44,13 @@ class TritonDplr(dplr.DplrBackend):
         return -(-terms.q.shape[-1] // tile_of(terms)[0].grads.B)
 
     def can_pass_states(self, terms: LinearInputs) -> bool:
-        return can_pass_states(terms)
+        return plan.can_pass_states(terms)
 
     def choose_segments(self, terms: LinearInputs) -> Segments | None:
         """A program counts as one for 64 columns of V."""
         HV, V = terms.v.shape[2:]
         programs = -(-V // 64) * HV * terms.sequences
-        return segments_for_programs(terms, programs, self.chunk(terms))
+        return plan.segments_for_programs(terms, programs, self.chunk(terms))
 
     def segment_transition(
         self, terms: LinearInputs, intra: IntraChunk, segments: Segments
@@ -137,7 +128,9 @@ class TritonDplr(dplr.DplrBackend):
         tiles = -(-V // kernel_tile.B) + (
             -(-terms.q.shape[-1] // kernel_tile.B) if make == "ends" else 0
         )
-        launch: Any = cached(dplr_chunk_fwd_kernel)[(tiles * HV * num_sequences(terms, segments),)]
+        launch: Any = cached(chunk.dplr_chunk_fwd_kernel)[
+            (tiles * HV * num_sequences(terms, segments),)
+        ]
         launch(
             v_ptr=None if intra.k is None else terms.v,
             q_ptr=intra.q if make == "o" else None,
@@ -178,7 +171,7 @@ class TritonDplr(dplr.DplrBackend):
         HV, V = terms.v.shape[2:]
         tile, WIDE = tile_of(terms)
         kernel_tile = tile.dstate
-        launch: Any = cached(dplr_chunk_dstate_kernel)[
+        launch: Any = cached(chunk.dplr_chunk_dstate_kernel)[
             (-(-V // kernel_tile.B) * HV * num_sequences(terms, segments),)
         ]
         launch(
@@ -245,7 +238,7 @@ class TritonDplr(dplr.DplrBackend):
         options = {"WIDE": WIDE, "BK": kernel_tile.B, "BV": kernel_tile.B}
         options |= {**_gate_options(terms), **_launch_options(terms, kernel_tile)}
         grid, gated = (-(-K // kernel_tile.B) * HV * states.x.shape[0],), terms.g is not None
-        run: Any = cached(dplr_dqkg_kernel)[grid]
+        run: Any = cached(dqkg.dplr_dqkg_kernel)[grid]
         run(**args, HAS_GATE=gated, APART=tiles.RANGES[do.dtype].apart if gated else 0.0, **options)
         if gated:
             options |= {"STEPS": tile.steps, "LIMIT": tiles.RANGES[do.dtype].limit}
@@ -254,7 +247,7 @@ class TritonDplr(dplr.DplrBackend):
 
 
 def _launch_options(
-    terms: LinearInputs, kernel_tile: KernelTile, is_scan: bool = False
+    terms: LinearInputs, kernel_tile: plan.KernelTile, is_scan: bool = False
 ) -> dict[str, Any]:
     # three products for one over 256 channels at once leave the compiler not a register
     simple = is_scan and terms.q.shape[-1] > 128

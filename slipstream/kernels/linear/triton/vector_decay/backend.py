@@ -13,8 +13,7 @@ from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
 from slipstream.kernels.linear.triton.common.tma import tma_descriptors
 from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, family_of, power_of_two
-from slipstream.kernels.linear.triton.vector_decay import intra_fwd, tiles
-from slipstream.kernels.linear.triton.vector_decay.chunk import vector_decay_chunk_kernel
+from slipstream.kernels.linear.triton.vector_decay import chunk, intra_fwd, tiles
 from slipstream.kernels.linear.triton.vector_decay.dqkg import vector_decay_dqkg_kernel
 from slipstream.kernels.linear.triton.vector_decay.tiles import scan_stages
 from slipstream.kernels.linear.vector_decay import ChunkLaunch, IntraChunk, VectorDecayProblem
@@ -173,7 +172,7 @@ class TritonVectorDecay(vector_decay.VectorDecayBackend):
             tiles = tma_descriptors(rows, [BD, BD, tile.BX, ke, tile.BX, tile.BX], C)
             if tiles is not None and a is not None:
                 a = _squares(a)
-        cached(vector_decay_chunk_kernel)[programs * num_sequences(terms, segments),](
+        cached(chunk.vector_decay_chunk_kernel)[programs * num_sequences(terms, segments),](
             **dict(zip(_ROWS, tiles or rows)),
             a_ptr=a,
             decay_ptr=intra.decay,

@@ -4,13 +4,11 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.layers.mamba import mimo_order
-from slipstream.ops._fp32 import widen
-from slipstream.ops.mamba import chunk_mamba3
+from slipstream.ops import _fp32, mamba
 
 
 @checks.operator
@@ -79,19 +77,19 @@ def mamba3_mimo(
         for x, bias in ((Q, Q_bias), (K, K_bias))
     )
     v = (V[:, :, :, None] * MIMO_V).to(dtype)
-    dt = widen(DT).mT
-    y, after = chunk_mamba3(
-        q=q, k=k, v=v, g=widen(ADT).mT, dt=dt, trap=torch.sigmoid(widen(Trap)).mT,
-        angles=math.pi * dt[..., None] * torch.tanh(widen(Angles)),
+    dt = _fp32.widen(DT).mT
+    y, after = mamba.chunk_mamba3(
+        q=q, k=k, v=v, g=_fp32.widen(ADT).mT, dt=dt, trap=torch.sigmoid(_fp32.widen(Trap)).mT,
+        angles=math.pi * dt[..., None] * torch.tanh(_fp32.widen(Angles)),
         output_final_state=return_state, cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    y = widen(y) if D is None else widen(y) + D[:, None, None] * v
+    y = _fp32.widen(y) if D is None else _fp32.widen(y) + D[:, None, None] * v
     if fuse_pregate_headwise_rms_norm:
         y = y * (y.square().mean(-1, keepdim=True) + outproj_norm_eps).rsqrt()
         if outproj_norm_weight is not None:
             y = y * outproj_norm_weight.view(H, 1, -1)
     if Z is not None and MIMO_Z is not None:
-        y = y * F.silu(widen(Z)[:, :, :, None] * MIMO_Z)
+        y = y * torch.nn.functional.silu(_fp32.widen(Z)[:, :, :, None] * MIMO_Z)
     y = y.transpose(2, 3) if MIMO_Out is None else (y * MIMO_Out).sum(3)
     y = y.to(V.dtype)
     if after is None:

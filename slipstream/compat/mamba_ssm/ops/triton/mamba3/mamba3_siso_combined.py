@@ -4,12 +4,10 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.ops._fp32 import widen
-from slipstream.ops.mamba import chunk_mamba3
+from slipstream.ops import _fp32, mamba
 
 
 @checks.operator
@@ -53,7 +51,7 @@ def mamba3_siso_combined(
         Angles=(Angles, "B T H A"), D=(D, "H"), Z=(Z, "B T H P"),
     )  # fmt: skip
     checks.expect_multiple("H", V.shape[2], "G", Q.shape[2])
-    group, dt = V.shape[2] // Q.shape[2], widen(DT).mT
+    group, dt = V.shape[2] // Q.shape[2], _fp32.widen(DT).mT
     q, k = (
         (x.repeat_interleave(group, dim=2) + bias).to(V.dtype)[:, :, :, None]
         for x, bias in ((Q, Q_bias), (K, K_bias))
@@ -62,15 +60,15 @@ def mamba3_siso_combined(
     if Input_States is not None:
         theta, S, key, value = Input_States
         states = S.mT, key[:, :, None], value[:, :, None], theta
-    o, after = chunk_mamba3(
-        q=q, k=k, v=V[:, :, :, None], g=widen(ADT).mT, dt=dt,
-        trap=torch.sigmoid(widen(Trap)).mT,
-        angles=math.pi * dt[..., None] * torch.tanh(widen(Angles)),
+    o, after = mamba.chunk_mamba3(
+        q=q, k=k, v=V[:, :, :, None], g=_fp32.widen(ADT).mT, dt=dt,
+        trap=torch.sigmoid(_fp32.widen(Trap)).mT,
+        angles=math.pi * dt[..., None] * torch.tanh(_fp32.widen(Angles)),
         initial_state=states, output_final_state=return_final_states, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     y = o[:, :, :, 0]
     y = y if D is None else (y + D[:, None] * V).to(V.dtype)
-    y = y if Z is None else y * F.silu(Z)
+    y = y if Z is None else y * torch.nn.functional.silu(Z)
     if after is None:
         return y
     S, key, value, theta = after
