@@ -126,6 +126,12 @@ def test_shares_partition_every_batch() -> None:
         assert tokens == list(cut.sequences)
 
 
+def test_crossings_are_of_sequences_that_go_on() -> None:
+    """Of any rank; a sequence that ends where a rank does crosses nothing."""
+    for offsets, most in (((0, 4, 8, 12), 0), ((0, 3, 8, 12), 1), ((0, 1, 12), 2)):
+        assert Share(0, (4, 4, 4), offsets).crossings == (most > 0, most)
+
+
 def test_shares_differ_by_each_argument() -> None:
     """Calls that are remembered by them are played for no others."""
     given: dict[str, Any] = {
