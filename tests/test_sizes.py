@@ -47,6 +47,13 @@ def test_import_share_counts_every_line(sizes: ModuleType, tmp_path: Path) -> No
     assert sizes.import_share(paths) == 6 / 12
 
 
+def test_statements_left_unformatted_are_counted(sizes: ModuleType, tmp_path: Path) -> None:
+    paths = [tmp_path / "one.py", tmp_path / "other.py", tmp_path.parent / "elsewhere.py"]
+    for path in paths:
+        path.write_text("x = [\n    1, 2,\n]  # fmt: " + "skip\ny = 1\n")
+    assert sizes.unformatted(paths, str(tmp_path)) == 2
+
+
 CODE = '''"""Of what it is."""
 
 import triton
