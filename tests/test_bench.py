@@ -44,24 +44,36 @@ def rows(captured: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(
     ("name", "arguments", "many"),
-    [("linear", "", 20), ("linear", "--lengths", 8), ("linear", "--once --only gla", 3),
-        ("engines", "", 6), ("kda", "", 12), ("kda", "--once --only 96.*-5", 1),
-        ("attention", "", 20), ("attention", "--errors --only causal", 8), ("blocks", "", 20),
-        ("blocks", "--errors", 11), ("matmul", "", 15), ("decode", "--only step|scan", 19),
+    [
+        ("linear", "", 20),
+        ("linear", "--lengths", 8),
+        ("linear", "--once --only gla", 3),
+        ("engines", "", 6),
+        ("kda", "", 12),
+        ("kda", "--once --only 96.*-5", 1),
+        ("attention", "", 20),
+        ("attention", "--errors --only causal", 8),
+        ("blocks", "", 20),
+        ("blocks", "--errors", 11),
+        ("matmul", "", 15),
+        ("decode", "--only step|scan", 19),
         ("decode", "--only generate.*(gla|attention|gated)", 14),
         ("decode", "--only ^(mixer|prompts)", 30),
-        ("decode", "--once --only ^(mixer.*1|prompts.*4)", 10), ("decode", "--only ^drafts", 4),
+        ("decode", "--once --only ^(mixer.*1|prompts.*4)", 10),
+        ("decode", "--only ^drafts", 4),
         ("host", "--only norm|chunk_kda", 6),
         ("context_parallel", "--only gated_delta|attention", 4),
-        ("parallel_training", "--only fsdp2|million", 3), ("linear", "--memory", 16),
+        ("parallel_training", "--only fsdp2|million", 3),
+        ("linear", "--memory", 16),
         ("linear", "--memory --packed --only kda", 1),
         ("training", "--only gated_deltanet|packed", 5),
         ("varying", "--only (packed|prefill|decode|host).*gated_delta", 5),
         ("varying", "--only sizes.gla|operator.chunk_gdn2", 9),
         # each way is a process of its own, which imports transformers
         ("transformers_models", "--cpu --only nemotron_h.*patched", 1),
-        pytest.param("convergence", "--seeds 2 --only qwen3_next", 4, marks=pytest.mark.slow)],
-)  # fmt: skip
+        pytest.param("convergence", "--seeds 2 --only qwen3_next", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_small_run(
     name: str, arguments: str, many: int, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
@@ -121,9 +133,12 @@ def test_tables_take_new_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     # small runs record too
     monkeypatch.setattr(harness.Report, "keeps", property(lambda x: True, lambda x, y: None), False)
     for name, arguments in (
-        ("linear", "--only ^gla"), ("attention", "--only ^4,4096,16,128"),
-        ("blocks", "--only l2_norm"), ("matmul", "--only 128x"), ("decode", "--only kda"),
-    ):  # fmt: skip
+        ("linear", "--only ^gla"),
+        ("attention", "--only ^4,4096,16,128"),
+        ("blocks", "--only l2_norm"),
+        ("matmul", "--only 128x"),
+        ("decode", "--only kda"),
+    ):
         script(f"bench/{name}").main(["--small", *arguments.split()])
     tables.database.cache_clear()
     try:

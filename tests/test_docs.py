@@ -41,11 +41,13 @@ def test_code_fits_the_page() -> None:
     pages = [DOCS.parent / "README.md", *(x for x in DOCS.rglob("*.md") if "_build" not in x.parts)]
     blocks = re.compile(r"^```(?:python|console|shell|bash)\n(.*?)^```", re.DOTALL | re.MULTILINE)
     wide = {
-        f"{page.name}: {line}" for page in pages
+        f"{page.name}: {line}"
+        for page in pages
         if "dev" not in page.relative_to(DOCS.parent).parts
         for block in blocks.findall(page.read_text(encoding="utf-8"))
-        for line in block.splitlines() if len(line) > CODE_COLUMNS
-    }  # fmt: skip
+        for line in block.splitlines()
+        if len(line) > CODE_COLUMNS
+    }
     assert not wide
 
 
@@ -184,8 +186,10 @@ def test_named_files_exist() -> None:
     read = [p for p in paths if not p.startswith("docs/dev/tried/") and p != "CHANGELOG.md"]
     assert len(read) > 700
     missing = [
-        f"{path}:{line}: {name}" for path in read for line, text in _prose(ROOT / path)
+        f"{path}:{line}: {name}"
+        for path in read
+        for line, text in _prose(ROOT / path)
         for name in NAMED.findall(text)
         if name not in known | ELSEWHERE and not _is_placeholder(name)
-    ]  # fmt: skip
+    ]
     assert missing == []

@@ -11,9 +11,16 @@ ROOT = Path(str(slipstream.__file__)).parent
 # from the top; a part may import its own level and those below
 LEVELS = (
     {"cli"},
-    {"tools", "training", "integrations", "compat"}, {"models"}, {"layers"}, {"nn"},
-    {"ops", "parallel"}, {"kernels"}, {"runtime"}, {"compiler"}, {"common"},
-)  # fmt: skip
+    {"tools", "training", "integrations", "compat"},
+    {"models"},
+    {"layers"},
+    {"nn"},
+    {"ops", "parallel"},
+    {"kernels"},
+    {"runtime"},
+    {"compiler"},
+    {"common"},
+)
 LEVEL = {part: i for i, parts in enumerate(LEVELS) for part in parts}
 EXCEPTIONS = {
     # atomic writes, which verdicts about compilers and digests of sources need
@@ -125,9 +132,11 @@ def test_kernels_do_not_import_in_circles() -> None:
         named = [x.value for x in ast.walk(tree) if isinstance(x, ast.Constant)]
         given = {x.partition(":")[0] for x in named if isinstance(x, str)}
         from_packages = {
-            f"{node.module}.{x.name}" for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) for x in node.names
-        }  # fmt: skip
+            f"{node.module}.{x.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for x in node.names
+        }
         edges[name] = (given | from_packages | {*imports(path)}) & {*files}
     assert sum(map(len, edges.values())) > 400
     assert circles(edges) == []

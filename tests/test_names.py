@@ -33,10 +33,20 @@ BANNED_LINEAR = BANNED | {"left", "mark", "own", "part", "parts", "slot", "slots
 ALLOWED = {"cache_slot", "cache_slots"}
 # folders of slipstream whose locals are done; runtime is not among them yet
 FOLDERS = (
-    "compiler", "kernels/attention", "kernels/conv", "kernels/elementwise", "kernels/gated_scan",
-    "kernels/loss", "kernels/matmul", "kernels/mixer_step", "kernels/norm", "kernels/primitives",
-    "kernels/projection_step", "kernels/running_mean", "kernels/selective_scan",
-)  # fmt: skip
+    "compiler",
+    "kernels/attention",
+    "kernels/conv",
+    "kernels/elementwise",
+    "kernels/gated_scan",
+    "kernels/loss",
+    "kernels/matmul",
+    "kernels/mixer_step",
+    "kernels/norm",
+    "kernels/primitives",
+    "kernels/projection_step",
+    "kernels/running_mean",
+    "kernels/selective_scan",
+)
 # flags that are set unless a call says otherwise, and those that one place sets otherwise
 SET = """
 accepts_loss_kwargs accumulate_grad_in_fp32 affine allow_is_causal_skip backward biased can_pass
@@ -190,9 +200,11 @@ def test_launches_name_their_arguments() -> None:
     """Kernels take up to 56: by place one of them is soon another."""
     sources = {p.relative_to(ROOT): p.read_text() for p in sorted(ROOT.rglob("*.py"))}
     launches = [
-        (path, call) for path, source in sources.items() if "cached(" in source
+        (path, call)
+        for path, source in sources.items()
+        if "cached(" in source
         for call in _launches(ast.parse(source))
-    ]  # fmt: skip
+    ]
     assert len(launches) > 80
     by_place = [
         f"{path}:{call.lineno}"

@@ -119,9 +119,12 @@ def test_missing_extra_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("module", "what"),
-    [("tokenizers.models", "'slipstream[lm]'"), ("xxhash._x", "xxhash"),
-        ("yaml", "'slipstream[cli]'")],
-)  # fmt: skip
+    [
+        ("tokenizers.models", "'slipstream[lm]'"),
+        ("xxhash._x", "xxhash"),
+        ("yaml", "'slipstream[cli]'"),
+    ],
+)
 def test_missing_module_is_named_with_what_brings_it(module: str, what: str) -> None:
     """One that no extra has, such as a dependency of wandb, by itself."""
     error = extras.missing("the command", ModuleNotFoundError(name=module))

@@ -22,10 +22,14 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize(
     ("source", "most"),
-    [("", 500), (KERNEL.format("one"), 1000), (KERNEL.format("one") + KERNEL.format("other"), 500),
-        ("def one_kernel():\n    pass\n", 500)],
+    [
+        ("", 500),
+        (KERNEL.format("one"), 1000),
+        (KERNEL.format("one") + KERNEL.format("other"), 500),
+        ("def one_kernel():\n    pass\n", 500),
+    ],
     ids=["host", "partitions", "two kernels", "no partitions"],
-)  # fmt: skip
+)
 def test_length_of_a_file(sizes: ModuleType, tmp_path: Path, source: str, most: int) -> None:
     path = tmp_path / "file.py"
     for lines in (most, most + 1):
@@ -164,9 +168,11 @@ def test_branches_are_counted(road: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "most", "words"),
-    [("MAX_STAYS", 3, "functions take beta, at most 3"),
-        ("MAX_CLIMBS", 0, "calls go to a higher layer, at most 0")],
-)  # fmt: skip
+    [
+        ("MAX_STAYS", 3, "functions take beta, at most 3"),
+        ("MAX_CLIMBS", 0, "calls go to a higher layer, at most 0"),
+    ],
+)
 def test_check_fails_past_a_limit(
     road: ModuleType, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, words: str
 ) -> None:

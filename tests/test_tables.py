@@ -42,10 +42,17 @@ def test_every_table_is_on_a_page() -> None:
 
 @pytest.mark.parametrize(
     "sentence",
-    ["The gated delta rule takes 0.3 ms.", "It is 2 times faster.", "kda needs 25% more memory.",
-        "It reaches 657 TFLOP/s.", "Compilation takes 40 seconds.", "The losses are within 0.002.",
-        "It takes half of the time.", "It takes two to three\ntimes as long."],
-)  # fmt: skip
+    [
+        "The gated delta rule takes 0.3 ms.",
+        "It is 2 times faster.",
+        "kda needs 25% more memory.",
+        "It reaches 657 TFLOP/s.",
+        "Compilation takes 40 seconds.",
+        "The losses are within 0.002.",
+        "It takes half of the time.",
+        "It takes two to three\ntimes as long.",
+    ],
+)
 def test_number_without_row_fails(sentence: str) -> None:
     text = (ROOT / STATED).read_text(encoding="utf-8") + f"\n{sentence}\n"
     assert tables.problems(STATED, text, TEXTS)

@@ -32,8 +32,10 @@ def test_package_of_another_checkout_is_refused(tool: str, tmp_path: Path) -> No
     (package / "__init__.py").write_text("")
     found = subprocess.run(
         [sys.executable, str(ROOT / f"tools/{tool}.py")],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
     assert found.returncode == 1 and found.stdout == ""
     assert f"that of {tmp_path}" in found.stderr and f"PYTHONPATH={ROOT}" in found.stderr
 
@@ -47,9 +49,12 @@ def test_sanitize() -> None:
 
 # bytes for a token and channel, and without what is made again
 LIMITS = {
-    "attention": (22.5, 22.5), "gated_deltanet": (25.5, 35.5), "kda": (28.5, 42.5),
-    "mamba2": (30.5, 46.5), "rwkv7": (57.5, 57.5),
-}  # fmt: skip
+    "attention": (22.5, 22.5),
+    "gated_deltanet": (25.5, 35.5),
+    "kda": (28.5, 42.5),
+    "mamba2": (30.5, 46.5),
+    "rwkv7": (57.5, 57.5),
+}
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="kernels are chosen, though none runs")

@@ -53,13 +53,21 @@ def test_readme_names_make_matrix() -> None:
 
 def row(status: str) -> Row:
     of: dict[str, Any] = {
-        "arch": "sm_80", "triton": "3.6.0", "ptxas": "12.8.93", "kernel": "some_kernel",
-    }  # fmt: skip
+        "arch": "sm_80",
+        "triton": "3.6.0",
+        "ptxas": "12.8.93",
+        "kernel": "some_kernel",
+    }
     return Row(
         **of,
-        module="slipstream.kernels.norm.triton_kernels", operators=("rms_norm",), status=status,
-        reason="", warps=4, stages=1, constants={},
-    )  # fmt: skip
+        module="slipstream.kernels.norm.triton_kernels",
+        operators=("rms_norm",),
+        status=status,
+        reason="",
+        warps=4,
+        stages=1,
+        constants={},
+    )
 
 
 EMPTY = '{"reasons": [], "releases": {}}'
@@ -112,8 +120,11 @@ def test_records_of_other_machines_are_merged(
     support_page.write(recorded["DATA"], {"3.6.0": {"sm_80": about}})
     now = compiler_state.families(False)
     old = {
-        "arch": "sm_80", "triton": "3.6.0", "ptxas": "12.8.93", "families": {"norm": "as it was"},
-    }  # fmt: skip
+        "arch": "sm_80",
+        "triton": "3.6.0",
+        "ptxas": "12.8.93",
+        "families": {"norm": "as it was"},
+    }
     recorded["VERIFIED"].write_text(json.dumps([old]))
     found = {"norm": now["norm"], "loss": "another"}
     new = {"arch": "sm_80", "triton": "3.7.1", "ptxas": "12.8.93", "families": found}
@@ -132,10 +143,12 @@ def test_records_of_other_machines_are_merged(
 
 @pytest.mark.parametrize(
     ("args", "words"),
-    [(["--arch", "sm_91"], "arch: want one of sm_70"),
+    [
+        (["--arch", "sm_91"], "arch: want one of sm_70"),
         (["--variants", "some"], "--variants: want one of auto"),
-        (["rms_nrm"], "operator: no 'rms_nrm'; did you mean rms_norm")],
-)  # fmt: skip
+        (["rms_nrm"], "operator: no 'rms_nrm'; did you mean rms_norm"),
+    ],
+)
 def test_matrix_rejects_wrong_options(args: list[str], words: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(words)):
         matrix.main(args)

@@ -336,11 +336,13 @@ def test_precompile_fills_a_cache_that_says_by_what(tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(["--jobs", "0"], "jobs: want at least 1"),
+    [
+        (["--jobs", "0"], "jobs: want at least 1"),
         (["--head-dim", "0"], "--head-dim: want K or KxV"),
         (["--head-dim", "²"], "--head-dim: want K or KxV"),
-        (["--cache", "/dev/null/x"], "Not a directory")],
-)  # fmt: skip
+        (["--cache", "/dev/null/x"], "Not a directory"),
+    ],
+)
 def test_precompile_says_what_it_wants(options: list[str], words: str, tmp_path: Path) -> None:
     run = ["precompile", "squared_relu", "--arch", "sm_80", "--forward", "--cache", str(tmp_path)]
     status, text = invoke(*run, *options)

@@ -72,32 +72,41 @@ def _flag(name: str, value: bool) -> Callable[[Ran], bool]:
 
 
 OPTIONS = {
-    "train --fresh": Option("train {}/run.yaml", "--fresh",
-        lambda ran: ran["train"]["fresh"] is True),
-    "generate --file": Option("generate run", "--file {}/lines",
-        lambda ran: ran["generate"]["prompts"] == ["a", "b"]),
-    "generate --batch": Option("generate run --file {}/lines", "--batch 3",
-        lambda ran: ran["generate"]["batch"] == 3),
+    "train --fresh": Option(
+        "train {}/run.yaml", "--fresh", lambda ran: ran["train"]["fresh"] is True
+    ),
+    "generate --file": Option(
+        "generate run", "--file {}/lines", lambda ran: ran["generate"]["prompts"] == ["a", "b"]
+    ),
+    "generate --batch": Option(
+        "generate run --file {}/lines", "--batch 3", lambda ran: ran["generate"]["batch"] == 3
+    ),
     "generate --tokens": _of_generate("--tokens 7", "tokens", 7),
     "generate --temperature": _of_generate("--temperature 0.5", "temperature", 0.5),
     "generate --top-p": _of_generate("--top-p 0.25", "top_p", 0.25),
     "generate --seed": _of_generate("--seed 9", "seed", 9),
-    "convert --to": Option("convert a b", "--to mamba2",
-        lambda ran: ran["convert"]["to"] == "mamba2"),
-    "convert --ignore": Option("convert a b", "--ignore x --ignore y",
-        lambda ran: ran["convert"]["ignore"] == ["x", "y"]),
+    "convert --to": Option(
+        "convert a b", "--to mamba2", lambda ran: ran["convert"]["to"] == "mamba2"
+    ),
+    "convert --ignore": Option(
+        "convert a b", "--ignore x --ignore y", lambda ran: ran["convert"]["ignore"] == ["x", "y"]
+    ),
     "doctor --json": _of_doctor("--json", lambda ran: json.loads(ran.output)["checks"] == []),
     "doctor --full": _of_doctor("--full", lambda ran: ran["examine"]["full"] is True),
-    "doctor --quick": _of_doctor("--quick",
-        lambda ran: {x.op for x in ran["examine"]["samples"]} == {*QUICK_OPERATORS}),
+    "doctor --quick": _of_doctor(
+        "--quick", lambda ran: {x.op for x in ran["examine"]["samples"]} == {*QUICK_OPERATORS}
+    ),
     "doctor --checks": _of_doctor("--no-checks", lambda ran: not {*ran.calls} & {"examine"}),
-    "doctor --interpreted": _of_doctor("--no-interpreted",
-        lambda ran: "examine" in ran and "interpreted" not in ran),
-    "doctor --thorough": _of_doctor("--thorough",
+    "doctor --interpreted": _of_doctor(
+        "--no-interpreted", lambda ran: "examine" in ran and "interpreted" not in ran
+    ),
+    "doctor --thorough": _of_doctor(
+        "--thorough",
         lambda ran: (
             ran["examine"]["thorough"] is True
             and ran["interpreted"]["samples"] == ran["examine"]["samples"]
-        )),
+        ),
+    ),
     "doctor --forget": _of_doctor("--forget", lambda ran: "clear_verdicts" in ran),
     "explain --arch": _of_explain("--arch sm_80", "lines", "arch", "sm_80"),
     "explain --dtype": _of_explain("--dtype fp32", "parse_shape", "dtype", "fp32"),
@@ -106,23 +115,29 @@ OPTIONS = {
     "explain --state": _of_explain("--state", "parse_shape", "state", True),
     "explain --grouped": _of_explain("--grouped", "parse_shape", "grouped", True),
     "explain --flags": _of_explain("--flags", "lines", "flags", True),
-    "precompile --arch": _of_precompile("--arch sm_80",
-        lambda ran: ran["fill"]["arch"] == "sm_80" == ran["find_operators"]["arch"]),
-    "precompile --dtype": _of_precompile("--dtype fp32",
-        lambda ran: [str(x) for x in ran["shapes"]["dtypes"]] == ["torch.float32"]),
-    "precompile --head-dim": _of_precompile("--head-dim 64,32x48",
-        lambda ran: ran["shapes"]["widths"] == ["64", "32x48"]),
-    "precompile --batch": _of_precompile("--batch 2x32",
-        lambda ran: ran["batch"]["text"] == "2x32"),
+    "precompile --arch": _of_precompile(
+        "--arch sm_80", lambda ran: ran["fill"]["arch"] == "sm_80" == ran["find_operators"]["arch"]
+    ),
+    "precompile --dtype": _of_precompile(
+        "--dtype fp32", lambda ran: [str(x) for x in ran["shapes"]["dtypes"]] == ["torch.float32"]
+    ),
+    "precompile --head-dim": _of_precompile(
+        "--head-dim 64,32x48", lambda ran: ran["shapes"]["widths"] == ["64", "32x48"]
+    ),
+    "precompile --batch": _of_precompile(
+        "--batch 2x32", lambda ran: ran["batch"]["text"] == "2x32"
+    ),
     "precompile --packed": _of_precompile("--packed", _flag("packed", True)),
     "precompile --state": _of_precompile("--no-state", _flag("state", False)),
     "precompile --grouped": _of_precompile("--grouped", _flag("grouped", True)),
-    "precompile --forward": _of_precompile("--forward",
-        lambda ran: ran["find_operators"]["backward"] is False),
-    "precompile --cache": _of_precompile("--cache {}",
-        lambda ran: ran["fill"]["cache"] == ran.folder),
+    "precompile --forward": _of_precompile(
+        "--forward", lambda ran: ran["find_operators"]["backward"] is False
+    ),
+    "precompile --cache": _of_precompile(
+        "--cache {}", lambda ran: ran["fill"]["cache"] == ran.folder
+    ),
     "precompile --jobs": _of_precompile("--jobs 4", lambda ran: ran["fill"]["jobs"] == 4),
-}  # fmt: skip
+}
 
 
 # what does the work, and what it gives
@@ -180,9 +195,11 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ran:
 def _options() -> set[str]:
     group: Any = typer.main.get_command(app)
     return {
-        f"{name} {option.opts[0]}" for name, command in group.commands.items()
-        for option in command.params if option.param_type_name == "option"
-    }  # fmt: skip
+        f"{name} {option.opts[0]}"
+        for name, command in group.commands.items()
+        for option in command.params
+        if option.param_type_name == "option"
+    }
 
 
 def test_every_option_is_in_the_table() -> None:

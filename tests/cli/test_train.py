@@ -64,8 +64,11 @@ def interrupted(config: Path, out: Path, number: signal.Signals, step: int) -> s
 
 
 MEASURED = (
-    "tokens_per_second", "train_runtime", "train_samples_per_second", "train_steps_per_second",
-)  # fmt: skip
+    "tokens_per_second",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+)
 
 
 def loss_log(run: Path) -> list[dict]:

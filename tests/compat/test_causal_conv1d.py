@@ -20,10 +20,15 @@ def weights(D: int, W: int) -> tuple[Tensor, Tensor]:
 
 
 def formula(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, initial_states: Tensor | None = None,
-    return_final_states: bool = False, final_states_out: Tensor | None = None,
-    activation: str | None = None, seq_idx: Tensor | None = None
-) -> Any:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+) -> Any:
     """The convolution by torch's own or, with seq_idx, by sums of a sequence's taps."""
     dtype, (D, W) = x.dtype, weight.shape
     before = x.new_zeros(x.shape[0], D, W - 1) if initial_states is None else initial_states
@@ -44,9 +49,12 @@ def formula(
 
 
 def step_formula(
-    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
-    activation: str | None = None
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
     """The next tokens by torch's own convolution; conv_state is updated in place."""
     dtype, D, S = x.dtype, weight.shape[0], conv_state.shape[2]
     tokens = x if x.dim() == 3 else x[..., None]

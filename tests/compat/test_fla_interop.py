@@ -30,9 +30,15 @@ except importlib.metadata.PackageNotFoundError:
 pytestmark = pytest.mark.slow
 
 CONFIG = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 32, "expand_ratio": 16,
-    "intermediate_size": 96, "vocab_size": 97, "max_position_embeddings": 128,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+    "head_dim": 32,
+    "expand_ratio": 16,
+    "intermediate_size": 96,
+    "vocab_size": 97,
+    "max_position_embeddings": 128,
+}
 MODELS = (
     "Comba", "DeltaNet", "ForgettingTransformer", "GLA", "GSA", "GatedDeltaNet",
     "GatedDeltaProduct", "HGRN", "HGRN2", "KDA", "LinearAttention", "MLA", "Mamba",
@@ -221,11 +227,15 @@ def _rwkv6(p: dict[str, Tensor]) -> dict[str, Tensor]:
         "o_proj.weight": p["o_proj_weight"],
         "w_lora.down": p["w_proj_linear_lora_0_weight"].T,
         "w_lora.up": p["w_proj_linear_lora_2_weight"].T,
-        "w_lora.bias": p["w_proj_linear_lora_2_bias"], "mix_base": p["x_proj_0_mu"],
-        "mix": p["x_bias"], "mix_down": p["x_proj_0_linear_weight"].T,
-        "mix_up": p["x_proj_2_weight"].view(-1, 5, rank).permute(1, 2, 0), "bonus": p["bonus"],
-        "norm_weight": p["g_norm_weight"], "norm_bias": p["g_norm_bias"],
-    }  # fmt: skip
+        "w_lora.bias": p["w_proj_linear_lora_2_bias"],
+        "mix_base": p["x_proj_0_mu"],
+        "mix": p["x_bias"],
+        "mix_down": p["x_proj_0_linear_weight"].T,
+        "mix_up": p["x_proj_2_weight"].view(-1, 5, rank).permute(1, 2, 0),
+        "bonus": p["bonus"],
+        "norm_weight": p["g_norm_weight"],
+        "norm_bias": p["g_norm_bias"],
+    }
 
 
 # fla's class and options, ours, and our weights from fla's

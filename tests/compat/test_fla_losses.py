@@ -26,9 +26,14 @@ def close(got: Any, want: Any, tolerance: float = 1e-5) -> None:
 def test_cross_entropy(reduction: str) -> None:
     logits, target = torch.randn(6, 9), torch.tensor([1, -100, 3, 8, 0, 2])
     made = modules.FusedCrossEntropyLoss(
-        reduction=reduction, label_smoothing=0.1, logit_scale=0.7, lse_square_scale=0.01,
-        logit_softcapping=3.0, inplace_backward=True, return_z_loss=True,
-    )  # fmt: skip
+        reduction=reduction,
+        label_smoothing=0.1,
+        logit_scale=0.7,
+        lse_square_scale=0.01,
+        logit_softcapping=3.0,
+        inplace_backward=True,
+        return_z_loss=True,
+    )
     capped = 3 * torch.tanh(logits * 0.7 / 3)
     z = (0.01 * capped.logsumexp(-1) ** 2).masked_fill(target == -100, 0)
     want = F.cross_entropy(capped, target, reduction="none", label_smoothing=0.1) + z
@@ -174,10 +179,14 @@ def test_utilities() -> None:
 
 @pytest.mark.parametrize(
     ("hip", "capability", "families"),
-    [(None, (8, 9), (False, False, True)), (None, (9, 0), (True, False, True)),
-        (None, (12, 0), (False, True, True)), (None, (7, 5), (False, False, False)),
-        ("7.0", (9, 4), (False, False, False))],
-)  # fmt: skip
+    [
+        (None, (8, 9), (False, False, True)),
+        (None, (9, 0), (True, False, True)),
+        (None, (12, 0), (False, True, True)),
+        (None, (7, 5), (False, False, False)),
+        ("7.0", (9, 4), (False, False, False)),
+    ],
+)
 def test_constants_of_a_gpu(
     hip: str | None, capability: tuple, families: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,9 +67,11 @@ def test_norms_with_a_residual(rms: bool, groups: int) -> None:
 def test_residual_keeps_its_dtype() -> None:
     x, residual = torch.randn(2, 4, 12).bfloat16()
     for r, flag, want in (
-        (residual, False, torch.bfloat16), (residual.float(), False, torch.float32),
-        (None, True, torch.float32), (None, False, torch.bfloat16),
-    ):  # fmt: skip
+        (residual, False, torch.bfloat16),
+        (residual.float(), False, torch.float32),
+        (None, True, torch.float32),
+        (None, False, torch.bfloat16),
+    ):
         for norm in (layernorm.rms_norm, fused_norm_gate.rms_norm_gated):
             gate = (x,) if norm is fused_norm_gate.rms_norm_gated else ()
             options = {"residual": r, "prenorm": True, "residual_in_fp32": flag}
@@ -194,9 +196,13 @@ def test_convolution_functions() -> None:
     state, parts = None, []
     for part in (slice(0, 2), slice(2, 5)):
         y, state = convolution.causal_conv1d(
-            x[:, part], weight, given["bias"], given["residual"][:, part], initial_state=state,
+            x[:, part],
+            weight,
+            given["bias"],
+            given["residual"][:, part],
+            initial_state=state,
             output_final_state=True,
-        )  # fmt: skip
+        )
         parts.append(y)
     close((torch.cat(parts, 1), state), whole)
     cache = torch.randn(2, 6, 4)

@@ -141,9 +141,11 @@ def test_slots_without_a_gate_are_means_of_each_sequence() -> None:
     z = s[:, :5].logcumsumexp(1)  # of the first sequence: its state is not forgotten at first
     g = torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1] - z[:, 1:]], 1)
     want, _ = ops.chunk_gsa(
-        *(x[:, :5] for x in (q, k, v)), (s[:, :5] - z).exp(), g,
+        *(x[:, :5] for x in (q, k, v)),
+        (s[:, :5] - z).exp(),
+        g,
         initial_state=(state[0][:1], state[1][:1]),
-    )  # fmt: skip
+    )
     torch.testing.assert_close(got[:, :5], want, rtol=1e-5, atol=1e-5)
 
 

@@ -71,46 +71,82 @@ def _attnres(x: Inputs) -> tuple[Any, Any]:
 
 
 PAIRS: dict[str, Callable[[Inputs], tuple[Any, Any]]] = {
-    "gla": lambda x: (ours.chunk_gla(x.q, x.k, x.v, x.gk),
-        reference("ops/gla/naive").naive_recurrent_gla(x.q, x.k, x.v, x.gk)),
-    "gated_delta_rule": lambda x: (ours.chunk_gdn(x.q, x.unit, x.v, x.g, x.beta, None, x.h0),
-        reference("ops/gated_delta_rule/naive").naive_recurrent_gated_delta_rule(x.q, x.unit, x.v,
-            x.beta, x.g, initial_state=x.h0)),
-    "kda": lambda x: (ours.chunk_kda(x.q, x.unit, x.v, x.gk, x.beta, None, x.h0),
-        reference("ops/kda/naive").naive_recurrent_kda(x.q, x.unit, x.v, x.gk, x.beta,
-            initial_state=x.h0)),
+    "gla": lambda x: (
+        ours.chunk_gla(x.q, x.k, x.v, x.gk),
+        reference("ops/gla/naive").naive_recurrent_gla(x.q, x.k, x.v, x.gk),
+    ),
+    "gated_delta_rule": lambda x: (
+        ours.chunk_gdn(x.q, x.unit, x.v, x.g, x.beta, None, x.h0),
+        reference("ops/gated_delta_rule/naive").naive_recurrent_gated_delta_rule(
+            x.q, x.unit, x.v, x.beta, x.g, initial_state=x.h0
+        ),
+    ),
+    "kda": lambda x: (
+        ours.chunk_kda(x.q, x.unit, x.v, x.gk, x.beta, None, x.h0),
+        reference("ops/kda/naive").naive_recurrent_kda(
+            x.q, x.unit, x.v, x.gk, x.beta, initial_state=x.h0
+        ),
+    ),
     # naive_recurrent_comba decays before it erases, unlike fla's kernels and the paper
-    "comba": lambda x: (ours.fused_recurrent_comba(x.q, x.unit, x.b, x.v, x.g, x.beta),
-        reference("ops/comba/naive").naive_chunk_comba(x.q, x.unit, x.v, x.b, x.g, x.beta)),
-    "gsa": lambda x: (ours.chunk_gsa(x.q, x.k, x.v, x.s, x.gs),
-        reference("ops/gsa/naive").naive_recurrent_gsa(x.q, x.k, x.v, x.s, x.gs)),
-    "abc": lambda x: (ours.chunk_abc(x.q, x.k, x.v, x.s),
-        reference("ops/abc/naive").naive_cumsum_abc(*heads_first(x.q, x.k, x.v, x.s))),
-    "hgrn": lambda x: (ours.hgrn.chunk_hgrn(x.q.flatten(2), x.gk.flatten(2)),
-        reference("ops/hgrn/naive").naive_recurrent_hgrn(x.q.flatten(2), x.gk.flatten(2))),
-    "linear_attn": lambda x: (ours.chunk_linear_attn(x.q.abs(), x.k.abs(), x.v),
-        reference("ops/linear_attn/naive").naive_recurrent_linear_attn(x.q.abs(), x.k.abs(), x.v,
-            normalize=True)),
-    "retention": lambda x: (ours.parallel_retention(x.q, x.k, x.v),
-        reference("ops/retention/naive").naive_retention(*heads_first(x.q, x.k, x.v))),
-    "rwkv6": lambda x: (ours.chunk_rwkv6(x.q, x.k, x.v, x.gk, x.u),
+    "comba": lambda x: (
+        ours.fused_recurrent_comba(x.q, x.unit, x.b, x.v, x.g, x.beta),
+        reference("ops/comba/naive").naive_chunk_comba(x.q, x.unit, x.v, x.b, x.g, x.beta),
+    ),
+    "gsa": lambda x: (
+        ours.chunk_gsa(x.q, x.k, x.v, x.s, x.gs),
+        reference("ops/gsa/naive").naive_recurrent_gsa(x.q, x.k, x.v, x.s, x.gs),
+    ),
+    "abc": lambda x: (
+        ours.chunk_abc(x.q, x.k, x.v, x.s),
+        reference("ops/abc/naive").naive_cumsum_abc(*heads_first(x.q, x.k, x.v, x.s)),
+    ),
+    "hgrn": lambda x: (
+        ours.hgrn.chunk_hgrn(x.q.flatten(2), x.gk.flatten(2)),
+        reference("ops/hgrn/naive").naive_recurrent_hgrn(x.q.flatten(2), x.gk.flatten(2)),
+    ),
+    "linear_attn": lambda x: (
+        ours.chunk_linear_attn(x.q.abs(), x.k.abs(), x.v),
+        reference("ops/linear_attn/naive").naive_recurrent_linear_attn(
+            x.q.abs(), x.k.abs(), x.v, normalize=True
+        ),
+    ),
+    "retention": lambda x: (
+        ours.parallel_retention(x.q, x.k, x.v),
+        reference("ops/retention/naive").naive_retention(*heads_first(x.q, x.k, x.v)),
+    ),
+    "rwkv6": lambda x: (
+        ours.chunk_rwkv6(x.q, x.k, x.v, x.gk, x.u),
         reference("ops/rwkv6/recurrent_naive").naive_recurrent_rwkv6(
-            *heads_first(x.q, x.k, x.v, x.gk), x.u)),
-    "simple_gla": lambda x: (ours.parallel_simple_gla(x.q, x.k, x.v, x.g),
-        reference("ops/simple_gla/naive").naive_recurrent_simple_gla(x.q, x.k, x.v, x.g)),
-    "delta_rule": lambda x: (ours.chunk_delta_rule(x.q, x.unit, x.v, x.beta),
+            *heads_first(x.q, x.k, x.v, x.gk), x.u
+        ),
+    ),
+    "simple_gla": lambda x: (
+        ours.parallel_simple_gla(x.q, x.k, x.v, x.g),
+        reference("ops/simple_gla/naive").naive_recurrent_simple_gla(x.q, x.k, x.v, x.g),
+    ),
+    "delta_rule": lambda x: (
+        ours.chunk_delta_rule(x.q, x.unit, x.v, x.beta),
         reference("ops/delta_rule/naive").delta_rule_recurrence(
-            *heads_first(x.q, x.unit, x.v, x.beta))),
-    "dplr": lambda x: (ours.chunk_dplr_delta_rule(x.q, x.k, x.v, x.a, x.b, x.gk),
+            *heads_first(x.q, x.unit, x.v, x.beta)
+        ),
+    ),
+    "dplr": lambda x: (
+        ours.chunk_dplr_delta_rule(x.q, x.k, x.v, x.a, x.b, x.gk),
         reference("ops/generalized_delta_rule/dplr/naive").dplr_recurrence(
-            *heads_first(x.q, x.k, x.v, x.a, x.b, x.gk))),
+            *heads_first(x.q, x.k, x.v, x.a, x.b, x.gk)
+        ),
+    ),
     "gated_delta_product": _product,
-    "attn": lambda x: (ours.parallel_attn(x.q, x.k, x.v, x.g, window_size=7),
-        reference("ops/attn/naive").naive_parallel_attn(x.q, x.k, x.v, window_size=7, g=x.g)),
-    "forgetting_attn": lambda x: (ours.parallel_forgetting_attn(x.q, x.k, x.v, x.g),
-        reference("ops/forgetting_attn/naive").naive_forgetting_attn(x.q, x.k, x.v, x.g)),
+    "attn": lambda x: (
+        ours.parallel_attn(x.q, x.k, x.v, x.g, window_size=7),
+        reference("ops/attn/naive").naive_parallel_attn(x.q, x.k, x.v, window_size=7, g=x.g),
+    ),
+    "forgetting_attn": lambda x: (
+        ours.parallel_forgetting_attn(x.q, x.k, x.v, x.g),
+        reference("ops/forgetting_attn/naive").naive_forgetting_attn(x.q, x.k, x.v, x.g),
+    ),
     "attnres": _attnres,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -206,10 +206,21 @@ def test_split_conv1d_scan_is_its_parts(norm: bool, mlp: int) -> None:
     A, out, scale = -normal(H).abs(), normal(O, mlp + dim), normal(dim)
     state = normal(B, H, P, N)
     got, final = ssd_combined.mamba_split_conv1d_scan_combined(
-        zxbcdt, weight, bias, dt_bias, A, D, 16, state, return_final_states=True,
-        rmsnorm_weight=scale if norm else None, outproj_weight=out, headdim=P, ngroups=G,
+        zxbcdt,
+        weight,
+        bias,
+        dt_bias,
+        A,
+        D,
+        16,
+        state,
+        return_final_states=True,
+        rmsnorm_weight=scale if norm else None,
+        outproj_weight=out,
+        headdim=P,
+        ngroups=G,
         norm_before_gate=False,
-    )  # fmt: skip
+    )
     zx, z, xBC, dt = zxbcdt.split([2 * mlp, dim, conv, H], -1)
     xBC = F.silu(F.conv1d(F.pad(xBC.mT, (W - 1, 0)), weight[:, None], bias, groups=conv)).mT
     x, b, c = xBC.split([dim, G * N, G * N], -1)

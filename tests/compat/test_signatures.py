@@ -123,12 +123,15 @@ CASES: list[tuple[Any, tuple, dict[str, tuple[int, ...]]]] = [
         for what in ("", "Linear")
     ],
     (modules.GroupNorm, (3, C, True, True), {**WEIGHT, "bias": (C,)}),
-    (modules.GatedMLP, (C, None, 20),
-        {"gate_proj.weight": (20, C), "up_proj.weight": (20, C), "down_proj.weight": (C, 20)}),
+    (
+        modules.GatedMLP,
+        (C, None, 20),
+        {"gate_proj.weight": (20, C), "up_proj.weight": (20, C), "down_proj.weight": (C, 20)},
+    ),
     (modules.ShortConvolution, (C, 4), {"weight": (C, 1, 4)}),
     (modules.ShortConvolution, (C, 4, True), {"weight": (C, 1, 4), "bias": (C,)}),
     (modules.RotaryEmbedding, (C,), {}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "args", "names"), CASES, ids=lambda x: getattr(x, "__name__", ""))
@@ -177,25 +180,37 @@ MISSING_OTHERS = {
     "flash_attn.flash_attn_interface": ("maybe_contiguous", "round_multiple"),
     "flash_attn.layers.rotary": ("rotate_half",),
     "flash_attn.ops.triton.layer_norm": (
-        "layer_norm_ref", "maybe_contiguous", "maybe_contiguous_lastdim", "rms_norm_ref",
+        "layer_norm_ref",
+        "maybe_contiguous",
+        "maybe_contiguous_lastdim",
+        "rms_norm_ref",
         "triton_autotune_configs",
     ),
     "flash_attn_interface": (
-        "get_scheduler_metadata", "maybe_contiguous", "round_multiple",
-        "round_up_headdim", "setup_context",
+        "get_scheduler_metadata",
+        "maybe_contiguous",
+        "round_multiple",
+        "round_up_headdim",
+        "setup_context",
     ),
     "mamba_ssm.ops.selective_scan_interface": ("rms_norm_forward",),
     "mamba_ssm.ops.triton.ssd_combined": (
-        "ensure_stride", "init_to_zero", "mamba_conv1d_scan_ref", "mamba_split_conv1d_scan_ref",
-        "selective_scan_bwd", "ssd_chunk_scan_combined_ref",
+        "ensure_stride",
+        "init_to_zero",
+        "mamba_conv1d_scan_ref",
+        "mamba_split_conv1d_scan_ref",
+        "selective_scan_bwd",
+        "ssd_chunk_scan_combined_ref",
     ),
     "mamba_ssm.ops.triton.layernorm_gated": ("rms_norm_ref",),
     "mamba_ssm.ops.triton.layer_norm": ("config_prune", "layer_norm_ref", "rms_norm_ref"),
-}  # fmt: skip
+}
 NAMES = [
-    (module, name) for module, functions in SNAPSHOT_OTHERS.items() for name in functions
+    (module, name)
+    for module, functions in SNAPSHOT_OTHERS.items()
+    for name in functions
     if name.partition(".")[0] not in MISSING_OTHERS.get(module, ())
-]  # fmt: skip
+]
 
 
 def member(module: str, name: str) -> Any:

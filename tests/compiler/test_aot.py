@@ -34,9 +34,15 @@ def test_compile_kernel_makes_what_the_jit_makes(
     monkeypatch.setattr(driver, "_active", Driver())
     arguments = [torch.bfloat16] * 3 + [torch.float32 if bias else None]
     theirs = load(PRODUCT).warmup(
-        *arguments, 1.0, 50, **CONSTANTS, **common_options(gpu_target("sm_90")), num_warps=4,
-        num_stages=3, grid=(1,),
-    )  # fmt: skip
+        *arguments,
+        1.0,
+        50,
+        **CONSTANTS,
+        **common_options(gpu_target("sm_90")),
+        num_warps=4,
+        num_stages=3,
+        grid=(1,),
+    )
     assert theirs.hash == ours.hash
 
 

@@ -86,9 +86,11 @@ worker.compile(Job(kernel, {"x_ptr": "*i32"}, {"WHAT": "hang"}, {}, 1, 1, {}, "s
 def test_hanging_compiler_ends_with_parent() -> None:
     path = os.pathsep.join(sys.path)
     parent = subprocess.Popen(
-        [sys.executable, "-c", _HANGS], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", _HANGS],
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+    )
     assert parent.stdout is not None
     with parent.stdout:
         child = int(parent.stdout.readline())

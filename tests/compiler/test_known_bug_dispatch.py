@@ -54,8 +54,13 @@ INTERPRETED_ONLY = ("interpreter-bf16", "interpreter-mask")
 
 def test_every_fault_is_answered_and_tested() -> None:
     answered = [
-        *REFUSED.keys() - {FAULT.name}, *LAUNCHED, *AVOIDED, *PROBED, *SLOW, *INTERPRETED_ONLY,
-    ]  # fmt: skip
+        *REFUSED.keys() - {FAULT.name},
+        *LAUNCHED,
+        *AVOIDED,
+        *PROBED,
+        *SLOW,
+        *INTERPRETED_ONLY,
+    ]
     assert sorted(answered) == sorted(BY_NAME)
     for name, x in BY_NAME.items():
         assert x.avoided == (name in AVOIDED)

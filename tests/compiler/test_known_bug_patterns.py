@@ -115,11 +115,14 @@ def job(name: str, tensors: dict[str, str], constants: dict[str, Any], **rest: A
 
 @pytest.mark.parametrize(
     ("which", "M", "N", "warps", "has"),
-    [("turned", 64, 64, 4, {"transposed_dot", "chained_64_dots"}),
-        ("narrow", 64, 32, 4, {"narrow_dot"}), ("narrow", 64, 64, 4, set()),
+    [
+        ("turned", 64, 64, 4, {"transposed_dot", "chained_64_dots"}),
+        ("narrow", 64, 32, 4, {"narrow_dot"}),
+        ("narrow", 64, 64, 4, set()),
         ("narrow", 32, 32, 4, set()),  # too few rows for wgmma
-        ("narrow", 64, 32, 2, set())],
-)  # fmt: skip
+        ("narrow", 64, 32, 2, set()),
+    ],
+)
 def test_patterns_are_found_where_they_are(
     which: str, M: int, N: int, warps: int, has: set[str]
 ) -> None:
@@ -151,10 +154,12 @@ def hidden_products(source: str) -> list[int]:
     calls = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.Call)]
     sums = [x for x in calls if ast.unparse(x.func) in ("tl.sum", "tl.reduce")]
     return [
-        x.lineno for x in sums for y in ast.walk(x)
+        x.lineno
+        for x in sums
+        for y in ast.walk(x)
         if isinstance(y, ast.BinOp) and isinstance(y.op, ast.Mult)
         if spread(y.left) and spread(y.right)
-    ]  # fmt: skip
+    ]
 
 
 def test_no_sum_of_float32_becomes_a_product_in_tf32() -> None:
@@ -198,9 +203,13 @@ def compile_to_gpu_ir(sample: Sample, arch: str, shapes: Iterable[Shape], backwa
 
 @pytest.mark.parametrize(
     ("arch", "name", "shape"),
-    [("sm_80", "chunk_simple_gla", SHAPES[0]), ("sm_100", "chunk_kda", SHAPES[0]),
-        ("sm_100", "chunk_gla", SHAPES[0]), ("gfx942", "delta_rule_across_ranks", SHAPES[1])],
-)  # fmt: skip
+    [
+        ("sm_80", "chunk_simple_gla", SHAPES[0]),
+        ("sm_100", "chunk_kda", SHAPES[0]),
+        ("sm_100", "chunk_gla", SHAPES[0]),
+        ("gfx942", "delta_rule_across_ranks", SHAPES[1]),
+    ],
+)
 def test_forward_of_linear_attention_compiles_on(arch: str, name: str, shape: Shape) -> None:
     """sm_100: a product's minimum by one axis after the other; gfx942: it has no tf32x3."""
     compile_to_gpu_ir(LINEAR[name], arch, [shape], backward=False)

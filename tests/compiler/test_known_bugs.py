@@ -23,7 +23,8 @@ def test_every_fault_is_complete() -> None:
 
 @pytest.mark.parametrize(
     ("where", "name", "applies"),
-    [(("sm_90", "3.6.0", "12.8.93"), "narrow-dot", True),
+    [
+        (("sm_90", "3.6.0", "12.8.93"), "narrow-dot", True),
         (("sm_90", "3.6.0", "13.1.80"), "narrow-dot", False),
         (("sm_80", "3.6.0", "12.8.93"), "narrow-dot", False),
         (("sm_90", "3.7.0", "12.8.93"), "transposed-dot", True),
@@ -32,8 +33,9 @@ def test_every_fault_is_complete() -> None:
         (("sm_75", "3.8.0", "12.8.93"), "planted-fault", False),
         (("sm_80", "3.6.0", "12.8.93"), "planted-fault", False),
         (("sm_90", "3.8.0", "12.9.86"), "fp8-scaled-mm", True),
-        (("sm_70", "3.6.0", "13.0.88"), "ptxas13-volta", True)],
-)  # fmt: skip
+        (("sm_70", "3.6.0", "13.0.88"), "ptxas13-volta", True),
+    ],
+)
 def test_faults_apply_where_they_are(
     where: tuple, name: str, applies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,12 +76,16 @@ COPY = "%b = ttg.async_copy_global_to_local %p, %at : ptr\n"
 
 @pytest.mark.parametrize(
     ("slots", "early", "pending", "raced"),
-    [(1, 1, 0, False),  # waited for
-        (1, 1, 1, True), (2, 1, 1, False),  # the copy is of the next turn's slot
+    [
+        (1, 1, 0, False),  # waited for
+        (1, 1, 1, True),
+        (2, 1, 1, False),  # the copy is of the next turn's slot
         (2, 2, 1, True),  # of the turn after it, which is this turn's
-        (3, 2, 1, False), (3, 2, 2, True),  # the product of the turn before goes on
-        (2, 1, 2, True)],
-)  # fmt: skip
+        (3, 2, 1, False),
+        (3, 2, 2, True),  # the product of the turn before goes on
+        (2, 1, 2, True),
+    ],
+)
 def test_slots_turns_and_waits_are_counted(
     slots: int, early: int, pending: int, raced: bool
 ) -> None:
@@ -144,11 +148,14 @@ ENDS = [
 
 @pytest.mark.parametrize(
     ("after", "left"),
-    [(ENDS, False), (ENDS[:1], True),  # the other one
+    [
+        (ENDS, False),
+        (ENDS[:1], True),  # the other one
         (["ttg.warp_specialize(%x, %b) attributes {}"], False),
         (["ttg.warp_specialize(%x) attributes {}"], True),  # the first part alone takes it
-        ([], True)],
-)  # fmt: skip
+        ([], True),
+    ],
+)
 def test_every_barrier_of_a_ring_counts(after: list[str], left: bool) -> None:
     assert bool(find_hazard(RING + "\n".join(after))) == left
 

@@ -54,9 +54,15 @@ def test_cached_says_whether_a_first_call_would_compile(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     job = aot.Job(
-        "tests.support.planted_bugs:planted_kernel", {"x_ptr": "*i32"}, {"WHAT": "x"}, {}, 1, 1,
-        {}, "sm_80",
-    )  # fmt: skip
+        "tests.support.planted_bugs:planted_kernel",
+        {"x_ptr": "*i32"},
+        {"WHAT": "x"},
+        {},
+        1,
+        1,
+        {},
+        "sm_80",
+    )
     assert not aot.cached(job)
     job.compile()
     assert aot.cached(job)

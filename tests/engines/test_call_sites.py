@@ -64,9 +64,11 @@ def test_signatures_are_vllms(release: str) -> None:
 # what SGLang passes and slipstream refuses where it asks for something: rings, trees, checkpoints
 RINGS = {f"replayssm_{x}" for x in ("d", "k", "g", "write_pos", "force_flush")}
 REFUSED = {
-    "decode": set(), "packed_decode": RINGS, "target_verify": {"retrieve_parent_token"},
+    "decode": set(),
+    "packed_decode": RINGS,
+    "target_verify": {"retrieve_parent_token"},
     "extend": {"state_checkpoint_cu_starts", "state_checkpoint_indices", "num_state_checkpoints"},
-}  # fmt: skip
+}
 # of keywords in a dictionary: KDA's verification
 IN_A_DICT = {"cache_ring", "replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta"}
 

@@ -200,9 +200,12 @@ def test_registry_of_external_models(engine: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("asked", [None, "1"])
 def test_plugin_is_called(
-    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    asked: str | None, tmp_path: Path
-) -> None:  # fmt: skip
+    engine: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: str | None,
+    tmp_path: Path,
+) -> None:
     install(monkeypatch, tmp_path)
     if asked is not None:
         monkeypatch.setenv("SLIPSTREAM_SGLANG", asked)
@@ -220,9 +223,11 @@ def test_plugin_is_called(
 
 
 def test_release_without_a_class_keeps_its_own(
-    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    tmp_path: Path
-) -> None:  # fmt: skip
+    engine: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
     """Or a function; the other kinds are ours."""
     install(monkeypatch, tmp_path)
     monkeypatch.setenv("SLIPSTREAM_SGLANG", "1")
@@ -238,7 +243,7 @@ def test_release_without_a_class_keeps_its_own(
 
 def test_another_dispatcher_keeps_its_kernels(
     engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:  # fmt: skip
+) -> None:
     for kind, name in NAMES.items():
         theirs = getattr(engine.modules[kind], f"{kind.upper()}KernelDispatcher")
         made = theirs.__init__

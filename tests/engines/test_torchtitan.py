@@ -23,9 +23,12 @@ pytestmark = pytest.mark.slow
 TORCHTITAN = torchtitan_qwen.RELEASE
 OVERRIDES = ("gated_delta_net", "attention", "norm")
 CALLS = {
-    "GatedDeltaKernel": 3, "OffsetRMSNorm": 11, "RMSNormGated": 3, "attention": 1,
+    "GatedDeltaKernel": 3,
+    "OffsetRMSNorm": 11,
+    "RMSNormGated": 3,
+    "attention": 1,
     "short_convolution": 9,
-}  # fmt: skip
+}
 
 
 @pytest.fixture

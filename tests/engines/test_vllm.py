@@ -77,10 +77,14 @@ def test_registered_layer_is_a_module(engine: SimpleNamespace, custom_ops: str) 
     # as QwenGatedDeltaNetAttention._forward_core calls it
     o, final = layer(
         **{n: given[n] for n in ("q", "k", "v", "g", "beta")},
-        initial_state=call.states[call.slots.long()], output_final_state=True,
-        cu_seqlens=call.offsets, chunk_indices=None, chunk_offsets=None,
-        use_qk_l2norm_in_kernel=True, core_attn_out=room,
-    )  # fmt: skip
+        initial_state=call.states[call.slots.long()],
+        output_final_state=True,
+        cu_seqlens=call.offsets,
+        chunk_indices=None,
+        chunk_offsets=None,
+        use_qk_l2norm_in_kernel=True,
+        core_attn_out=room,
+    )
     assert called == [1] and usage.site("vllm", "ChunkGatedDeltaRule").calls() == before + 1
     torch.testing.assert_close(o.double(), want, atol=2e-5, rtol=2e-5)
     final_states = torch.stack([x[-1] for x in states])
@@ -250,9 +254,12 @@ def test_stochastic_rounding_is_refused(engine: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("asked", [None, "0", "1", "yes"])
 def test_plugin_is_called(
-    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    asked: str | None, tmp_path: Path
-) -> None:  # fmt: skip
+    engine: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: str | None,
+    tmp_path: Path,
+) -> None:
     install(monkeypatch, tmp_path)
     if asked is not None:
         monkeypatch.setenv("SLIPSTREAM_VLLM", asked)
@@ -277,9 +284,12 @@ MISSING = {
 
 @pytest.mark.parametrize("what", [*MISSING, "arguments", "another plugin"])
 def test_another_release_keeps_its_own(
-    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    what: str, tmp_path: Path
-) -> None:  # fmt: skip
+    engine: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    what: str,
+    tmp_path: Path,
+) -> None:
     install(monkeypatch, tmp_path)
     monkeypatch.setenv("SLIPSTREAM_VLLM", "1")
     registered = engine.custom.op_registry_oot

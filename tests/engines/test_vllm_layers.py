@@ -41,10 +41,17 @@ def refused(*args: Any, **kwargs: Any) -> Any:
 
 
 def prepared(
-    conv_output: torch.Tensor, a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor,
-    dt_bias: torch.Tensor, num_k_heads: int, head_k_dim: int, head_v_dim: int, apply_l2norm: bool,
-    output_g_exp: bool
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    conv_output: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    num_k_heads: int,
+    head_k_dim: int,
+    head_v_dim: int,
+    apply_l2norm: bool,
+    output_g_exp: bool,
+) -> tuple[torch.Tensor, ...]:
     """vLLM's fused_post_conv_prep."""
     keys = num_k_heads * head_k_dim
     q, k, v = conv_output.split([keys, keys, conv_output.shape[1] - 2 * keys], -1)
@@ -169,18 +176,23 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         "vllm__forward_context": {"get_forward_context": lambda: context},
         "vllm__utils__torch_utils": {
             "async_tensor_h2d": lambda x, device=None, dtype=None: torch.as_tensor(x, dtype=dtype),
-            "np_to_pinned_tensor": torch.from_numpy, "PIN_MEMORY": False},
+            "np_to_pinned_tensor": torch.from_numpy,
+            "PIN_MEMORY": False,
+        },
         "einops": {"rearrange": rearranged},
-        f"{fla}__index": dict.fromkeys(("prepare_chunk_indices", "prepare_chunk_offsets"),
-            lambda *_: torch.zeros(0)),
+        f"{fla}__index": dict.fromkeys(
+            ("prepare_chunk_indices", "prepare_chunk_offsets"), lambda *_: torch.zeros(0)
+        ),
         "vllm__utils__math_utils": {"cdiv": lambda a, b: -(-a // b)},
         "vllm__compilation__breakable_cudagraph": {"eager_break_during_capture": lambda f: f},
         kimi: {**functions, "fused_recurrent_kda_packed_decode": refused},
-        f"{fla}__kda": {**functions,
+        f"{fla}__kda": {
+            **functions,
             **dict.fromkeys(("chunk_kda", "fused_recurrent_kda_fwd"), refused),
-            "fused_kda_gate": kda_gate},
+            "fused_kda_gate": kda_gate,
+        },
         fla: {**dict.fromkeys(delta, refused), "fused_post_conv_prep": prepared},
-    }  # fmt: skip
+    }
     stand_ins = {
         "causal_conv1d_update": conv_update,
         "fused_olmo_hybrid_gdn_gating": gating,

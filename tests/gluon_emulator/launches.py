@@ -48,9 +48,11 @@ def run(kernel: Any, programs: int, given: dict[str, Any], together: bool = Fals
 
 
 def as_numpy(
-    monkeypatch: pytest.MonkeyPatch, like: torch.dtype = torch.bfloat16, rounds: bool = False,
-    together: str = ""
-) -> list[str]:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    like: torch.dtype = torch.bfloat16,
+    rounds: bool = False,
+    together: str = "",
+) -> list[str]:
     """Has launches run the kernels as numpy; names of those that ran, by and by.
 
     Args:

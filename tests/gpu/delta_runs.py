@@ -25,11 +25,13 @@ def inputs(size: tuple, gated: bool) -> LinearInputs:
     x = torch.rand(B, T, HV, device="cuda")
     return LinearInputs(
         torch.randn(B, T, H, K, **make),
-        F.normalize(torch.randn(B, T, H, K, **make), dim=-1), torch.randn(B, T, HV, V, **make),
+        F.normalize(torch.randn(B, T, H, K, **make), dim=-1),
+        torch.randn(B, T, HV, V, **make),
         g=torch.where(x < 0.1, -torch.inf, -x) if gated else None,
         beta=2 * torch.rand(B, T, HV, device="cuda"),
-        initial_state=torch.randn(N, HV, K, V, device="cuda"), cu_seqlens=offsets(lengths),
-    )  # fmt: skip
+        initial_state=torch.randn(N, HV, K, V, device="cuda"),
+        cu_seqlens=offsets(lengths),
+    )
 
 
 BARS = {"o": 5e-3, "final": 5e-3, "g": 2e-2, "beta": 2e-2}  # of the others 8e-3
@@ -52,11 +54,15 @@ def channels(
     cu = offsets(lengths)
     b = -(a.float() * torch.rand(B, T, H, 1, device="cuda")).bfloat16()
     return LinearInputs(
-        torch.randn(B, T, H, K, **make), k, torch.randn(B, T, HV, 128, **make), g=g.to(dtype),
+        torch.randn(B, T, H, K, **make),
+        k,
+        torch.randn(B, T, HV, 128, **make),
+        g=g.to(dtype),
         beta=2 * torch.rand(B, T, HV, device="cuda") if kind == "kda" else None,
-        a=a if kind in ("dplr", "iplr") else None, b=b if kind in ("dplr", "iplr") else None,
+        a=a if kind in ("dplr", "iplr") else None,
+        b=b if kind in ("dplr", "iplr") else None,
         erase=torch.rand(B, T, HV, K, **make) if kind == "gdn2" else None,
         write=torch.rand(B, T, HV, 128, **make) if kind == "gdn2" else None,
         initial_state=torch.randn(B if cu is None else len(cu) - 1, HV, K, 128, device="cuda"),
         cu_seqlens=cu,
-    )  # fmt: skip
+    )

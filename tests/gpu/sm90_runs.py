@@ -48,9 +48,11 @@ def run(launch: Any, terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[st
 
 
 def expect(
-    make: Callable[[], dict[str, Tensor]], want: Mapping[str, Tensor], limits: Mapping[str, float],
-    limit: float
-) -> dict[str, Tensor]:  # fmt: skip
+    make: Callable[[], dict[str, Tensor]],
+    want: Mapping[str, Tensor],
+    limits: Mapping[str, float],
+    limit: float,
+) -> dict[str, Tensor]:
     """The results, which have the same bits twice and are as near to `want` as limits say."""
     got, again = make(), make()
     for name, x in got.items():

@@ -128,11 +128,13 @@ def test_portable_kernels_match_reference(call: Call, D: int, DV: int) -> None:
 LIMIT = 1.5
 # B, T, S, H, HKV, left, right
 CASES: dict[str, tuple[int, int, int, int, int, int, int]] = {
-    "causal": (2, 777, 777, 4, 4, -1, 0), "full": (2, 333, 517, 4, 2, -1, -1),
+    "causal": (2, 777, 777, 4, 4, -1, 0),
+    "full": (2, 333, 517, 4, 2, -1, -1),
     "narrow window": (1, 901, 901, 4, 2, 17, 0),
-    "wide window": (1, 901, 1003, 2, 2, 300, 150), "blind rows": (1, 700, 300, 2, 1, -1, 0),
+    "wide window": (1, 901, 1003, 2, 2, 300, 150),
+    "blind rows": (1, 700, 300, 2, 1, -1, 0),
     "one key": (2, 129, 1, 2, 2, -1, -1),
-}  # fmt: skip
+}
 WIDTHS = [(64, 64), (128, 128), (256, 256), (80, 80), (96, 96), (100, 100), (192, 128), (64, 256),
           (128, 64)]  # fmt: skip
 

@@ -28,14 +28,18 @@ from tests.gpu.waiting import waiting_is_an_error
 
 T, H, HKV = 300, 4, 2
 FEATURES: dict[str, dict[str, Any]] = {
-    "causal": {}, "full": {"causal": False}, "window": {"window_size": (40, 0)},
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window_size": (40, 0)},
     "window, softcap": {"causal": False, "window_size": (130, 20), "softcap": 5.0},
     "packed": {"cu_seqlens": (0, 5, 5, 180, 300)},
     "packed, window": {"cu_seqlens": (0, 5, 5, 180, 300), "window_size": (60, 9), "causal": False},
     "packed apart": {"cu_seqlens": (0, 5, 5, 180, 300), "cu_seqlens_k": (0, 0, 7, 200, 300)},
-    "used": {"key_lengths": (300, 7)}, "sinks": {"sinks": True}, "gate": {"g": True},
+    "used": {"key_lengths": (300, 7)},
+    "sinks": {"sinks": True},
+    "gate": {"g": True},
     "slopes": {"alibi_slopes": True},
-}  # fmt: skip
+}
 # offsets that replace those of a feature, with the same end
 OTHERS = {
     "cu_seqlens": ((0, 100, 101, 101, 300), (0, 0, 0, 300, 300)),
@@ -157,12 +161,16 @@ def flash_calls() -> dict[str, tuple[Callable[[], Any], Any]]:
     table = torch.randperm(40, device="cuda").view(4, 10).int()
     at = torch.tensor([0, 9, 20, 150, 300], device="cuda", dtype=torch.int32)
     return {
-        "func": (lambda: flash_attn_func(rows, keys, values, causal=True, window_size=(50, 0)),
-            batch),
+        "func": (
+            lambda: flash_attn_func(rows, keys, values, causal=True, window_size=(50, 0)),
+            batch,
+        ),
         "varlen": (lambda: flash_attn_varlen_func(q, k, v, cu, cu, 175, 175, causal=True), packed),
-        "paged": (lambda: flash_attn_varlen_func(q, k_pages, v_pages, cu, at, block_table=table),
-            [q]),
-    }  # fmt: skip
+        "paged": (
+            lambda: flash_attn_varlen_func(q, k_pages, v_pages, cu, at, block_table=table),
+            [q],
+        ),
+    }
 
 
 @pytest.mark.parametrize("name", ["func", "varlen", "paged"])
@@ -191,11 +199,15 @@ def cache_call(D: int, page: int, tokens: int = 1) -> dict[str, Any]:
     call = {
         "q": torch.randn(B, tokens, 8, D, **make),
         "k_cache": torch.randn(*rows, HKV, D, **make),
-        "v_cache": torch.randn(*rows, HKV, D, **make), "k": torch.randn(B, tokens, HKV, D, **make),
-        "v": torch.randn(B, tokens, HKV, D, **make), "rotary_cos": cos, "rotary_sin": sin,
+        "v_cache": torch.randn(*rows, HKV, D, **make),
+        "k": torch.randn(B, tokens, HKV, D, **make),
+        "v": torch.randn(B, tokens, HKV, D, **make),
+        "rotary_cos": cos,
+        "rotary_sin": sin,
         "cache_seqlens": torch.tensor(LENGTHS[0], device="cuda", dtype=torch.int32),
-        "causal": True, "return_softmax_lse": True,
-    }  # fmt: skip
+        "causal": True,
+        "return_softmax_lse": True,
+    }
     if page:
         order = torch.randperm(rows[0], device="cuda")
         call["block_table"] = order.view(B, -1).int()
@@ -277,10 +289,13 @@ def test_cache_grows_and_is_read(
     given: dict[str, Any] = {
         "q": torch.randn(B, T, 8, D).bfloat16(),
         "k": torch.randn(B, T, CACHE_HEADS, D).bfloat16(),
-        "v": torch.randn(B, T, CACHE_HEADS, DV).bfloat16(), "rotary_cos": cos, "rotary_sin": sin,
-        "cache_seqlens": torch.tensor(CACHE_LENGTHS, dtype=torch.int32), "sinks": torch.randn(8),
+        "v": torch.randn(B, T, CACHE_HEADS, DV).bfloat16(),
+        "rotary_cos": cos,
+        "rotary_sin": sin,
+        "cache_seqlens": torch.tensor(CACHE_LENGTHS, dtype=torch.int32),
+        "sinks": torch.randn(8),
         **cache_of(D, DV, page),
-    }  # fmt: skip
+    }
     here = {n: x.cuda() for n, x in given.items()}
     wide = {n: x.double() if x.is_floating_point() else x for n, x in given.items()}
     options: dict[str, Any] = {
@@ -323,9 +338,11 @@ CALLS = {
     "rows": (2, 1, 700, 16, 0, 512, 64),
     "rows, many heads": (3, 1, 1500, 128, 0, 512, 64),
     "rows, two tokens": (3, 2, 333, 7, 0, 512, 64),
-    "pages of 64": (3, 1, 960, 128, 64, 512, 64), "pages of 16": (3, 3, 480, 16, 16, 512, 64),
-    "pages of 30": (3, 1, 480, 128, 30, 512, 64), "narrow": (2, 2, 90, 5, 0, 100, 20),
-}  # fmt: skip
+    "pages of 64": (3, 1, 960, 128, 64, 512, 64),
+    "pages of 16": (3, 3, 480, 16, 16, 512, 64),
+    "pages of 30": (3, 1, 480, 128, 30, 512, 64),
+    "narrow": (2, 2, 90, 5, 0, 100, 20),
+}
 every_call = pytest.mark.parametrize("name", CALLS)
 
 

@@ -37,13 +37,19 @@ WIDTHS |= {"rms_norm-residual": (3000, 8192), "l2_norm": (64, 128), "swiglu": (1
 WIDTHS |= {"rms_norm_gated": (2048, 20000), "rms_norm_gated-mamba2": (768, 12288)}
 WIDTHS |= {"group_norm": (4096,), "short_convolution": (4096,), "short_convolution-packed": (512,)}
 HALVES = (
-    "rms_norm", "short_convolution", "swiglu", "rotary_embedding-positions", "cross_entropy-mean",
-)  # fmt: skip
+    "rms_norm",
+    "short_convolution",
+    "swiglu",
+    "rotary_embedding-positions",
+    "cross_entropy-mean",
+)
 HALVES += ("linear_cross_entropy-mean",)
 CASES = [
-    (x, 100, 30, dtype) for x in TABLE for dtype in LIMITS
+    (x, 100, 30, dtype)
+    for x in TABLE
+    for dtype in LIMITS
     if dtype != torch.float16 or x.name in HALVES
-]  # fmt: skip
+]
 CASES += [(x, 40, D, torch.bfloat16) for x in TABLE for D in WIDTHS.get(x.name, ())]
 CASES += [(x, 40, D, torch.float32) for x in TABLE for D in WIDTHS.get(x.name, ())[-1:]]
 every_block = pytest.mark.parametrize("block", TABLE, ids=lambda x: x.name)
@@ -228,9 +234,11 @@ CHOSEN = ("rms_norm", "short_convolution", "short_convolution-packed", "token_sh
 CHOSEN += ("cross_entropy-mean", "cross_entropy-none")
 NAMED = ("rotary_embedding-positions", "swiglu", "glu_linear", "token_shift-state")
 COMPILED = [
-    pytest.param(block, impl, id=block.name) for block in BLOCKS
-    for impl, names in ((None, CHOSEN), ("triton", NAMED)) if block.name in names
-]  # fmt: skip
+    pytest.param(block, impl, id=block.name)
+    for block in BLOCKS
+    for impl, names in ((None, CHOSEN), ("triton", NAMED))
+    if block.name in names
+]
 
 
 def both_compiled(call: Any, args: Args) -> list[Tensor]:

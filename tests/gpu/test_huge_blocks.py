@@ -67,15 +67,19 @@ def losses(x: Tensor, **options: Any) -> Tensor:
 CASES = {
     "rms_norm": Case(ops.rms_norm, 2048, rest=(2048,)),
     "rms_norm long rows": Case(ops.rms_norm, 40000, rest=(40000,)),
-    "rms_norm residual": Case(lambda x, r, w, **o: ops.rms_norm(x, w, residual=r, **o), 2048, 2,
-        (2048,)),
+    "rms_norm residual": Case(
+        lambda x, r, w, **o: ops.rms_norm(x, w, residual=r, **o), 2048, 2, (2048,)
+    ),
     "rms_norm_gated": Case(ops.rms_norm_gated, 2048, 2, (2048,)),
-    "layer_norm": Case(ops.layer_norm, 3000, rest=(3000, 3000)), "l2_norm": Case(ops.l2_norm, 64),
+    "layer_norm": Case(ops.layer_norm, 3000, rest=(3000, 3000)),
+    "l2_norm": Case(ops.l2_norm, 64),
     "group_norm": Case(lambda x, w, **o: ops.group_norm(x, 16, w, **o), 2048, rest=(2048,)),
-    "swiglu": Case(ops.swiglu, 1000, 2), "rotary_embedding": Case(rotated, 2048),
+    "swiglu": Case(ops.swiglu, 1000, 2),
+    "rotary_embedding": Case(rotated, 2048),
     "short_convolution": Case(convolved, 2048, rest=(4 * 2048,)),
-    "token_shift": Case(shifted, 2048), "cross_entropy": Case(losses, 100003),
-}  # fmt: skip
+    "token_shift": Case(shifted, 2048),
+    "cross_entropy": Case(losses, 100003),
+}
 
 
 @pytest.fixture(autouse=True)

@@ -161,10 +161,12 @@ def results_of_launches(T: int, dtype: torch.dtype, shift: int) -> list[torch.Te
     outs = [
         ops.chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[0],
         ops.chunk_gla(q, k, v, g[..., None].expand(q.shape).contiguous())[0],
-        ops.chunk_retention(q, k, v)[0], ops.attention(q, k, v),
-        ops.short_convolution(x[None], some(96, 4), activation="silu")[0], ops.swiglu(x, x),
+        ops.chunk_retention(q, k, v)[0],
+        ops.attention(q, k, v),
+        ops.short_convolution(x[None], some(96, 4), activation="silu")[0],
+        ops.swiglu(x, x),
         ops.rms_norm(x, weight),
-    ]  # fmt: skip
+    ]
     wanted = (q, k, v, x, weight)
     loss = torch.stack([o.float().square().sum() for o in outs]).sum()
     grads = torch.autograd.grad(loss, wanted)
@@ -173,8 +175,11 @@ def results_of_launches(T: int, dtype: torch.dtype, shift: int) -> list[torch.Te
 
 def test_kept_launches_are_tritons() -> None:
     for T, dtype in (
-        (1, torch.bfloat16), (16, torch.float16), (100, torch.bfloat16), (128, torch.bfloat16),
-    ):  # fmt: skip
+        (1, torch.bfloat16),
+        (16, torch.float16),
+        (100, torch.bfloat16),
+        (128, torch.bfloat16),
+    ):
         for shift in (0, 8, 1, 0):
             got = results_of_launches(T, dtype, shift)
             with (
@@ -252,13 +257,15 @@ def test_inference_is_one_record_of_launches(op: str) -> None:
 
 
 ATTENTION: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True}, "full": {"causal": False},
+    "causal": {"causal": True},
+    "full": {"causal": False},
     "window": {"causal": True, "window_size": 50},
     "window, softcap": {"causal": False, "window_size": (40, 20), "softcap": 5.0},
     "packed": {"causal": True, "cu_seqlens": (0, 5, 5, 180, 300)},
-    "used": {"causal": True, "key_lengths": (300, 7)}, "sinks": {"causal": True, "sinks": True},
+    "used": {"causal": True, "key_lengths": (300, 7)},
+    "sinks": {"causal": True, "sinks": True},
     "gate": {"causal": True, "g": True},
-}  # fmt: skip
+}
 
 
 def with_gradients(options: dict[str, Any], leaves: list[Tensor]) -> list[Tensor]:

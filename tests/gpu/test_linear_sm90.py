@@ -84,9 +84,12 @@ def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
     few = slice(7, 9)
     alone = terms._replace(
         initial_state=terms.initial_state[:, few].contiguous(),
-        **{name: x[:, :, few].contiguous() for name in ("q", "k", "v", "g", "beta")
-            if (x := getattr(terms, name)) is not None},
-    )  # fmt: skip
+        **{
+            name: x[:, :, few].contiguous()
+            for name in ("q", "k", "v", "g", "beta")
+            if (x := getattr(terms, name)) is not None
+        },
+    )
     assert not backend.Sm90Delta()._use_2tile(alone)
     for name, want in both(alone, few).items():
         assert torch.equal(got[name], again[name]), name

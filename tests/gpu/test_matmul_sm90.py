@@ -111,11 +111,15 @@ def test_matmul_goes_on_with_what_follows(impl: str, dtype: torch.dtype) -> None
     turned: dict[str, Any] = {"residual": drawn(M, N, out, True)}
     limit = 3e-3 if out == BF16 else 1.2e-3
     for options in (
-        {}, rows, {**one, **turned},
+        {},
+        rows,
+        {**one, **turned},
         {**one, "bias": bias, "out_dtype": torch.float16},
-        *({**whole, **rows, "activation": f}
-            for f in (ACTIVATIONS if dtype == BF16 else ("silu",))),
-    ):  # fmt: skip
+        *(
+            {**whole, **rows, "activation": f}
+            for f in (ACTIVATIONS if dtype == BF16 else ("silu",))
+        ),
+    ):
         given = options.items()
         wide: dict[str, Any] = {n: x.double() if isinstance(x, Tensor) else x for n, x in given}
         wide.pop("out_dtype", None)

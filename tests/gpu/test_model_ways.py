@@ -15,11 +15,13 @@ from tests.support.model_ways import WAYS, check
 from tests.support.trainer_runs import IDS, PAIRS, STEPS, generated, losses, make, own_loop, trainer
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available() or not dist.is_nccl_available(),
-        reason="needs a CUDA device and NCCL"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not dist.is_nccl_available(),
+        reason="needs a CUDA device and NCCL",
+    ),
     pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]  # fmt: skip
+]
 # float32 sums in another order, through 25 layers
 NEAR = 20.0
 TOGETHER = [("checkpointed", "compiled", "fsdp"), ("selective", "hsdp"), ("hooked", "checkpointed")]
@@ -42,11 +44,16 @@ def test_model_in_a_way_is_the_same_on_cuda(ways: tuple[str, ...]) -> None:
 
 RUNS: dict[str, dict[str, Any]] = {
     "padded": {},
-    "accumulated, checkpointed": {"per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2, "gradient_checkpointing": True},
-    "bf16": {"bf16": True}, "fp16": {"fp16": True}, "smoothed": {"label_smoothing_factor": 0.1},
+    "accumulated, checkpointed": {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+    },
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "smoothed": {"label_smoothing_factor": 0.1},
     "workers": {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork"},
-}  # fmt: skip
+}
 
 
 def assert_trains_as_plain_loop(

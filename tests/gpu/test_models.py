@@ -176,10 +176,15 @@ def test_few_heads_on_cuda_give_equal_bits() -> None:
 
 @pytest.mark.parametrize(
     "mixers",
-    [("gated_deltanet", "attention"), ("kda", "mamba2"), ("rwkv7", "gla"),
-        ("delta_net", "lightning_attn"), ("retention", "attention")],
+    [
+        ("gated_deltanet", "attention"),
+        ("kda", "mamba2"),
+        ("rwkv7", "gla"),
+        ("delta_net", "lightning_attn"),
+        ("retention", "attention"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 @torch.no_grad()
 def test_generate_on_cuda_gives_equal_bits(mixers: tuple[str, ...]) -> None:
     """By graphs, past the ends of blocks: the tokens of prompts that have them."""

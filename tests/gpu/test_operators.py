@@ -412,9 +412,12 @@ def test_past_of_small_keys_keeps_its_bits(op: Sample, impl: str | None) -> None
     rand = torch.rand(shape, device="cuda").to(args[name].dtype)
     odd = (torch.arange(128, device="cuda") // 16 % 2 == 1)[None, :, None, None]
     gates = {
-        "weak": -0.1 * rand, "half": -6.6 * rand, "even": -3.4 + 0 * rand,
-        "quarters": torch.where(odd, -6.9, -0.1 * rand), "strong": -50 * rand,
-    }  # fmt: skip
+        "weak": -0.1 * rand,
+        "half": -6.6 * rand,
+        "even": -3.4 + 0 * rand,
+        "quarters": torch.where(odd, -6.9, -0.1 * rand),
+        "strong": -50 * rand,
+    }
     found = []
     with torch.no_grad():
         for before, past in gates.items():

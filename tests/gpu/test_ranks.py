@@ -25,9 +25,16 @@ pytestmark = pytest.mark.skipif(
 
 
 NAMES = (
-    "chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule", "chunk_kda", "chunk_rwkv7",
-    "chunk_hgrn", "selective_scan", "short_convolution", "attention",
-)  # fmt: skip
+    "chunk_simple_gla",
+    "chunk_gla",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "chunk_rwkv7",
+    "chunk_hgrn",
+    "selective_scan",
+    "short_convolution",
+    "attention",
+)
 
 
 @pytest.mark.parametrize("work", ["results_and_bits", "without_waiting"])

@@ -24,10 +24,13 @@ pytestmark = pytest.mark.skipif(not SM_90, reason="needs an sm_90 device")
 BF16, FP16 = torch.bfloat16, torch.float16
 # width of a head, rows, tokens, heads, packed, window, rows of tables
 CALLS = [
-    (128, 2, 1000, (4, 4, 4), False, None, 1), (64, 2, 333, (4, 2, 2), False, None, 2),
-    (128, 1, 1500, (4, 2, 2), True, None, 1), (128, 1, 777, (8, 1, 1), True, 100, 1),
-    (64, 1, 1500, (2, 2, 2), True, 64, 1), (128, 2, 65, (2, 1, 1), False, 9, 2),
-]  # fmt: skip
+    (128, 2, 1000, (4, 4, 4), False, None, 1),
+    (64, 2, 333, (4, 2, 2), False, None, 2),
+    (128, 1, 1500, (4, 2, 2), True, None, 1),
+    (128, 1, 777, (8, 1, 1), True, 100, 1),
+    (64, 1, 1500, (2, 2, 2), True, 64, 1),
+    (128, 2, 65, (2, 1, 1), False, 9, 2),
+]
 
 
 @pytest.fixture

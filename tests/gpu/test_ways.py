@@ -16,9 +16,11 @@ from tests.support.writing_rows import ROWS, check_refused, check_traced, check_
 # the Functions of kernels, of which each refuses all but one backward
 KERNELS = {"chunk_gla", "chunk_gsa", "chunk_gated_delta_product", "chunk_hgrn", "rms_norm"}
 KERNELS |= {
-    "rms_norm-residual", "short_convolution", "short_convolution-packed",
+    "rms_norm-residual",
+    "short_convolution",
+    "short_convolution-packed",
     "rotary_embedding-positions",
-}  # fmt: skip
+}
 KERNELS |= {"token_shift-state", "swiglu", "glu_linear", "embedding", "cross_entropy-mean"}
 KERNELS |= {"cross_entropy-none", "linear_cross_entropy-mean", "linear_cross_entropy-none"}
 KERNELS |= {"attention", "linear_kl_div-mean", "short_convolution-stateless"}

@@ -58,9 +58,12 @@ def surrounded(n: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("named", "missing"),
-    [*((name, x) for name in ("cache_batch_idx", "block_table") for x in MISSING),
-        ("cache_seqlens", -1), ("cache_seqlens", -(1 << 20))],
-)  # fmt: skip
+    [
+        *((name, x) for name in ("cache_batch_idx", "block_table") for x in MISSING),
+        ("cache_seqlens", -1),
+        ("cache_seqlens", -(1 << 20)),
+    ],
+)
 def test_cache_leaves_what_is_missing_alone(named: str, missing: int) -> None:
     (k_cache, k_around), (v_cache, v_around) = surrounded(N), surrounded(N)
     q = torch.randn(2, 1, 4, D, device="cuda", dtype=torch.bfloat16)

@@ -9,10 +9,17 @@ import transformers
 from slipstream.integrations.transformers import NAME
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "max_position_embeddings": 128, "pad_token_id": 0, "attention_dropout": 0.0,
-}  # fmt: skip
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "attention_dropout": 0.0,
+}
 
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -99,9 +99,12 @@ def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def _plugin(**options: Any) -> Any:
     return accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"], state_dict_type="SHARDED_STATE_DICT", **options
-    )  # fmt: skip
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        state_dict_type="SHARDED_STATE_DICT",
+        **options,
+    )
 
 
 def _in_process(rank: int, folder: str, way: str, found: Any) -> None:

@@ -43,9 +43,15 @@ def _limited(config: Any) -> Any:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     "name",
-    [*SAMPLE, *(pytest.param(x, marks=pytest.mark.slow) for x in linear_classes()
-        if x not in (*SAMPLE, *NOT_ALIKE))],
-)  # fmt: skip
+    [
+        *SAMPLE,
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in linear_classes()
+            if x not in (*SAMPLE, *NOT_ALIKE)
+        ),
+    ],
+)
 @torch.no_grad()
 def test_calls_on_a_cache_equal_one(name: str, masked: bool) -> None:
     """Of several tokens and of one; masked: with a mask as long as the text, padded on the left."""

@@ -38,9 +38,12 @@ def every_linear(cls: str, **options: Any) -> Callable[[], Any]:
 
 
 METHODS: dict[str, Callable[[], Any]] = {
-    "lora": lora, "dora": lambda: lora(use_dora=True), "rslora": lambda: lora(use_rslora=True),
+    "lora": lora,
+    "dora": lambda: lora(use_dora=True),
+    "rslora": lambda: lora(use_rslora=True),
     "pissa": lambda: lora(init_lora_weights="pissa"),
-    "olora": lambda: lora(init_lora_weights="olora"), "biases": lambda: lora(bias="all"),
+    "olora": lambda: lora(init_lora_weights="olora"),
+    "biases": lambda: lora(bias="all"),
     "rank pattern": lambda: lora(rank_pattern={"q_proj": 5}, alpha_pattern={"v_proj": 9}),
     "some layers": lambda: lora(
         target_modules=linears(), layers_to_transform=[0, 3, 8], layers_pattern="layers"
@@ -54,7 +57,8 @@ METHODS: dict[str, Callable[[], Any]] = {
         task_type="CAUSAL_LM", token_indices=[1, 8, 15], target_modules=["embed_tokens"]
     ),
     "ia3": every_linear("IA3Config", feedforward_modules=["down_proj"]),
-    "loha": every_linear("LoHaConfig", r=3), "lokr": every_linear("LoKrConfig", r=3),
+    "loha": every_linear("LoHaConfig", r=3),
+    "lokr": every_linear("LoKrConfig", r=3),
     "oft": lambda: peft.OFTConfig(**PROJECTIONS, oft_block_size=4),
     "boft": lambda: peft.BOFTConfig(**PROJECTIONS, boft_block_size=4),
     "vera": lambda: peft.VeraConfig(**{**PROJECTIONS, "target_modules": ["q_proj"]}, r=3),
@@ -64,7 +68,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "norms": lambda: peft.LNTuningConfig(
         task_type="CAUSAL_LM", target_modules=["norm", "mixer_norm", "mlp_norm"]
     ),
-}  # fmt: skip
+}
 # whose start is no longer the model's own weights
 CHANGES_BASE = {"pissa", "olora", "biases"}
 

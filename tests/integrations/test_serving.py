@@ -101,9 +101,11 @@ def test_vllm_prefill() -> None:
     room = torch.zeros(200, HV, V)
     o, final = vllm.chunk_gated_delta_rule(
         *tensors,
-        initial_state=call.states[call.slots.long()], output_final_state=True,
-        cu_seqlens=call.offsets, core_attn_out=room,
-    )  # fmt: skip
+        initial_state=call.states[call.slots.long()],
+        output_final_state=True,
+        cu_seqlens=call.offsets,
+        core_attn_out=room,
+    )
     near(o, want)
     assert final is not None
     near(final, torch.stack([x[-1] for x in states]))
@@ -138,8 +140,10 @@ def test_vllm_mamba_of_packed_tokens_is_its_steps(drafts: bool) -> None:
     target = torch.tensor([[7, 1, 8], [3, 4, 6], [0, 0, 0]], dtype=torch.int32)
     accepted = torch.tensor([2, 1, 0], dtype=torch.int32) if drafts else None
     heads: dict[str, Any] = {
-        "A": -torch.rand(HV, V, K), "D": torch.randn(HV, V), "dt_bias": torch.randn(HV, V),
-    }  # fmt: skip
+        "A": -torch.rand(HV, V, K),
+        "D": torch.randn(HV, V),
+        "dt_bias": torch.randn(HV, V),
+    }
     heads["dt_softplus"] = True
     shapes = {"x": (HV, V), "dt": (HV, V), "z": (HV, V), "B": (HV, K), "C": (HV, K)}
     tokens = {name: torch.randn(4, *shape) for name, shape in shapes.items()}
@@ -210,11 +214,15 @@ def test_vllm_prompt_without_tokens_writes_nothing() -> None:
     x, weight, pool = torch.randn(6, 5), torch.randn(6, 4), torch.randn(5, 6, 3)
     before = pool.clone()
     y = vllm_calls.causal_conv1d_fn(
-        x, weight, None, pool,
+        x,
+        weight,
+        None,
+        pool,
         query_start_loc=torch.tensor([0, 5, 5, 5], dtype=torch.int32),
         cache_indices=torch.tensor([3, 2, 0], dtype=torch.int32),
-        has_initial_state=torch.tensor([True, False, False]), activation=None,
-    )  # fmt: skip
+        has_initial_state=torch.tensor([True, False, False]),
+        activation=None,
+    )
     tokens = torch.cat([before[3], x], 1)
     want = torch.nn.functional.conv1d(tokens[None], weight[:, None], groups=6)[0]
     torch.testing.assert_close(y, want, atol=1e-5, rtol=1e-5)

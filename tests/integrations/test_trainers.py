@@ -39,19 +39,31 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def small(*mixers: Any) -> SlipstreamForCausalLM:
     torch.manual_seed(0)
     return SlipstreamForCausalLM(
-        SlipstreamConfig(vocab_size=257, hidden_size=32, num_heads=2,
-            mixers=list(mixers or ("gated_deltanet", "attention")), eos_token_id=0,
-            pad_token_id=0),
-    )  # fmt: skip
+        SlipstreamConfig(
+            vocab_size=257,
+            hidden_size=32,
+            num_heads=2,
+            mixers=list(mixers or ("gated_deltanet", "attention")),
+            eos_token_id=0,
+            pad_token_id=0,
+        ),
+    )
 
 
 def arguments(folder: Path, cls: Any = TrainingArguments, **options: Any) -> Any:
     given: dict[str, Any] = {
-        "output_dir": str(folder), "max_steps": 6, "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant", "per_device_train_batch_size": 2, "logging_steps": 1,
-        "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True,
+        "output_dir": str(folder),
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
         "bf16": False,
-    }  # fmt: skip
+    }
     return cls(**{**given, **options})
 
 
@@ -85,9 +97,11 @@ def test_trainer_on_flattened_rows(tmp_path: Path, kwargs: bool) -> None:
     for collator in (collate, padded):
         options = {"remove_unused_columns": False, "seed": 1}
         trainer = Trainer(
-            small(), arguments(tmp_path, **options), train_dataset=examples(),
+            small(),
+            arguments(tmp_path, **options),
+            train_dataset=examples(),
             data_collator=collator,
-        )  # fmt: skip
+        )
         trainer.train()
         found.append(losses(trainer))
     np.testing.assert_allclose(found[0], found[1], rtol=2e-4)
@@ -100,9 +114,14 @@ def test_trl_sft_with_packing(tmp_path: Path, strategy: str) -> None:
     datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
     data = datasets.Dataset.from_dict({"text": TEXTS * 4})
     args = arguments(
-        tmp_path, trl.SFTConfig, packing=True, packing_strategy=strategy, max_length=64,
-        gradient_checkpointing=strategy == "bfd", dataset_num_proc=None,
-    )  # fmt: skip
+        tmp_path,
+        trl.SFTConfig,
+        packing=True,
+        packing_strategy=strategy,
+        max_length=64,
+        gradient_checkpointing=strategy == "bfd",
+        dataset_num_proc=None,
+    )
     trainer = trl.SFTTrainer(small(), args, train_dataset=data, processing_class=tokenizer())
     trainer.train()
     found = losses(trainer)
@@ -114,13 +133,16 @@ PLAIN: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.05, "max_grad_norm":
 PLAIN |= {"train_sampling_strategy": "sequential", "gradient_checkpointing": False, "max_steps": 3}
 SFT: dict[str, dict[str, Any]] = {
     "padding free": {"padding_free": True, "max_length": None},
-    "padding free, checkpointed": {"padding_free": True, "max_length": None,
-        "gradient_checkpointing": True},
+    "padding free, checkpointed": {
+        "padding_free": True,
+        "max_length": None,
+        "gradient_checkpointing": True,
+    },
     "loss of its own": {"loss_type": "nll"},
     "loss in chunks": {"loss_type": "chunked_nll"},
     "accumulated": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1},
     "bf16": {"bf16": True},
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -259,11 +281,15 @@ def test_lm_eval_on_a_saved_run(tmp_path: Path) -> None:
     ]
     result = subprocess.run(
         command,
-        env={**os.environ,
+        env={
+            **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+            "HF_HOME": str(tmp_path / "hf"),
+            "HF_HUB_OFFLINE": "1",
+        },
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     (file,) = (tmp_path / "out").rglob("results_*.json")
     found = json.loads(file.read_text())["results"]

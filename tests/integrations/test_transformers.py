@@ -57,9 +57,13 @@ def test_model_matches_eager(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     # gpt_oss does not pass positions to its mask
-    [(x, y) for x in MODELS for y in ("plain", "padded", "packed")
-        if (x, y) != ("gpt_oss", "packed")],
-)  # fmt: skip
+    [
+        (x, y)
+        for x in MODELS
+        for y in ("plain", "padded", "packed")
+        if (x, y) != ("gpt_oss", "packed")
+    ],
+)
 def test_masks_read_nothing_while_a_graph_is_captured(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,9 +104,12 @@ def test_padded_batch_matches_eager(name: str, side: str) -> None:
     mask[1, columns] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     assert_same(
-        *make(name), live=mask.bool(), input_ids=torch.randint(1, 61, (3, 17)),
-        attention_mask=mask, position_ids=positions,
-    )  # fmt: skip
+        *make(name),
+        live=mask.bool(),
+        input_ids=torch.randint(1, 61, (3, 17)),
+        attention_mask=mask,
+        position_ids=positions,
+    )
 
 
 class _Apart:
@@ -176,9 +183,14 @@ def test_generation_matches_eager(name: str, cache: str, padded: bool) -> None:
         mask[0, :4] = mask[2, :1] = 0
         ids[mask == 0] = 0
     options: dict[str, Any] = {
-        "attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "eos_token_id": None,
-        "return_dict_in_generate": True, "output_logits": True, "disable_compile": True,
-    }  # fmt: skip
+        "attention_mask": mask,
+        "max_new_tokens": 14,
+        "do_sample": False,
+        "eos_token_id": None,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "disable_compile": True,
+    }
     if cache == "static":
         options["cache_implementation"] = "static"
     want, got = (model.generate(ids, **options) for model in (eager, slip))

@@ -65,9 +65,11 @@ KERNELS = {
     "gated projection of 64 rows": (lambda: projection(64, True), 2),
     "projection with x on the left": (lambda: projection(64, many=True), 0),
     "gated projection with x on the left": (lambda: projection(64, True, True), 0),
-    "sums of shares": (sums, 0), "norm": (norm, 0), "mixer_step": (mixer, 1),
+    "sums of shares": (sums, 0),
+    "norm": (norm, 0),
+    "mixer_step": (mixer, 1),
     "mixer_step, two programs a head": (lambda: mixer(V=256, PER_CHANNEL=True), 1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -85,13 +85,19 @@ def test_blocks_match_formulas_interpreted(family: str) -> None:
     rows = [block for block in BLOCKS if block.op in FAMILIES[family]]
     assert {block.op for block in rows} == {*FAMILIES[family]}
     faults = [
-        fault for block in rows for T, D in SIZES for dtype in (torch.float32, torch.float16)
-        if dtype == torch.float32 or T == 7 for fault in check(block, T, D, dtype)
-    ]  # fmt: skip
+        fault
+        for block in rows
+        for T, D in SIZES
+        for dtype in (torch.float32, torch.float16)
+        if dtype == torch.float32 or T == 7
+        for fault in check(block, T, D, dtype)
+    ]
     faults += [
-        fault for block in rows for layout in ("stepped", "negated")
+        fault
+        for block in rows
+        for layout in ("stepped", "negated")
         for fault in check(block, 7, 12, torch.float32, layout)
-    ]  # fmt: skip
+    ]
     probed: set[KernelKey] = set()
     faults += [fault for block in rows for fault in refused(block, probed)]
     assert not faults, "\n".join(faults)
@@ -102,8 +108,11 @@ SAMPLE = ("chunk_simple_gla", "chunk_gla", "chunk_gated_delta_rule", "chunk_kda"
 ROWS = [x for x in OPERATORS if not x.random and x.variant != "heads"]
 # of which impl="triton" has no backward
 WITHOUT_GRADIENTS = (
-    "flash_attn_with_kvcache", "latent_attention", "short_convolution_update", "recurrent_step",
-)  # fmt: skip
+    "flash_attn_with_kvcache",
+    "latent_attention",
+    "short_convolution_update",
+    "recurrent_step",
+)
 
 
 def results(call: Callable[[Args], list[Tensor]], row: Sample, args: Args) -> list[Tensor]:

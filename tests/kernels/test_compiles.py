@@ -46,9 +46,11 @@ def _folder_of(path: Path) -> str:
 
 
 FOLDER_OF = {
-    name: _folder_of(path) for path in sorted(ROOT.rglob("*.py"))
-    if HAS_GLUON or "sm90" not in _folder_of(path) for name in _KERNEL.findall(path.read_text())
-}  # fmt: skip
+    name: _folder_of(path)
+    for path in sorted(ROOT.rglob("*.py"))
+    if HAS_GLUON or "sm90" not in _folder_of(path)
+    for name in _KERNEL.findall(path.read_text())
+}
 SM90 = sorted({x for x in FOLDER_OF.values() if "sm90" in x})
 TRITON = sorted({x for x in FOLDER_OF.values() if "sm90" not in x})
 # Folders of kernels with products, whose tiles differ between architectures.
@@ -61,13 +63,21 @@ SHAPES = (0, 2, 5)
 # after it, where nothing else is said.
 STACK = {
     # pointers, mostly outside of the inner loops; 256: dk and dv of the widest heads
-    "softmax_dkv_kernel": 768, "softmax_queries_kernel": 256,
+    "softmax_dkv_kernel": 768,
+    "softmax_queries_kernel": 256,
     # with every option
-    "softmax_fwd_sm90_kernel": 16, "vector_decay_dqkg_kernel": 1368,
-    "softmax_latent_decode_sm90_kernel": 8, "attnres_fwd_kernel": 64, "attnres_bwd_kernel": 64,
-    "scan_kernel": 32, "selective_scan_forward_kernel": 32, "selective_scan_backward_kernel": 32,
-    "selective_scan_forward_sm90_kernel": 32, "selective_scan_backward_sm90_kernel": 32,
-    "mixer_step_kernel": 96, "mixer_drafts_sm90_kernel": 200,
+    "softmax_fwd_sm90_kernel": 16,
+    "vector_decay_dqkg_kernel": 1368,
+    "softmax_latent_decode_sm90_kernel": 8,
+    "attnres_fwd_kernel": 64,
+    "attnres_bwd_kernel": 64,
+    "scan_kernel": 32,
+    "selective_scan_forward_kernel": 32,
+    "selective_scan_backward_kernel": 32,
+    "selective_scan_forward_sm90_kernel": 32,
+    "selective_scan_backward_sm90_kernel": 32,
+    "mixer_step_kernel": 96,
+    "mixer_drafts_sm90_kernel": 200,
     # sine and cosine of large angles need 28 bytes of it
     "rotation_kernel": 64,
     # whose gradients take more than their part of registers
@@ -77,14 +87,17 @@ STACK = {
     # 30.6 us where the order that spills nothing takes 33.8
     "delta_dqkg_sm90_kernel": 16,
     # scores of four kinds wait in registers while the levels are made
-    "dplr_intra_safe_sm90_kernel": 120, "dplr_wy_sm90_kernel": 48,
+    "dplr_intra_safe_sm90_kernel": 120,
+    "dplr_wy_sm90_kernel": 48,
     # once a chunk, and with free a and b five sums of 64 x 64, read twice within 16 tokens
     "dplr_intra_safe_bwd_sm90_kernel": 112,
     # in the launch of heads with strong gates, scores of both ways; in the other 160
-    "kda_fused_fwd_sm90_kernel": 1688, "scalar_decay_chunk_fwd_sm90_kernel": 320,
-    "scalar_decay_chunk_bwd_sm90_kernel": 320, "vector_decay_chunk_fwd_sm90_kernel": 144,
+    "kda_fused_fwd_sm90_kernel": 1688,
+    "scalar_decay_chunk_fwd_sm90_kernel": 320,
+    "scalar_decay_chunk_bwd_sm90_kernel": 320,
+    "vector_decay_chunk_fwd_sm90_kernel": 144,
     "vector_decay_dqk_sm90_kernel": 144,
-}  # fmt: skip
+}
 # A view of shared memory: shape and bits of what it is of, and its own.
 _TILE = r"!ttg\.memdesc<([\dx]+)x[a-z]+(\d+),"
 VIEW = re.compile(rf"memdesc_reinterpret .*{_TILE}.* -> {_TILE}")
@@ -111,13 +124,16 @@ IN_LOOPS |= {"softmax_dq_sm90_kernel"}
 # No part of these programs waits at the barrier of all of them while it works: threads that meet.
 MEETS = {
     "delta_chunk_fwd_sm90_kernel": {"128"},
-    "delta_chunk_fwd_2tile_sm90_kernel": {"128"}, "delta_chunk_dstate_sm90_kernel": {"128"},
+    "delta_chunk_fwd_2tile_sm90_kernel": {"128"},
+    "delta_chunk_dstate_sm90_kernel": {"128"},
     "delta_segment_transition_sm90_kernel": {"128"},
     "delta_chunk_bwd_sm90_kernel": {"128", "256"},
     "scalar_decay_chunk_fwd_sm90_kernel": {"128", "256"},
-    "scalar_decay_chunk_bwd_sm90_kernel": {"128", "256"}, "kda_fused_fwd_sm90_kernel": {"128"},
-    "vector_decay_chunk_fwd_sm90_kernel": {"128"}, "vector_decay_dqk_sm90_kernel": {"128"},
-}  # fmt: skip
+    "scalar_decay_chunk_bwd_sm90_kernel": {"128", "256"},
+    "kda_fused_fwd_sm90_kernel": {"128"},
+    "vector_decay_chunk_fwd_sm90_kernel": {"128"},
+    "vector_decay_dqk_sm90_kernel": {"128"},
+}
 
 
 # Bytes of shared memory that let as many programs share a multiprocessor as a launch counts on.

@@ -27,14 +27,25 @@ def gated_inputs(B: int = 2, T: int = 3 * C + 5, D: int = 6) -> dict[str, Tensor
 
 
 def inputs(
-    B: int = 2, T: int = 2 * CHUNK + 5, D: int = 6, N: int = 3, G: int = 2, S: int | None = None,
-    dtype: torch.dtype = torch.float64
-) -> dict[str, Tensor]:  # fmt: skip
+    B: int = 2,
+    T: int = 2 * CHUNK + 5,
+    D: int = 6,
+    N: int = 3,
+    G: int = 2,
+    S: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
     shapes = {
-        "u": (B, T, D), "delta": (B, T, D), "A": (D, N), "B": (B, T, G, N), "C": (B, T, G, N),
-        "D": (D,), "z": (B, T, D), "delta_bias": (D,),
+        "u": (B, T, D),
+        "delta": (B, T, D),
+        "A": (D, N),
+        "B": (B, T, G, N),
+        "C": (B, T, G, N),
+        "D": (D,),
+        "z": (B, T, D),
+        "delta_bias": (D,),
         "initial_state": (B if S is None else S, D, N),
-    }  # fmt: skip
+    }
     args = {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
     return {**args, "A": -args["A"].abs()}
 

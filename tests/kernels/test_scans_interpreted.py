@@ -15,10 +15,12 @@ from tests.support.operators import offsets, relative_error
 TILE = 8
 # B, T, D, lengths of packed sequences
 SIZES: dict[str, Any] = {
-    "one token": (1, 1, 1, None), "one tile": (2, TILE, 6, None),
+    "one token": (1, 1, 1, None),
+    "one tile": (2, TILE, 6, None),
     "tiles": (2, 7 * TILE + 5, 18, None),
-    "packed": (1, 76, 5, (5, 0, 52, 1, 0, TILE, 10, 0)), "packed in one": (1, 7, 5, (5, 0, 2)),
-}  # fmt: skip
+    "packed": (1, 76, 5, (5, 0, 52, 1, 0, TILE, 10, 0)),
+    "packed in one": (1, 7, 5, (5, 0, 2)),
+}
 GATES = {
     "weak": lambda x: -0.1 * x,
     "mixed": lambda x: -torch.where(torch.rand_like(x) < 0.2, 50 * x, 0.1 * x),
@@ -31,10 +33,12 @@ CASES = [
 ]
 # of the selective scan: B, T, D, N, G, lengths
 SELECTIVE_SIZES: dict[str, Any] = {
-    "one token": (1, 1, 1, 1, 1, None), "one tile": (2, TILE, 6, 2, 1, None),
-    "tiles": (2, 2 * TILE + 5, 18, 2, 1, None), "groups": (1, TILE + 3, 6, 2, 2, None),
+    "one token": (1, 1, 1, 1, 1, None),
+    "one tile": (2, TILE, 6, 2, 1, None),
+    "tiles": (2, 2 * TILE + 5, 18, 2, 1, None),
+    "groups": (1, TILE + 3, 6, 2, 2, None),
     "packed": (1, 36, 5, 2, 1, (5, 0, 2 * TILE + 1, 1, 0, TILE, 5, 0)),
-}  # fmt: skip
+}
 OPTIONAL = ("D", "z", "delta_bias", "initial_state")
 SELECTIVE_CASES = [
     *((size, torch.float32, OPTIONAL, True) for size in SELECTIVE_SIZES),
@@ -54,9 +58,13 @@ def outcome(
 
 
 def expect(
-    scan: Callable[..., Any], args: dict[str, Tensor], weights: list[Tensor], case: str,
-    half: float, **options: Any
-) -> None:  # fmt: skip
+    scan: Callable[..., Any],
+    args: dict[str, Tensor],
+    weights: list[Tensor],
+    case: str,
+    half: float,
+    **options: Any,
+) -> None:
     """half: the limit of errors in float16."""
     got = outcome(scan, args, weights, impl="triton", **options)
     wide = {n: x.double() for n, x in args.items()}
@@ -114,10 +122,16 @@ def test_scan_matches_reference_when_interpreted() -> None:
 def inputs(size: str, dtype: torch.dtype, given: tuple[str, ...]) -> dict[str, Tensor]:
     B, T, D, N, G, lengths = SELECTIVE_SIZES[size]
     shapes = {
-        "u": (B, T, D), "delta": (B, T, D), "A": (D, N), "B": (B, T, G, N), "C": (B, T, G, N),
-        "D": (D,), "z": (B, T, D), "delta_bias": (D,),
+        "u": (B, T, D),
+        "delta": (B, T, D),
+        "A": (D, N),
+        "B": (B, T, G, N),
+        "C": (B, T, G, N),
+        "D": (D,),
+        "z": (B, T, D),
+        "delta_bias": (D,),
         "initial_state": (B if lengths is None else len(lengths), D, N),
-    }  # fmt: skip
+    }
     args = {x: torch.randn(shape) for x, shape in shapes.items() if x in given or x not in OPTIONAL}
     args |= {"A": -2 * args["A"].abs(), "delta": args["delta"].abs()}
     return {x: y.to(dtype) if y.dim() > 2 and x in given else y for x, y in args.items()}

@@ -41,13 +41,16 @@ def released(release: str) -> dict[str, ModuleType]:
     gluon = module("gluon", language=language, jit=lambda fn=None, **_: fn or (lambda fn: fn))
     root = "triton.experimental"
     return {
-        "triton": module("triton", __version__=release), root: module(root, gluon=gluon),
-        f"{root}.gluon": gluon, f"{root}.gluon.language": language,
+        "triton": module("triton", __version__=release),
+        root: module(root, gluon=gluon),
+        f"{root}.gluon": gluon,
+        f"{root}.gluon.language": language,
         f"{root}.gluon.language.nvidia": module("nvidia", hopper=hopper),
         f"{root}.gluon.language.nvidia.ampere": module("ampere", async_copy=ampere),
-        f"{root}.gluon.language.nvidia.hopper": hopper, f"{root}.gluon.nvidia": module("nvidia"),
+        f"{root}.gluon.language.nvidia.hopper": hopper,
+        f"{root}.gluon.nvidia": module("nvidia"),
         f"{root}.gluon.nvidia.hopper": module("sm90", TensorDescriptor=None),
-    }  # fmt: skip
+    }
 
 
 COPIES = ("global_to_shared", "shared_to_global")

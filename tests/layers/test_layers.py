@@ -348,12 +348,14 @@ def test_rwkv7_rejects_a_first_value_for_layer_0() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options", "word"),
-    [("GatedDeltaNet", {"num_heads": 5}, "num_heads"),
+    [
+        ("GatedDeltaNet", {"num_heads": 5}, "num_heads"),
         ("GatedDeltaNet", {"num_v_heads": 3}, "num_heads"),
         ("GatedDeltaNet", {"mode": "parallel"}, "mode"),
         ("Attention", {"num_kv_heads": 3, "num_heads": 4}, "num_kv_heads"),
         ("RWKV7", {"head_dim": 5, "num_heads": 2}, "head_dim"),
-        ("Mamba2", {"head_dim": 5}, "head_dim"), ("Mamba2", {"n_groups": 3}, "n_groups"),
+        ("Mamba2", {"head_dim": 5}, "head_dim"),
+        ("Mamba2", {"n_groups": 3}, "n_groups"),
         ("GatedLinearAttention", {"num_kv_heads": 3}, "num_kv_heads"),
         ("GatedLinearAttention", {"feature_map": "dpfp"}, "feature_map: want .*got 'dpfp'"),
         ("GatedLinearAttention", {"gate_activation": "relu"}, "gate_activation: want 'silu' or"),
@@ -361,8 +363,9 @@ def test_rwkv7_rejects_a_first_value_for_layer_0() -> None:
         ("MultiScaleRetention", {"feature_map": "dpfp"}, "feature_map: want .*got 'dpfp'"),
         ("GatedDeltaNet", {"gate_activation": "relu"}, "gate_activation: want 'silu' or"),
         ("DeltaNet", {"qk_activation": "gelu"}, "qk_activation: want .*got 'gelu'"),
-        ("DeltaNet", {"qk_norm": "l1"}, "qk_norm: want 'l2' or 'sum', got 'l1'")],
-)  # fmt: skip
+        ("DeltaNet", {"qk_norm": "l1"}, "qk_norm: want 'l2' or 'sum', got 'l1'"),
+    ],
+)
 def test_layer_rejects_sizes_that_do_not_fit(name: str, options: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         make(name, **options)
@@ -370,10 +373,15 @@ def test_layer_rejects_sizes_that_do_not_fit(name: str, options: dict[str, Any],
 
 @pytest.mark.parametrize(
     ("name", "option", "least"),
-    [("Attention", "window_size", 1), ("ForgettingAttention", "window_size", 1),
-        ("MLA", "rope_head_dim", 2), ("GatedDeltaProduct", "num_householder", 1),
-        ("Mamba3", "mimo_rank", 1), ("HGRN", "lower_bound", 0)],
-)  # fmt: skip
+    [
+        ("Attention", "window_size", 1),
+        ("ForgettingAttention", "window_size", 1),
+        ("MLA", "rope_head_dim", 2),
+        ("GatedDeltaProduct", "num_householder", 1),
+        ("Mamba3", "mimo_rank", 1),
+        ("HGRN", "lower_bound", 0),
+    ],
+)
 def test_layer_takes_the_least_size(name: str, option: str, least: int) -> None:
     with pytest.raises(ValueError, match=option):
         make(name, **{option: least - 1})

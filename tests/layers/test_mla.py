@@ -29,9 +29,11 @@ def pair(q_lora: int | None, interleaved: bool = True, mode: str | None = None) 
     )  # fmt: skip
     names = {
         "q_proj.weight": "q_b_proj.weight" if q_lora else "q_proj.weight",
-        "kv_a_proj.weight": "kv_a_proj_with_mqa.weight", "kv_norm": "kv_a_layernorm.weight",
-        "kv_b_proj.weight": "kv_b_proj.weight", "o_proj.weight": "o_proj.weight",
-    }  # fmt: skip
+        "kv_a_proj.weight": "kv_a_proj_with_mqa.weight",
+        "kv_norm": "kv_a_layernorm.weight",
+        "kv_b_proj.weight": "kv_b_proj.weight",
+        "o_proj.weight": "o_proj.weight",
+    }
     if q_lora:
         names |= {"q_a_proj.weight": "q_a_proj.weight", "q_norm": "q_a_layernorm.weight"}
     weights = dict(theirs.named_parameters())

@@ -37,11 +37,13 @@ def small() -> SlipstreamForCausalLM:
 
 @pytest.mark.parametrize(
     ("first", "then", "options"),
-    [pytest.param("import slipstream", "", "", marks=()),
+    [
+        pytest.param("import slipstream", "", "", marks=()),
         pytest.param("", "import slipstream", "", marks=pytest.mark.slow),
-        pytest.param("", "", ", trust_remote_code=True", marks=())],
+        pytest.param("", "", ", trust_remote_code=True", marks=()),
+    ],
     ids=["imported before", "imported after", "remote code"],
-)  # fmt: skip
+)
 def test_auto_classes_load_a_saved_model(
     tmp_path: Path, first: str, then: str, options: str
 ) -> None:
@@ -113,11 +115,18 @@ def test_config_refuses_unknown_keys() -> None:
 
 def test_config_takes_the_keys_of_transformers() -> None:
     config = SlipstreamConfig(
-        mixers=["gla"], num_hidden_layers=1, num_attention_heads=8, num_labels=3,
-        torch_dtype="bfloat16", name_or_path="here", output_hidden_states=True,
-        attn_implementation="eager", temperature=0.7, id2label={0: "a", 1: "b", 2: "c"},
+        mixers=["gla"],
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_labels=3,
+        torch_dtype="bfloat16",
+        name_or_path="here",
+        output_hidden_states=True,
+        attn_implementation="eager",
+        temperature=0.7,
+        id2label={0: "a", 1: "b", 2: "c"},
         quantization_config=None,
-    )  # fmt: skip
+    )
     assert config.num_heads == 8 and config.dtype is torch.bfloat16 and config.num_labels == 3
     again = SlipstreamConfig(**config.to_dict())
     assert "AutoModelForCausalLM" in config.auto_map  # as TRL asks

@@ -40,11 +40,13 @@ def test_residual_stream_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"mlps": ["swiglu"]}, "mlps: want the 2 entries that mixers has, got 1"),
+    [
+        ({"mlps": ["swiglu"]}, "mlps: want the 2 entries that mixers has, got 1"),
         ({"mlps": ["swiglu", "gelu"]}, r"mlps\[1\]: want one of swiglu, .*got 'gelu'"),
         ({"mlps": ["swiglu", {"intermediate_size": 8}]}, r"mlps\[1\]: want one of"),
-        ({"norm": "batch"}, "norm: want one of rms, .*got 'batch'")],
-)  # fmt: skip
+        ({"norm": "batch"}, "norm: want one of rms, .*got 'batch'"),
+    ],
+)
 def test_configs_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SlipstreamConfig(mixers=["gla", "gla"], **options)
@@ -115,14 +117,16 @@ def test_residuals_in_float32_are_no_narrower_than_the_weights() -> None:
 
 @pytest.mark.parametrize(
     ("mixer", "error", "words"),
-    [({"type": "gla", "bidirectional": True}, ValueError, "bidirectional: no such"),
+    [
+        ({"type": "gla", "bidirectional": True}, ValueError, "bidirectional: no such"),
         ({"type": "mamba3", "mimo_rank": 0}, ValueError, "mimo_rank"),
         ({"type": "gla", "expand": 2}, ValueError, r"^mixers\[0\].expand: .*mean expand_"),
         ({"type": "forgetting_attn", "windows": 2}, ValueError, "did you mean window_size"),
         ({"type": "gdn2", "head_dims": 2}, ValueError, "did you mean head_dim"),
-        ({"type": "kda", "hidden_size": 32}, ValueError, "hidden_size: no such option of kda")],
+        ({"type": "kda", "hidden_size": 32}, ValueError, "hidden_size: no such option of kda"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_options_of_mixers_are_refused_by_name(mixer: dict, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         SlipstreamForCausalLM(SlipstreamConfig(vocab_size=23, hidden_size=32, mixers=[mixer]))

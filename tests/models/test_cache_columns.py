@@ -78,17 +78,20 @@ def _turn(held: Held) -> list[int]:
 
 # for caches of at least one row whose last call has 5 tokens; "call" is of a test's model
 METHODS: dict[str, Callable[[Held], Held]] = {
-    "crop": lambda h: _crop(h, 2), "crop a tensor": lambda h: _changed_crop(h),
+    "crop": lambda h: _crop(h, 2),
+    "crop a tensor": lambda h: _changed_crop(h),
     "reorder": lambda h: _changed(h, lambda c: c.reorder_cache(torch.tensor(_turn(h))), _turn(h)),
-    "select": lambda h: _changed(h, lambda c: c.batch_select_indices(torch.tensor([0, *_turn(h)])),
-        [0, *_turn(h)]),
-    "repeat": lambda h: _changed(h, lambda c: c.batch_repeat_interleave(2),
-        [i for i in range(len(h.rows)) for _ in "12"]),
+    "select": lambda h: _changed(
+        h, lambda c: c.batch_select_indices(torch.tensor([0, *_turn(h)])), [0, *_turn(h)]
+    ),
+    "repeat": lambda h: _changed(
+        h, lambda c: c.batch_repeat_interleave(2), [i for i in range(len(h.rows)) for _ in "12"]
+    ),
     "copy": lambda h: Held(h.cache.copy(len(h.rows) - 1), h.rows[-1:]),
     "deepcopy": lambda h: Held(copy.deepcopy(h.cache), h.rows),
     "pickle": lambda h: Held(pickle.loads(pickle.dumps(h.cache)), h.rows),
     "reserve": lambda h: _changed(h, lambda c: c.reserve(70), [*range(len(h.rows))]),
-}  # fmt: skip
+}
 
 
 def _changed_crop(held: Held) -> Held:

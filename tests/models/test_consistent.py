@@ -22,9 +22,12 @@ from tests.support.consistent_models import LENGTH, differing, logits_of, model_
 
 # of all mixers that a consistent model takes
 PAIRS = [
-    ("gated_deltanet", "attention"), ("rwkv7", "attention"), ("kda", "mamba2"),
-    ("gla", "retention"), ("delta_net", "lightning_attn"),
-]  # fmt: skip
+    ("gated_deltanet", "attention"),
+    ("rwkv7", "attention"),
+    ("kda", "mamba2"),
+    ("gla", "retention"),
+    ("delta_net", "lightning_attn"),
+]
 
 
 @pytest.mark.parametrize("mixer", CONSISTENT_MIXERS)

@@ -20,22 +20,52 @@ HEADS = {"num_heads": 2, "num_v_heads": 4, "head_dim": 8}
 MOE = {"moe_intermediate_size": 8, "num_experts": 3, "intermediate_size": 24}
 HYBRID = {"num_attention_heads": 2, "layer_types": ["linear_attention", "full_attention"]}
 SMALL: dict[str, dict[str, Any]] = {
-    "gla": GLA, "retnet": GLA, "delta_net": GLA, "gated_deltanet": HEADS, "kda": HEADS,
+    "gla": GLA,
+    "retnet": GLA,
+    "delta_net": GLA,
+    "gated_deltanet": HEADS,
+    "kda": HEADS,
     "forgetting_transformer": {"num_heads": 4, "num_kv_heads": 2, "use_output_gate": True},
     "rwkv7": {"head_dim": 8, "decay_low_rank_dim": None},
     "fla_mamba2": {"head_dim": 16, "state_size": 8},
-    "mamba3": {"head_dim": 16, "state_size": 8, "is_mimo": True, "mimo_rank": 2,
-        "is_outproj_norm": True},
-    "mamba2": {"head_dim": 16, "state_size": 8, "num_heads": 4, "n_groups": 2,
-        "layer_norm_epsilon": 1e-5},
-    "qwen3_next": {**HYBRID, **MOE, "num_key_value_heads": 1, "head_dim": 8,
-        "linear_key_head_dim": 4, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "num_experts_per_tok": 2,
-        "shared_expert_intermediate_size": 8},
-    "kimi_linear": {**HYBRID, **MOE, "kv_lora_rank": 8, "qk_nope_head_dim": 4,
-        "qk_rope_head_dim": 4, "v_head_dim": 4, "num_experts_per_token": 2, "linear_head_dim": 8,
-        "linear_num_heads": 4},
-}  # fmt: skip
+    "mamba3": {
+        "head_dim": 16,
+        "state_size": 8,
+        "is_mimo": True,
+        "mimo_rank": 2,
+        "is_outproj_norm": True,
+    },
+    "mamba2": {
+        "head_dim": 16,
+        "state_size": 8,
+        "num_heads": 4,
+        "n_groups": 2,
+        "layer_norm_epsilon": 1e-5,
+    },
+    "qwen3_next": {
+        **HYBRID,
+        **MOE,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 8,
+    },
+    "kimi_linear": {
+        **HYBRID,
+        **MOE,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 4,
+        "num_experts_per_token": 2,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
+}
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -83,11 +113,14 @@ def test_kimi_attends_in_every_fourth_layer_but_the_first() -> None:
 
 @pytest.mark.parametrize(
     ("name", "keys", "ranks", "inner"),
-    [("rwkv7", {"head_dim": 64}, (128, 224, 128, 64), 8192),
+    [
+        ("rwkv7", {"head_dim": 64}, (128, 224, 128, 64), 8192),
         ("rwkv7", {"head_dim": 128, "hidden_ratio": 3.0}, (224, 224, 224, 160), 6144),
-        ("gla", {}, None, 5632), ("retnet", {}, None, 2816),
-        ("kda", {"hidden_ratio": 3}, None, 4096)],
-)  # fmt: skip
+        ("gla", {}, None, 5632),
+        ("retnet", {}, None, 2816),
+        ("kda", {"hidden_ratio": 3}, None, 4096),
+    ],
+)
 def test_sizes_left_out_follow_from_the_width(
     name: str, keys: dict[str, Any], ranks: tuple[int, ...] | None, inner: int
 ) -> None:
@@ -152,7 +185,8 @@ def test_dtypes_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
-    [("gla", {"attnres_block_size": 2}, r"attnres_block_size: .* can be None .* has 2"),
+    [
+        ("gla", {"attnres_block_size": 2}, r"attnres_block_size: .* can be None .* has 2"),
         ("gla", {"use_gv": True}, "use_gv: .* can be False"),
         ("gla", {"feature_map": "dpfp"}, "feature_map: .*'dpfp'"),
         ("gla", {"hidden_act": "gelu"}, "hidden_act: .* can be 'swish' or 'silu'"),
@@ -171,11 +205,15 @@ def test_dtypes_stay(tmp_path: Path) -> None:
         ("mamba3", {"mimo_rank": 1}, "mimo_rank: want 2 or more, got 1"),
         ("forgetting_transformer", {"qk_norm": True}, "qk_norm: .* can be False"),
         ("qwen3_next", {"attention_bias": True}, "attention_bias"),
-        ("qwen3_next", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_parameters: .*'yarn'"),
+        (
+            "qwen3_next",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters: .*'yarn'",
+        ),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope"),
-        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func")],
-)  # fmt: skip
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+    ],
+)
 def test_configs_without_a_place_are_refused(
     name: str, keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -189,22 +227,32 @@ def test_configs_without_a_place_are_refused(
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("gla", {"mixers": [{"type": "gla", "gate_low_rank_dim": 8, "norm_eps": 1e-6}] * 2},
-            r"mixers\[0\].gate_low_rank_dim: gla has no place for 8"),
+        (
+            "gla",
+            {"mixers": [{"type": "gla", "gate_low_rank_dim": 8, "norm_eps": 1e-6}] * 2},
+            r"mixers\[0\].gate_low_rank_dim: gla has no place for 8",
+        ),
         ("gla", {"mixers": ["gla", {"type": "gla", "expand_k": 1.0}]}, r"mixers\[1\].expand_k"),
         ("gla", {"mixers": ["kda", "kda"]}, "gla has layers of gla, and this model has none"),
-        ("gla", {"mixers": [{"type": "gla", "norm_eps": 1e-6}, "mla"]},
-            r"mixers\[1\]: gla has no place for 'mla'"),
+        (
+            "gla",
+            {"mixers": [{"type": "gla", "norm_eps": 1e-6}, "mla"]},
+            r"mixers\[1\]: gla has no place for 'mla'",
+        ),
         ("gla", {"mlps": ["swiglu", "none"]}, r"mlps\[1\]: gla has no place for 'none'"),
         ("gla", {"norm": "layer"}, "norm: gla has no place for 'layer'"),
         ("gla", {"embedding_norm": True}, "embedding_norm"),
         ("mamba2", {"norm": "zero_centered_rms"}, "norm: "),
         ("mamba3", {"mixers": [{"type": "mamba3", "rotary_fraction": 0.25}] * 2}, "fla has 0.5"),
-        ("mamba3", {"mixers": [{"type": "mamba3", "A_activation": "heavy_tail"}] * 2},
-            "heavy_tail"),
+        (
+            "mamba3",
+            {"mixers": [{"type": "mamba3", "A_activation": "heavy_tail"}] * 2},
+            "heavy_tail",
+        ),
         ("forgetting_transformer", {"mixers": ["forgetting_attn", "attention"]}, "attn: "),
-        ("qwen3_next", {"norm": "rms"}, "norm: ")],
-)  # fmt: skip
+        ("qwen3_next", {"norm": "rms"}, "norm: "),
+    ],
+)
 def test_models_without_a_place_are_refused(
     name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -216,9 +264,11 @@ def test_models_without_a_place_are_refused(
 
 @pytest.mark.parametrize(
     ("drop", "rename", "message"),
-    [("lm_head.weight", None, "weights: missing in the checkpoint: lm_head.weight"),
-        (None, "model.other.weight", "weights: unexpected in the checkpoint: model.other.weight")],
-)  # fmt: skip
+    [
+        ("lm_head.weight", None, "weights: missing in the checkpoint: lm_head.weight"),
+        (None, "model.other.weight", "weights: unexpected in the checkpoint: model.other.weight"),
+    ],
+)
 def test_wrong_weights_are_refused(
     drop: str | None, rename: str | None, message: str, tmp_path: Path
 ) -> None:

@@ -27,9 +27,15 @@ except importlib.metadata.PackageNotFoundError:
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 SMALL = {
-    "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "vocab_size": 97,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.05,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "vocab_size": 97,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.05,
+}
 FOUR = {"num_heads": 4}
 HEADS = {"num_heads": 2, "num_v_heads": 4, "head_dim": 16}
 ATTENTION = {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 13, "qkv_bias": True}

@@ -114,9 +114,11 @@ def test_generate_by_graphs_with_padding_and_eos() -> None:
     ids[0, :3], mask[0, :3] = 0, 0
     eos = int(generate(m, ids, attention_mask=mask)[1, 10])
     options = {
-        "attention_mask": mask, "max_new_tokens": 20, "eos_token_id": eos,
+        "attention_mask": mask,
+        "max_new_tokens": 20,
+        "eos_token_id": eos,
         "logits_processor": LogitsProcessorList([Never()]),
-    }  # fmt: skip
+    }
     sampled = {**options, "do_sample": True, "top_k": 20, "temperature": 0.7}
 
     def outputs() -> list[Tensor]:

@@ -42,9 +42,11 @@ def launches(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("mixers", "blocks"),
-    [(("kda", "kda", "attention", "kda", "attention"), [0, 2]),
-        (("rwkv7", "rwkv7", "rwkv7"), [0, 1])],
-)  # fmt: skip
+    [
+        (("kda", "kda", "attention", "kda", "attention"), [0, 2]),
+        (("rwkv7", "rwkv7", "rwkv7"), [0, 1]),
+    ],
+)
 def test_each_kind_of_block_runs_once(
     mixers: tuple[str, ...], blocks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

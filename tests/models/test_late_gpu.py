@@ -44,10 +44,13 @@ def test_flag_is_read_after_its_copy() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: Flag(torch.device("cuda"), True),
-        lambda: Greedy.like(mock.MagicMock(shape=(2, 1), is_cuda=True, device="cpu"), None, 8,
-            None)],
-)  # fmt: skip
+    [
+        lambda: Flag(torch.device("cuda"), True),
+        lambda: Greedy.like(
+            mock.MagicMock(shape=(2, 1), is_cuda=True, device="cpu"), None, 8, None
+        ),
+    ],
+)
 def test_flags_of_a_gpu_are_in_pinned_memory(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,10 +243,13 @@ def test_model_head_is_the_embedding_only_if_tied() -> None:
 
 @pytest.mark.parametrize(
     ("mixers", "message"),
-    [([], "want one entry per layer"), (["gated_deltanet", "nonesuch"], r"mixers\[1\].*nonesuch"),
+    [
+        ([], "want one entry per layer"),
+        (["gated_deltanet", "nonesuch"], r"mixers\[1\].*nonesuch"),
         ([{"num_heads": 2}], r"mixers\[0\]"),
-        (["gated_deltane"], r"mixers\[0\].*did you mean gated_deltanet\?")],
-)  # fmt: skip
+        (["gated_deltane"], r"mixers\[0\].*did you mean gated_deltanet\?"),
+    ],
+)
 def test_config_rejects_mixers(mixers: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SlipstreamConfig(mixers=mixers)

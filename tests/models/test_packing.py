@@ -17,9 +17,15 @@ EVERY = [list(MIXERS)[i : i + 8] for i in range(0, len(MIXERS), 8)]
 def model(mixers: list[str]) -> SlipstreamForCausalLM:
     torch.manual_seed(0)
     m = SlipstreamForCausalLM(
-        SlipstreamConfig(vocab_size=VOCAB, hidden_size=16, num_heads=2, intermediate_size=16,
-            mixers=mixers, initializer_range=0.3),
-    )  # fmt: skip
+        SlipstreamConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            num_heads=2,
+            intermediate_size=16,
+            mixers=mixers,
+            initializer_range=0.3,
+        ),
+    )
     with torch.no_grad():
         for p in m.model.layers.parameters():
             if p.dim() > 1:
@@ -148,13 +154,15 @@ def test_loss_does_not_cross_borders() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"cu_seqlens": [0, 2, 6], "cu_seq_lens_q": [0, 3, 6]}, r"cu_seq_lens_q.*\[0, 2, 6\]"),
+    [
+        ({"cu_seqlens": [0, 2, 6], "cu_seq_lens_q": [0, 3, 6]}, r"cu_seq_lens_q.*\[0, 2, 6\]"),
         ({"cu_seq_lens_q": [0, 2, 6], "cu_seq_lens_k": [0, 6]}, "cu_seq_lens_k"),
         ({"cu_seq_lens_q": [0, 2, 6], "seq_idx": [[0, 0, 0, 1, 1, 1]]}, "seq_idx"),
         ({"seq_idx": [[0, 0, 1]]}, r"seq_idx: want shape .*, got \(1, 3\)"),
         ({"position_ids": [[0, 1, 2]]}, r"position_ids: want shape \(1, 6\).*got \(1, 3\)"),
-        ({"position_ids": [[range(6)], [range(6)], [range(1, 7)]]}, r"position_ids.*\(3, 1, 6\)")],
-)  # fmt: skip
+        ({"position_ids": [[range(6)], [range(6)], [range(1, 7)]]}, r"position_ids.*\(3, 1, 6\)"),
+    ],
+)
 def test_contradictions_are_refused(arguments: dict, message: str) -> None:
     given = {name: torch.tensor([*map(_lists, x)]) for name, x in arguments.items()}
     for run in (model(HYBRID), model(HYBRID).model):
@@ -171,11 +179,15 @@ def test_offsets_that_agree_may_be_given_twice() -> None:
     offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
     numbers = torch.tensor([[0, 0, 1, 1, 1, 1]])
     out = m(
-        ids, cu_seqlens=offsets.long(), cu_seq_lens_q=offsets,
+        ids,
+        cu_seqlens=offsets.long(),
+        cu_seq_lens_q=offsets,
         cu_seq_lens_k=torch.tensor([0, 2, 2, 6]),  # an empty sequence holds no token
-        seq_idx=numbers, max_length_q=4, max_length_k=4,
+        seq_idx=numbers,
+        max_length_q=4,
+        max_length_k=4,
         position_ids=torch.tensor([[0, 1, 0, 1, 2, 3]]),
-    )  # fmt: skip
+    )
     assert_same(out.logits, m(ids, seq_idx=numbers).logits)
 
 

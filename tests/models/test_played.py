@@ -72,12 +72,14 @@ def number_of_kinds() -> int:
 
 
 KINDS = {
-    "attention": (["attention"] * 3, 1), "retention": (["retention"] * 3, 1),
-    "kda": (["kda"] * 3, 1), "mamba2": (["mamba2"] * 3, 1),
+    "attention": (["attention"] * 3, 1),
+    "retention": (["retention"] * 3, 1),
+    "kda": (["kda"] * 3, 1),
+    "mamba2": (["mamba2"] * 3, 1),
     "rwkv7": (["rwkv7"] * 4, 2),  # the first gives the others its values
     "two kinds": (["gla", "attention", "gla", "attention"], 2),
     "of a layer": ([{"type": "lightning_attn", "num_layers": 3}] * 3, 3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", KINDS)

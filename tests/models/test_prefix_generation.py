@@ -45,9 +45,11 @@ def _generated(m: Any, ids: Tensor, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "way", "masked"),
-    [*(("hybrid", way, False) for way in WAYS),
-        *(("gated_deltanet", way, True) for way in ("lookup", "assistant", "right assistant"))],
-)  # fmt: skip
+    [
+        *(("hybrid", way, False) for way in WAYS),
+        *(("gated_deltanet", way, True) for way in ("lookup", "assistant", "right assistant")),
+    ],
+)
 def test_prefix_gives_the_same_tokens(name: str, way: str, masked: bool) -> None:
     m, ids = model(name), _prompt()
     options = WAYS[way](m)

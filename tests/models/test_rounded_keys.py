@@ -28,10 +28,12 @@ def cache_of(m: Any) -> StateCache:
 @torch.no_grad()
 def test_steps_on_keys_in_8_bits(options: dict[str, Any], key_dtype: torch.dtype) -> None:
     config = SlipstreamConfig(
-        vocab_size=97, hidden_size=64,
-        mixers=[{"type": "attention", **options}, "gated_deltanet"], num_heads=2,
+        vocab_size=97,
+        hidden_size=64,
+        mixers=[{"type": "attention", **options}, "gated_deltanet"],
+        num_heads=2,
         initializer_range=0.1,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     m, ids = SlipstreamForCausalLM(config).eval(), tokens(2, 90)
     cache = StateCache(2, key_dtype=key_dtype)

@@ -55,12 +55,19 @@ IDS = torch.arange(10).view(2, 5)
 TENSORS = {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "cu_seqlens"}
 TENSORS |= {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"}
 NO_TENSORS: dict[str, Any] = {
-    "list": IDS.tolist(), "integer": 3, "text": "text", "array": IDS.numpy(), "dict": {},
+    "list": IDS.tolist(),
+    "integer": 3,
+    "text": "text",
+    "array": IDS.numpy(),
+    "dict": {},
     "sparse": IDS.to_sparse(),
     "nested": torch.nested.nested_tensor(list(IDS), layout=torch.jagged),
-    "no values": IDS.to("meta"), "complex": IDS.to(torch.complex64), "number": torch.tensor(1),
-    "empty": torch.zeros(0, dtype=torch.int64), "of higher rank": IDS[..., None, None],
-}  # fmt: skip
+    "no values": IDS.to("meta"),
+    "complex": IDS.to(torch.complex64),
+    "number": torch.tensor(1),
+    "empty": torch.zeros(0, dtype=torch.int64),
+    "of higher rank": IDS[..., None, None],
+}
 WRONG = [(name, kind) for name in sorted(TENSORS) for kind in NO_TENSORS]
 WRONG += [("past_key_values", k) for k in NO_TENSORS] + [("cache", k) for k in NO_TENSORS]
 FLAGS = ("list", "text", "array", "dict", "complex", "empty")

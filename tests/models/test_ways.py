@@ -57,9 +57,11 @@ def test_model_trained_in_a_way_is_the_same(name: str, way: str) -> None:
 @pytest.mark.usefixtures("process")
 @pytest.mark.parametrize(
     "ways",
-    [pytest.param(x, id=", ".join(x), marks=() if x in SAMPLE else pytest.mark.slow)
-        for x in [*PAIRS, *TRIPLES]],
-)  # fmt: skip
+    [
+        pytest.param(x, id=", ".join(x), marks=() if x in SAMPLE else pytest.mark.slow)
+        for x in [*PAIRS, *TRIPLES]
+    ],
+)
 def test_model_trained_in_ways_together_is_the_same(ways: tuple[str, ...]) -> None:
     check("hybrid", *ways)
 

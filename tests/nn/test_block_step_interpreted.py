@@ -26,8 +26,10 @@ def inputs(bound: float | None, channels: tuple[int, ...]) -> tuple[TokenInputs,
     sizes = [(N, 4, 3 * H * K), *[(N, T, H, K)] * 3, (N, T, H, *channels), (N, T, H)]
     blocks = Blocks._make(torch.randn(size) for size in sizes)
     x, weight, g = (
-        torch.randn(N, 3 * H * K), torch.randn(3 * H * K, 4), torch.randn(N, H, *channels),
-    )  # fmt: skip
+        torch.randn(N, 3 * H * K),
+        torch.randn(3 * H * K, 4),
+        torch.randn(N, H, *channels),
+    )
     A_log, dt_bias, beta = torch.randn(H), torch.randn(g[0].numel()), torch.randn(N, H)
     counts = torch.tensor([4, 0, 2])
     return TokenInputs(x, weight, None, g, A_log, dt_bias, beta, counts, True, True, bound), blocks

@@ -87,8 +87,10 @@ REMADE: dict[str, small_modules.Way] = {
     "parametrized": parametrized,
     "weight_norm": partial(normed, norm=parametrizations.weight_norm),
     "hooked weight_norm": partial(normed, norm=torch.nn.utils.weight_norm),
-    "spectral_norm": spectral, "pruned": pruned, "averaged": averaged,
-}  # fmt: skip
+    "spectral_norm": spectral,
+    "pruned": pruned,
+    "averaged": averaged,
+}
 
 
 @every_subject

@@ -181,13 +181,16 @@ def test_losses_call_what_somebody_put_around_a_layer(double: Callable[..., Any]
 
 @pytest.mark.parametrize(
     "change",
-    [doubled_by_a_hook, lambda layer: setattr(layer, "forward", lambda x: 2 * x),
+    [
+        doubled_by_a_hook,
+        lambda layer: setattr(layer, "forward", lambda x: 2 * x),
         lambda layer: torch.nn.utils.parametrizations.weight_norm(layer),
         lambda layer: layer.to("meta"),
         lambda layer: layer.register_full_backward_hook(lambda *args: None),
-        lambda layer: setattr(layer, "activation", "silu")],
+        lambda layer: setattr(layer, "activation", "silu"),
+    ],
     ids=["hook", "forward", "parametrization", "meta", "backward hook", "activation"],
-)  # fmt: skip
+)
 def test_plain_linear_is_false_of_a_changed_layer(change: Callable[[Any], Any]) -> None:
     layer = nn.Linear(D, 7)
     assert plain_linear(layer)
@@ -197,11 +200,18 @@ def test_plain_linear_is_false_of_a_changed_layer(change: Callable[[Any], Any]) 
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: nn.ShortConvolution(D, 4, bias=True), lambda: nn.Linear(D, 7),
-        lambda: nn.Embedding(9, D), lambda: nn.RMSNorm(D, zero_centered=True),
-        lambda: nn.LayerNorm(D), lambda: nn.GroupNorm(3, D), lambda: nn.GatedRMSNorm(D),
-        lambda: nn.SwiGLU(D, 20, bias=True), lambda: nn.LinearCrossEntropyLoss(D, 9, bias=True)],
-)  # fmt: skip
+    [
+        lambda: nn.ShortConvolution(D, 4, bias=True),
+        lambda: nn.Linear(D, 7),
+        lambda: nn.Embedding(9, D),
+        lambda: nn.RMSNorm(D, zero_centered=True),
+        lambda: nn.LayerNorm(D),
+        lambda: nn.GroupNorm(3, D),
+        lambda: nn.GatedRMSNorm(D),
+        lambda: nn.SwiGLU(D, 20, bias=True),
+        lambda: nn.LinearCrossEntropyLoss(D, 9, bias=True),
+    ],
+)
 def test_module_from_the_meta_device_is_as_constructed(make: Callable[[], Any]) -> None:
     with torch.device("meta"):
         module = make()
@@ -266,14 +276,18 @@ def test_linear_cross_entropy_shares_a_given_weight() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("make", "inputs"),
-    [(lambda: nn.RMSNorm(D), lambda T: (rows(2, T),)),
+    [
+        (lambda: nn.RMSNorm(D), lambda T: (rows(2, T),)),
         (lambda: nn.SwiGLU(D, 20), lambda T: (rows(2, T),)),
         (lambda: nn.ShortConvolution(D, 3, True), lambda T: (rows(2, T),)),
         (lambda: nn.Linear(D, 7, activation="silu"), lambda T: (rows(2, T),)),
-        (lambda: nn.RotaryEmbedding(8),
-            lambda T: (torch.randn(2, T, 2, D), torch.randn(2, T, 1, D))),
-        (lambda: nn.LinearCrossEntropyLoss(D, 9), lambda T: (rows(T), torch.randint(0, 9, (T,))))],
-)  # fmt: skip
+        (
+            lambda: nn.RotaryEmbedding(8),
+            lambda T: (torch.randn(2, T, 2, D), torch.randn(2, T, 1, D)),
+        ),
+        (lambda: nn.LinearCrossEntropyLoss(D, 9), lambda T: (rows(T), torch.randint(0, 9, (T,)))),
+    ],
+)
 def test_module_compiles_fullgraph(make: Callable[[], Any], inputs: Callable[[int], tuple]) -> None:
     torch.compiler.reset()
     module = make()

@@ -14,9 +14,13 @@ from slipstream.nn import recompute
 from slipstream.nn.recompute import Recompute
 
 LAYERS = [
-    (GatedDeltaNet, {"num_v_heads": 4}), (GatedDeltaNet, {"conv_size": None}), (Mamba2, {}),
-    (KimiDeltaAttention, {}), (KimiDeltaAttention, {"lower_bound": -4.0}), (RWKV7, {}),
-]  # fmt: skip
+    (GatedDeltaNet, {"num_v_heads": 4}),
+    (GatedDeltaNet, {"conv_size": None}),
+    (Mamba2, {}),
+    (KimiDeltaAttention, {}),
+    (KimiDeltaAttention, {"lower_bound": -4.0}),
+    (RWKV7, {}),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -207,14 +207,24 @@ def together(*ways: Way) -> Way:
 WAYS: dict[str, Way] = {
     "checkpointed": partial(checkpointed, use_reentrant=False),
     "reentrant": partial(checkpointed, use_reentrant=True),
-    "selective": partial(checkpointed, use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, _policy)),
-    "functional": functional, "hooked": hooked, "adapted": adapted, "copied": copied_deeply,
-    "pickled": pickled, "from meta": from_meta, "ddp": ddp, "fsdp": fsdp,
-    "hsdp": partial(fsdp, copies=True), "tensor parallel": tensor_parallel,
+    "selective": partial(
+        checkpointed,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, _policy),
+    ),
+    "functional": functional,
+    "hooked": hooked,
+    "adapted": adapted,
+    "copied": copied_deeply,
+    "pickled": pickled,
+    "from meta": from_meta,
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "hsdp": partial(fsdp, copies=True),
+    "tensor parallel": tensor_parallel,
     "hooked, fsdp": together(hooked, fsdp),
     "fsdp, checkpointed": together(fsdp, partial(checkpointed, use_reentrant=False)),
-}  # fmt: skip
+}
 TRACED: dict[str, Way] = {
     "compiled": compiled,
     "compiled, dynamic": partial(compiled, dynamic=True),

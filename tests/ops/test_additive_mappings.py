@@ -29,9 +29,12 @@ def test_linear_attn_normalize_divides_by_sum(fn: Callable, v_first: bool) -> No
     scale = K**-0.5
     want = scale * numerator / ((scale * q * sums).sum(-1, keepdim=True) + 1e-10)
     o, (got_kv, got_z) = fn(
-        **args, initial_state=(kv.mT if v_first else kv, z), output_final_state=True,
-        normalize=True, state_v_first=v_first,
-    )  # fmt: skip
+        **args,
+        initial_state=(kv.mT if v_first else kv, z),
+        output_final_state=True,
+        normalize=True,
+        state_v_first=v_first,
+    )
     near(o, want)
     near(got_kv.mT if v_first else got_kv, want_kv)
     near(got_z, sums[:, -1:])
@@ -70,9 +73,13 @@ def test_linear_attn_normalize_in_two_runs(
     for two in (False, True):
         monkeypatch.setattr(linear_attn_module, "_two_are_faster", lambda q, two=two: two)
         o, state = ops.chunk_linear_attn(
-            **args, initial_state=(kv, z), output_final_state=True, state_v_first=v_first,
-            reverse=reverse, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
+            **args,
+            initial_state=(kv, z),
+            output_final_state=True,
+            state_v_first=v_first,
+            reverse=reverse,
+            cu_seqlens=cu_seqlens,
+        )
         results = (o, *state)
         loss = sum((x * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in results)
         found.append((*results, *torch.autograd.grad(loss, leaves)))

@@ -190,9 +190,11 @@ def test_block_of_the_catalogue_takes_empty_inputs(op: Sample) -> None:
 
 
 EMPTY_SIZES = {
-    "no sequences": packed(Size()), "empty sequences": packed(Size(), 0, 5, 0),
-    "no keys": Size(T=9, K=0), "no values": Size(T=9, V=0),
-}  # fmt: skip
+    "no sequences": packed(Size()),
+    "empty sequences": packed(Size(), 0, 5, 0),
+    "no keys": Size(T=9, K=0),
+    "no values": Size(T=9, V=0),
+}
 
 
 @pytest.mark.parametrize("size", EMPTY_SIZES.values(), ids=EMPTY_SIZES.keys())

@@ -241,14 +241,20 @@ def test_rotary_rejects_faults_by_name() -> None:
         (lambda: rotary_embedding(x, cos, sin), ValueError, "cos: want at least 5 rows"),
         (lambda: rotary_embedding(x[..., :6], cos, sin), ValueError, "cos: want at most 3"),
         (lambda: rotary_embedding(x, cos, sin[:3]), ValueError, "sin: want shape"),
-        (lambda: rotary_embedding(x, cos, sin, positions=torch.zeros(5)), TypeError,
-            "positions: want int32"),
-        (lambda: rotary_embedding(x, cos, sin, positions=torch.zeros(2, 4).long()), ValueError,
-            "positions: want shape"),
+        (
+            lambda: rotary_embedding(x, cos, sin, positions=torch.zeros(5)),
+            TypeError,
+            "positions: want int32",
+        ),
+        (
+            lambda: rotary_embedding(x, cos, sin, positions=torch.zeros(2, 4).long()),
+            ValueError,
+            "positions: want shape",
+        ),
         (lambda: rotary_tables(torch.arange(4), 7), ValueError, "dim: want an even number"),
         (lambda: rotary_tables(torch.arange(4), 8, xpos=0), ValueError, "xpos: want tokens"),
         (lambda: rotary_tables(torch.arange(4), 8, dtype=torch.int32), TypeError, "dtype: want"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(error, match=word):
             call()
 

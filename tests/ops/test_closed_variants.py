@@ -43,9 +43,11 @@ def is_quick(case: tuple[Sample, str]) -> bool:
 
 
 CASES = [
-    (sample, way) for sample in (*SAMPLES, *LAYER_SAMPLES)
-    if sample.op not in OF_BLOCKS | ACROSS_RANKS for way in ways_of(sample)
-]  # fmt: skip
+    (sample, way)
+    for sample in (*SAMPLES, *LAYER_SAMPLES)
+    if sample.op not in OF_BLOCKS | ACROSS_RANKS
+    for way in ways_of(sample)
+]
 
 
 def random_size(random: Random, shape: Shape, sample: Sample) -> Size:

@@ -118,12 +118,17 @@ def _terms(**extra: Tensor) -> LinearInputs:
 
 TERMS = {
     "additive": lambda: _terms(),
-    "scalar delta packed": lambda: _terms(g=-torch.rand(1, 20, 4), beta=torch.rand(1, 20, 4),
-        initial_state=torch.randn(2, 4, 8, 6), cu_seqlens=offsets((7, 13))),
-    "channel dplr": lambda: _terms(g=-torch.rand(1, 20, 4, 8), a=torch.randn(1, 20, 2, 8),
-        b=torch.zeros(1, 20, 2, 8)),
+    "scalar delta packed": lambda: _terms(
+        g=-torch.rand(1, 20, 4),
+        beta=torch.rand(1, 20, 4),
+        initial_state=torch.randn(2, 4, 8, 6),
+        cu_seqlens=offsets((7, 13)),
+    ),
+    "channel dplr": lambda: _terms(
+        g=-torch.rand(1, 20, 4, 8), a=torch.randn(1, 20, 2, 8), b=torch.zeros(1, 20, 2, 8)
+    ),
     "bonus": lambda: _terms(g=-torch.rand(1, 20, 4, 8), u=torch.randn(4, 8)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("chunk", [0, 16])

@@ -54,9 +54,13 @@ def test_kda_gate_in_kernel_is_the_gate_outside(
     if least is not None:
         g = least * (rate * (raw + bias)).sigmoid()
     got, _ = fn(
-        **args, g=raw, use_gate_in_kernel=True, A_log=A_log,
-        dt_bias=bias.flatten() if flat_bias else bias, lower_bound=least,
-    )  # fmt: skip
+        **args,
+        g=raw,
+        use_gate_in_kernel=True,
+        A_log=A_log,
+        dt_bias=bias.flatten() if flat_bias else bias,
+        lower_bound=least,
+    )
     near(got, fn(**args, g=g)[0])
 
 

@@ -39,14 +39,25 @@ OPTIONS = {"softmax_scale": None, "causal": False, "window_size": (-1, -1), "sof
 REST = {"alibi_slopes": None, "deterministic": False, "return_attn_probs": False}
 SIGNATURES: list[tuple[Callable, str, dict[str, Any]]] = [
     (flash_attn_func, "q k v", {"dropout_p": 0.0, **OPTIONS, **REST}),
-    (flash_attn_varlen_func, "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
-        {"dropout_p": 0.0, **OPTIONS, **REST, "block_table": None}),
-    (flash_attn_with_kvcache, "q k_cache v_cache",
-        {**dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")),
-            **dict.fromkeys(("cache_batch_idx", "cache_leftpad", "block_table")), **OPTIONS,
-            "rotary_interleaved": True, "alibi_slopes": None, "num_splits": 0,
-            "return_softmax_lse": False}),
-]  # fmt: skip
+    (
+        flash_attn_varlen_func,
+        "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
+        {"dropout_p": 0.0, **OPTIONS, **REST, "block_table": None},
+    ),
+    (
+        flash_attn_with_kvcache,
+        "q k_cache v_cache",
+        {
+            **dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")),
+            **dict.fromkeys(("cache_batch_idx", "cache_leftpad", "block_table")),
+            **OPTIONS,
+            "rotary_interleaved": True,
+            "alibi_slopes": None,
+            "num_splits": 0,
+            "return_softmax_lse": False,
+        },
+    ),
+]
 
 
 @pytest.mark.parametrize(("function", "wanted", "options"), SIGNATURES)

@@ -143,19 +143,33 @@ WRONG_DTYPES = (torch.int8, torch.complex64, torch.bool)
 _NUMBERS = ("int", "float")
 _NAN = float("nan")
 OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
-    "chunk_size": (0, -1, 3, 1 << 40), "dropout_p": (-0.1, 1.5, _NAN), "eps": (-1e-5, _NAN),
-    "norm_eps": (-1e-5, _NAN), "num_groups": (0, -1, 3), "group_size": (0, -1, 3),
-    "base": (0.0, -1.0, _NAN), "xpos": (0.0, _NAN), "dim": (-2, 3), "width": (0, -1),
-    "softcap": (-1.0, _NAN), "label_smoothing": (-0.1, 1.5, _NAN),
-    "temperature": (0.0, -1.0, _NAN), "lower_bound": (0.0, 1.0, _NAN), "reduction": ("", "avg"),
-    "activation": ("", "tanh"), "impl": ("cuda",),
-}  # fmt: skip
+    "chunk_size": (0, -1, 3, 1 << 40),
+    "dropout_p": (-0.1, 1.5, _NAN),
+    "eps": (-1e-5, _NAN),
+    "norm_eps": (-1e-5, _NAN),
+    "num_groups": (0, -1, 3),
+    "group_size": (0, -1, 3),
+    "base": (0.0, -1.0, _NAN),
+    "xpos": (0.0, _NAN),
+    "dim": (-2, 3),
+    "width": (0, -1),
+    "softcap": (-1.0, _NAN),
+    "label_smoothing": (-0.1, 1.5, _NAN),
+    "temperature": (0.0, -1.0, _NAN),
+    "lower_bound": (0.0, 1.0, _NAN),
+    "reduction": ("", "avg"),
+    "activation": ("", "tanh"),
+    "impl": ("cuda",),
+}
 OTHER_SHAPES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "one more before": lambda x: x[None], "one more behind": lambda x: x[..., None],
-    "one less": lambda x: x[..., 0], "none": lambda x: x.flatten()[0],
+    "one more before": lambda x: x[None],
+    "one more behind": lambda x: x[..., None],
+    "one less": lambda x: x[..., 0],
+    "none": lambda x: x.flatten()[0],
     "a row less": lambda x: x[:-1],
-    "a row more": lambda x: torch.cat([x, x[:1]]), "a feature less": lambda x: x[..., :-1],
-}  # fmt: skip
+    "a row more": lambda x: torch.cat([x, x[:1]]),
+    "a feature less": lambda x: x[..., :-1],
+}
 # of which any number of these is right
 FREE = {
     "a row more": "embedding:input_ids embedding:weight latent_attention:latent "

@@ -77,13 +77,16 @@ def test_losses_reject_faults_by_name() -> None:
     outside[3] = 6
     for call, error, word in [
         (lambda: cross_entropy(logits, outside), ValueError, r"target: id 6 at position \(3,\)"),
-        (lambda: linear_cross_entropy(hidden, weight, outside), ValueError,
-            "target: id 6 .* vocabulary of 6"),
+        (
+            lambda: linear_cross_entropy(hidden, weight, outside),
+            ValueError,
+            "target: id 6 .* vocabulary of 6",
+        ),
         (lambda: cross_entropy(logits[:, :0], target), ValueError, "logits: want at least one"),
         (lambda: linear_cross_entropy(hidden, weight[:0], target), ValueError, "weight: want at"),
         (lambda: cross_entropy(logits, target.int()), TypeError, "target"),
         (lambda: cross_entropy(logits, target, softcap=0.0), ValueError, "softcap"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(error, match=word):
             call()
 

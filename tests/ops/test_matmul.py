@@ -77,7 +77,8 @@ TMA = MatmulConfig(128, 256, 64, 8, 4, kernel="tma")
 
 @pytest.mark.parametrize(
     ("arch", "problem", "config", "text"),
-    [("sm_90", BF16, MatmulConfig(128, 128, 512, 4, 3), "shared memory, sm_90 has 232448"),
+    [
+        ("sm_90", BF16, MatmulConfig(128, 128, 512, 4, 3), "shared memory, sm_90 has 232448"),
         ("sm_86", BF16, MatmulConfig(128, 256, 64, 8, 4), "shared memory, sm_86 has 101376"),
         ("sm_90", BF16, MatmulConfig(128, 96, 64), "block_n: want a power of two"),
         ("sm_90", BF16, MatmulConfig(128, 128, 8), "block_k: want a power of two from 16"),
@@ -90,8 +91,9 @@ TMA = MatmulConfig(128, 256, 64, 8, 4, kernel="tma")
         ("sm_90", BF16, replace(TMA, block_k=32), "TMA brings rows of 128 bytes"),
         ("sm_90", BF16, replace(TMA, num_stages=5), "shared memory"),
         ("sm_90", replace(FP32, precision="tf32x3"), replace(TMA, block_k=32), "as tf32x3"),
-        ("sm_80", Problem(torch.float8_e5m2, torch.bfloat16, ""), MatmulConfig(), "float8_e5m2")],
-)  # fmt: skip
+        ("sm_80", Problem(torch.float8_e5m2, torch.bfloat16, ""), MatmulConfig(), "float8_e5m2"),
+    ],
+)
 def test_config_is_refused_with_the_nearest(
     arch: str, problem: Problem, config: MatmulConfig, text: str
 ) -> None:

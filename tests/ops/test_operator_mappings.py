@@ -242,10 +242,14 @@ P = 2
 
 def arguments(R: int, tokens: int = T) -> dict[str, Tensor]:
     return {
-        "q": randn(B, tokens, HV, R, K), "k": randn(B, tokens, HV, R, K),
-        "v": randn(B, tokens, HV, R, V), "g": log_decay(B, tokens, HV), "dt": beta(B, tokens, HV),
-        "trap": beta(B, tokens, HV), "angles": randn(B, tokens, HV, P),
-    }  # fmt: skip
+        "q": randn(B, tokens, HV, R, K),
+        "k": randn(B, tokens, HV, R, K),
+        "v": randn(B, tokens, HV, R, V),
+        "g": log_decay(B, tokens, HV),
+        "dt": beta(B, tokens, HV),
+        "trap": beta(B, tokens, HV),
+        "angles": randn(B, tokens, HV, P),
+    }
 
 
 def states(R: int) -> tuple[Tensor, ...]:

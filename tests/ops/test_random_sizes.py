@@ -31,9 +31,13 @@ def _operator(data: st.DataObject) -> None:
     small, width = st.integers(1, 3), st.integers(1, 40)
     H = data.draw(small)
     size = Size(
-        B=data.draw(small), T=data.draw(st.integers(1, 90)), H=H, HV=H * data.draw(small),
-        K=data.draw(width), V=data.draw(width),
-    )  # fmt: skip
+        B=data.draw(small),
+        T=data.draw(st.integers(1, 90)),
+        H=H,
+        HV=H * data.draw(small),
+        K=data.draw(width),
+        V=data.draw(width),
+    )
     if data.draw(st.booleans()):
         lengths = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
         size = operators.packed(size, *lengths, 1)

@@ -40,28 +40,33 @@ REFUSES = {OPAQUE: TRANSFORMS | SECOND, BY_HAND: SECOND, PRODUCT: TRANSFORMS}
 REFUSES[BACKWARD_ALONE] = {"jvp", "dual"}
 REFUSES[IN_TORCH] = {"jvp", "dual", *SECOND}
 PERMITTED: dict[str, str] = {
-    **{op.name: OPAQUE for op in LINEAR}, "short_convolution-stateless": OPAQUE,
-    "short_convolution-operator": OPAQUE, "embedding": OPAQUE,
+    **{op.name: OPAQUE for op in LINEAR},
+    "short_convolution-stateless": OPAQUE,
+    "short_convolution-operator": OPAQUE,
+    "embedding": OPAQUE,
     **{f"linear_cross_entropy-{x}": OPAQUE for x in ("mean", "sum", "none")},
     "linear_cross_entropy": OPAQUE,
     **dict.fromkeys(("linear_log_probs", "linear_log_probs-entropy"), OPAQUE),
     **dict.fromkeys(("selective_scan", "selective_scan-gated", "selective_scan-groups"), OPAQUE),
-    **{f"linear_kl_div-{x}": OPAQUE for x in ("mean", "none")}, "attention": OPAQUE,
+    **{f"linear_kl_div-{x}": OPAQUE for x in ("mean", "none")},
+    "attention": OPAQUE,
     **{f"attention-{x}": OPAQUE for x in ("full", "longer", "window", "lengths")},
-    **{f"attention-{x}": OPAQUE for x in ("packed", "packed-cache")}, "attention-square": IN_TORCH,
+    **{f"attention-{x}": OPAQUE for x in ("packed", "packed-cache")},
+    "attention-square": IN_TORCH,
     **dict.fromkeys(("flash_attn_func", "flash_attn_varlen_func"), OPAQUE),
-    "latent_attention": BACKWARD_ALONE, "causal_conv1d_fn": BY_HAND, "matmul": PRODUCT,
+    "latent_attention": BACKWARD_ALONE,
+    "causal_conv1d_fn": BY_HAND,
+    "matmul": PRODUCT,
     "matmul-silu": PRODUCT,
     **dict.fromkeys(("rms_norm", "rms_norm-bare", "rms_norm-residual", "l2_norm"), BY_HAND),
     "group_norm-rms": BY_HAND,
-    **dict.fromkeys(("rms_norm_gated", "rms_norm_gated-sigmoid", "rms_norm_gated-mamba2"),
-        BY_HAND),
+    **dict.fromkeys(("rms_norm_gated", "rms_norm_gated-sigmoid", "rms_norm_gated-mamba2"), BY_HAND),
     **dict.fromkeys(("short_convolution", "short_convolution-residual"), BY_HAND),
     "short_convolution-packed": BY_HAND,
     **dict.fromkeys(("rotary_embedding-positions", "rotary_embedding-interleaved"), BY_HAND),
     **dict.fromkeys(("glu_linear", "glu_linear-geglu", "glu_linear-squared_relu"), BY_HAND),
     **dict.fromkeys(("cross_entropy", "cross_entropy-mean", "cross_entropy-none"), BY_HAND),
-}  # fmt: skip
+}
 
 
 # public functions that no row differentiates, and why
@@ -164,8 +169,10 @@ def test_gradients_under_autocast_are_those_of_16_bits(case: Case, dtype: torch.
 def test_vmap_without_gradients_matches_a_loop() -> None:
     x = torch.randn(3, 2, 5, 6)
     calls: list[Callable[[Tensor], Tensor]] = [
-        lambda x: ops.rms_norm(x), lambda x: ops.swiglu(x, 2 * x), lambda x: ops.token_shift(x)[0],
-    ]  # fmt: skip
+        lambda x: ops.rms_norm(x),
+        lambda x: ops.swiglu(x, 2 * x),
+        lambda x: ops.token_shift(x)[0],
+    ]
     for call in calls:
         want = torch.stack([call(y) for y in x])
         torch.testing.assert_close(torch.func.vmap(call)(x), want)

@@ -32,8 +32,10 @@ def _convolution(state: Tensor) -> Tensor:
 
 
 CASES: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
-    (_recurrent, (2, 2, 8, 8)), (_mixer, (2, 2, 8, 8)), (_convolution, (2, 6, 4)),
-]  # fmt: skip
+    (_recurrent, (2, 2, 8, 8)),
+    (_mixer, (2, 2, 8, 8)),
+    (_convolution, (2, 6, 4)),
+]
 
 
 @pytest.mark.parametrize(("call", "shape"), CASES, ids=[call.__name__ for call, _ in CASES])

@@ -225,20 +225,27 @@ def test_wrong_plans_and_arguments_are_named() -> None:
         "layout: want 'contiguous', got 'ring'": lambda: ContextParallel(layout="ring"),
         "segment_tokens: want at least 1": lambda: ContextParallel(None, None, None, 0),
         "lengths: want 6 tokens in all": lambda: ContextParallel(None, [0, 6], [5]),
-        "context: rank 0 has 6 tokens, got 5": lambda: ops.chunk_linear_attn(q[:, 1:], q[:, 1:],
-            q[:, 1:], normalize=False, context=plan),
-        "cu_seqlens: want None with a context": lambda: ops.chunk_retention(q, q, q,
-            cu_seqlens=offsets, context=plan),
-        "impl: the reference runs": lambda: ops.chunk_retention(q, q, q, context=plan,
-            impl="reference"),
-        "initial_state: want shape": lambda: ops.chunk_retention(q, q, q,
-            initial_state=torch.zeros(1, 2, 16, 16), context=plan),
-        "key_lengths: want None with a context": lambda: ops.attention(q, q, q,
-            key_lengths=offsets[1:], context=plan),
-        "dropout_p: want 0 with a context": lambda: ops.attention(q, q, q, dropout_p=0.5,
-            context=plan),
-        "window_size: want no later keys with a context": lambda: ops.attention(q, q, q,
-            causal=False, window_size=3, context=plan),
+        "context: rank 0 has 6 tokens, got 5": lambda: ops.chunk_linear_attn(
+            q[:, 1:], q[:, 1:], q[:, 1:], normalize=False, context=plan
+        ),
+        "cu_seqlens: want None with a context": lambda: ops.chunk_retention(
+            q, q, q, cu_seqlens=offsets, context=plan
+        ),
+        "impl: the reference runs": lambda: ops.chunk_retention(
+            q, q, q, context=plan, impl="reference"
+        ),
+        "initial_state: want shape": lambda: ops.chunk_retention(
+            q, q, q, initial_state=torch.zeros(1, 2, 16, 16), context=plan
+        ),
+        "key_lengths: want None with a context": lambda: ops.attention(
+            q, q, q, key_lengths=offsets[1:], context=plan
+        ),
+        "dropout_p: want 0 with a context": lambda: ops.attention(
+            q, q, q, dropout_p=0.5, context=plan
+        ),
+        "window_size: want no later keys with a context": lambda: ops.attention(
+            q, q, q, causal=False, window_size=3, context=plan
+        ),
         "beta: want one value for each token and head with a context": lambda: (
             ops.fused_recurrent_delta_rule(q, q, q, q.sigmoid(), context=plan)
         ),
@@ -246,7 +253,7 @@ def test_wrong_plans_and_arguments_are_named() -> None:
         "batch: want batch size 1": lambda: shard(torch.zeros(2, 6), plan),
         "cu_seqlens: want offsets, got": lambda: ContextParallel(None, offsets.to("meta")),
         "context: want 6 tokens in all": lambda: shard(torch.zeros(1, 7), plan),
-    }  # fmt: skip
+    }
     for text, call in wrong.items():
         with pytest.raises((ValueError, TypeError, NotImplementedError), match=f"^{text}"):
             call()

@@ -19,21 +19,38 @@ from tests.support.scripts import ROOT
 
 # Tokens of ranks, and of packed sequences: cut anywhere, or two rows through all ranks.
 CUTS = {
-    "rows": ((40, 50, 37), None), "packed": ((70, 33, 61), (11, 140, 0, 13)),
-    "one empty": ((64, 0, 40), (104,)), "two ranks": ((90, 38), None),
-}  # fmt: skip
+    "rows": ((40, 50, 37), None),
+    "packed": ((70, 33, 61), (11, 140, 0, 13)),
+    "one empty": ((64, 0, 40), (104,)),
+    "two ranks": ((90, 38), None),
+}
 # what is computed, cut, chunks of a segment: 0 leaves sequences whole, -1 is one more call of the
 # sequence that goes on; whether the final state is wanted
 CASES = {
-    "sample": [("simple_gla", "packed", 1, True), ("gla", "rows", 1, True),
-        ("gv", "packed", 0, True), ("gated delta", "rows", 1, False), ("kda", "packed", 1, True),
-        ("dplr", "two ranks", 0, True), ("simple_gla", "rows", -1, True)],
-    "further": [("retention", "rows", 1, True), ("delta", "packed", 1, True),
-        ("simple_gla", "one empty", 1, False), ("rwkv6", "packed", 1, True),
-        ("gla", "one empty", 0, True), ("delta", "one empty", 1, True), ("delta", "rows", 0, True),
-        ("gated delta", "packed", -1, True), ("kda", "two ranks", 1, False),
-        ("kda", "rows", 0, True), ("dplr", "packed", 1, True), ("iplr", "rows", 1, True)],
-}  # fmt: skip
+    "sample": [
+        ("simple_gla", "packed", 1, True),
+        ("gla", "rows", 1, True),
+        ("gv", "packed", 0, True),
+        ("gated delta", "rows", 1, False),
+        ("kda", "packed", 1, True),
+        ("dplr", "two ranks", 0, True),
+        ("simple_gla", "rows", -1, True),
+    ],
+    "further": [
+        ("retention", "rows", 1, True),
+        ("delta", "packed", 1, True),
+        ("simple_gla", "one empty", 1, False),
+        ("rwkv6", "packed", 1, True),
+        ("gla", "one empty", 0, True),
+        ("delta", "one empty", 1, True),
+        ("delta", "rows", 0, True),
+        ("gated delta", "packed", -1, True),
+        ("kda", "two ranks", 1, False),
+        ("kda", "rows", 0, True),
+        ("dplr", "packed", 1, True),
+        ("iplr", "rows", 1, True),
+    ],
+}
 
 
 # The same bits for any number of ranks: tokens of ranks, which begin where segments do.
@@ -43,10 +60,12 @@ BITS_SEQUENCES = (40, 0, 70, 18)
 BITS_PACKED = {1: (128,), 2: (72, 56), 4: (32, 40, 32, 24)}
 BITS = {
     "sample": [("simple_gla", True), ("gla", False), ("gated delta", True), ("kda", False)],
-    "further": [("gla of values", True),
+    "further": [
+        ("gla of values", True),
         *(("retention", False), ("gv", True), ("rwkv6", True), ("delta", False)),
-        *(("kda", True), ("dplr", True), ("iplr", False), ("simple_gla", False))],
-}  # fmt: skip
+        *(("kda", True), ("dplr", True), ("iplr", False), ("simple_gla", False)),
+    ],
+}
 
 
 def make(kind: str, cut: str) -> tuple:
@@ -161,9 +180,12 @@ def test_results_and_bits_of_many_ranks(ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     found = subprocess.run(
-        [*command, "tests/parallel/context_check.py", "--seeds", "1"], cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=900,
-    )  # fmt: skip
+        [*command, "tests/parallel/context_check.py", "--seeds", "1"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count(f"checked on {ranks} ranks") >= 33

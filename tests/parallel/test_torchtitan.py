@@ -49,20 +49,28 @@ def run(folder: Path, ranks: int, context: int, *options: str) -> list[tuple[flo
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command += ["-m", "tests.support.torchtitan_on_a_cpu"]
     config = {
-        "module": "hybrid", "config": "hybrid_debug", "dump_folder": str(folder),
-        "training.seq_len": "64", "training.steps": "3",
+        "module": "hybrid",
+        "config": "hybrid_debug",
+        "dump_folder": str(folder),
+        "training.seq_len": "64",
+        "training.steps": "3",
         "training.mixed_precision_param": "float32",
-        "parallelism.context_parallel_degree": str(context), "metrics.log_freq": "1",
-        "lr_scheduler.warmup_steps": "1", "checkpoint.interval": "1000",
-    }  # fmt: skip
+        "parallelism.context_parallel_degree": str(context),
+        "metrics.log_freq": "1",
+        "lr_scheduler.warmup_steps": "1",
+        "checkpoint.interval": "1000",
+    }
     command += [x for name, value in config.items() for x in (f"--{name}", value)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "examples/torchtitan"), *sys.path])
     here = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     found = subprocess.run(
-        [*command, "--checkpoint.enable", *options], cwd=ROOT,
+        [*command, "--checkpoint.enable", *options],
+        cwd=ROOT,
         env={**os.environ, **here, "HF_DATASETS_CACHE": str(folder / "cache")},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     steps = re.findall(r"^step \d+ loss (\S+) norm (\S+)$", found.stdout, re.M)
     return [(float(loss), float(norm)) for loss, norm in steps]
@@ -99,8 +107,11 @@ def test_options_are_declared_as_torchtitans(monkeypatch: pytest.MonkeyPatch) ->
             width: int = 0
 
     names = (
-        "config.override", "models.common.attention", "models.qwen3_5.model", "protocols.module",
-    )  # fmt: skip
+        "config.override",
+        "models.common.attention",
+        "models.qwen3_5.model",
+        "protocols.module",
+    )
     for name in ("fla", "spmd_types", *(f"torchtitan.{x}" for x in names)):
         found: Any = ModuleType(name)
         found.__spec__ = ModuleSpec(name, None)

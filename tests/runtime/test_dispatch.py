@@ -139,9 +139,18 @@ def test_every_operator_reports_its_fallbacks(
 # its targets are looked at by a kernel
 NEEDS_A_GPU = pytest.raises((RuntimeError, ValueError), match=r"active drivers|cpu tensor")
 OPERATORS = (
-    "chunk_gla", "chunk_hgrn", "attention", "matmul", "rms_norm", "short_convolution",
-    "selective_scan", "mixer_step", "swiglu", "cross_entropy", "rotary_embedding",
-)  # fmt: skip
+    "chunk_gla",
+    "chunk_hgrn",
+    "attention",
+    "matmul",
+    "rms_norm",
+    "short_convolution",
+    "selective_scan",
+    "mixer_step",
+    "swiglu",
+    "cross_entropy",
+    "rotary_embedding",
+)
 
 
 def test_choose_deprecated_name() -> None:

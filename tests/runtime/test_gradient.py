@@ -58,9 +58,13 @@ class Row:
 
 def _linear() -> tuple:
     terms = LinearInputs(
-        rand(1, 5, 1, 2), rand(1, 5, 1, 2), rand(1, 5, 2, 3), g=-rand(1, 5, 2).abs(),
-        beta=rand(1, 5, 2).sigmoid(), initial_state=rand(1, 2, 2, 3),
-    )  # fmt: skip
+        rand(1, 5, 1, 2),
+        rand(1, 5, 1, 2),
+        rand(1, 5, 2, 3),
+        g=-rand(1, 5, 2).abs(),
+        beta=rand(1, 5, 2).sigmoid(),
+        initial_state=rand(1, 2, 2, 3),
+    )
     return (*terms, 0.5, 4, "eager", False)
 
 
@@ -119,45 +123,63 @@ def _selective() -> tuple:
 
 ROWS: dict[str, tuple[Any, Row]] = {
     "linear": (linear.call_forward.overload, Row(_linear, 2)),
-    "scan": (scan._call_forward.overload,
-        Row(lambda: (rand(1, 4, 3), -rand(1, 4, 3).abs(), rand(1, 3), None, "eager"), 2)),
+    "scan": (
+        scan._call_forward.overload,
+        Row(lambda: (rand(1, 4, 3), -rand(1, 4, 3).abs(), rand(1, 3), None, "eager"), 2),
+    ),
     "selective_scan": (selective_scan._call_forward.overload, Row(_selective, 2)),
     "softmax": (attention.call_forward.overload, Row(_softmax, 2)),
-    "latent": (latent._call.overload,
-        Row(lambda: (rand(1, 2, 2, 5), rand(1, 4, 5), None, None, 3, 0.5, "eager"), 2)),
+    "latent": (
+        latent._call.overload,
+        Row(lambda: (rand(1, 2, 2, 5), rand(1, 4, 5), None, None, 3, 0.5, "eager"), 2),
+    ),
     "conv": (conv._call.overload, Row(_conv, 1)),
     "norm": (norm._forward.overload, Row(_norm, 1)),
     "matmul": (matmul._CALL.overload, Row(_matmul, 1)),
-    "glu": (glu.forward.overload,
-        Row(lambda: (rand(3, 4), rand(3, 4), "silu", "eager"), 1)),
+    "glu": (glu.forward.overload, Row(lambda: (rand(3, 4), rand(3, 4), "silu", "eager"), 1)),
     "embedding": (embedding._call.overload, Row(lambda: (IDS, rand(5, 3)), 1)),
     "rotary": (rotary._call.overload, Row(lambda: _rotary(False), 1, inputs=1)),
     "rotary back": (rotary._call.overload, Row(lambda: _rotary(True), 1, inputs=1)),
-    "token_shift": (token_shift._call.overload,
-        Row(lambda: (rand(1, 4, 3), rand(1, 3), None, False, "eager"), 2)),
+    "token_shift": (
+        token_shift._call.overload,
+        Row(lambda: (rand(1, 4, 3), rand(1, 3), None, False, "eager"), 2),
+    ),
     "linear_cross_entropy": (loss._call_linear.overload, Row(_linear_loss, 1)),
     "cross_entropy": (fused._call.overload, Row(lambda: (rand(4, 5), IDS, *LOSS, "eager"), 1)),
-    "linear_log_probs": (log_probs._forward.overload,
-        Row(lambda: (rand(4, 3), rand(5, 3), rand(5), IDS, 0.7, -100, "eager"), 2)),
+    "linear_log_probs": (
+        log_probs._forward.overload,
+        Row(lambda: (rand(4, 3), rand(5, 3), rand(5), IDS, 0.7, -100, "eager"), 2),
+    ),
     "linear_kl_div": (distill._CALL.overload, Row(_distill, 1, inputs=3)),
-    "decay_gate": (decay_gate._forward.overload,
-        Row(lambda: (rand(1, 4, 2), rand(2), rand(2), None, "eager"), 1)),
-    "rwkv7_terms": (rwkv7._terms.overload,
-        Row(lambda: (*(rand(1, 4, 6) for _ in range(6)), *rand(2, 6), *[None] * 3, 2, "eager"),
-            5)),
-    "rwkv7_output": (rwkv7._output.overload,
-        Row(lambda: (*_heads(4), rand(1, 4, 6), rand(6), rand(6), rand(2, 3), 1e-5, "eager"), 1)),
-    "token_mix": (token_mix._forward.overload,
-        Row(lambda: (*rand(2, 1, 4, 3), None, rand(2, 3), "eager"), 1)),
+    "decay_gate": (
+        decay_gate._forward.overload,
+        Row(lambda: (rand(1, 4, 2), rand(2), rand(2), None, "eager"), 1),
+    ),
+    "rwkv7_terms": (
+        rwkv7._terms.overload,
+        Row(lambda: (*(rand(1, 4, 6) for _ in range(6)), *rand(2, 6), *[None] * 3, 2, "eager"), 5),
+    ),
+    "rwkv7_output": (
+        rwkv7._output.overload,
+        Row(lambda: (*_heads(4), rand(1, 4, 6), rand(6), rand(6), rand(2, 3), 1e-5, "eager"), 1),
+    ),
+    "token_mix": (
+        token_mix._forward.overload,
+        Row(lambda: (*rand(2, 1, 4, 3), None, rand(2, 3), "eager"), 1),
+    ),
     "erase": (erase._forward.overload, Row(lambda: (*rand(3, 1, 4, 2), "eager"), 1)),
-    "rotate_qk": (rotation._forward.overload,
-        Row(lambda: (*rand(2, 1, 4, 2, 3), rand(1, 4, 1), "eager"), 3)),
-    "running_mean": (running_mean._mean.overload,
-        Row(lambda: (*rand(2, 1, 4, 3), *rand(2, 3), rand(1, 6), None, True, "eager"), 2)),
+    "rotate_qk": (
+        rotation._forward.overload,
+        Row(lambda: (*rand(2, 1, 4, 2, 3), rand(1, 4, 1), "eager"), 3),
+    ),
+    "running_mean": (
+        running_mean._mean.overload,
+        Row(lambda: (*rand(2, 1, 4, 3), *rand(2, 3), rand(1, 6), None, True, "eager"), 2),
+    ),
     # these two compute in float32, and are looked at with less precision
     "slots": (gsa._call_forward.overload, Row(_slots, 3)),
     "steps": (gated_delta_product._call_forward.overload, Row(_steps, 2)),
-}  # fmt: skip
+}
 rows = pytest.mark.parametrize(("op", "row"), ROWS.values(), ids=ROWS)
 
 

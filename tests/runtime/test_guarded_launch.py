@@ -189,13 +189,19 @@ def test_failed_probe_decides_nothing(here: guarded_launch.CompilerState) -> Non
 
 @pytest.mark.parametrize(
     ("arch", "ptxas", "known"),
-    [("sm_90", "12.8.93", ["narrow-dot", "transposed-dot", "chained-dots", "overwritten-tile"]),
-        ("sm_90", "13.1.80", ["transposed-dot", "overwritten-tile"]), ("sm_80", "12.8.93", [])],
-)  # fmt: skip
+    [
+        ("sm_90", "12.8.93", ["narrow-dot", "transposed-dot", "chained-dots", "overwritten-tile"]),
+        ("sm_90", "13.1.80", ["transposed-dot", "overwritten-tile"]),
+        ("sm_80", "12.8.93", []),
+    ],
+)
 def test_mismatch_names_known_faults(
-    here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch, arch: str, ptxas: str,
-    known: list[str]
-) -> None:  # fmt: skip
+    here: guarded_launch.CompilerState,
+    monkeypatch: pytest.MonkeyPatch,
+    arch: str,
+    ptxas: str,
+    known: list[str],
+) -> None:
     """With the way out of each; none where the compilers have no fault that makes wrong results."""
     monkeypatch.setattr(compiler_state, "verified", dict)
     found = guarded_launch.CompilerState(arch, "3.6.0", ptxas)
@@ -324,9 +330,12 @@ def jitting(
     ("what", "words"), [("abort", "SIGABRT"), ("kill", "SIGKILL"), ("hang", "had not finished")]
 )
 def test_process_survives_dying_compiler(
-    here: guarded_launch.CompilerState, jitting: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch, what: str, words: str
-) -> None:  # fmt: skip
+    here: guarded_launch.CompilerState,
+    jitting: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    words: str,
+) -> None:
     assert jitting("nothing") is not None
     if what == "hang":
         monkeypatch.setattr(compiler_state, "TIMEOUT", 0.2)

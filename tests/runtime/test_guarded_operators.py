@@ -123,9 +123,12 @@ def results(family: Family) -> list[Tensor]:
     ids=["dies", "refuses", "wrong"],
 )
 def test_failing_kernel_falls_back(
-    family: Family, fate: Callable, words: str, unverified: Callable,
-    monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    family: Family,
+    fate: Callable,
+    words: str,
+    unverified: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With a warning that says why; the next process knows."""
     with monkeypatch.context() as patch:
         patch.setattr(backends, "INTERPRETED", False)
@@ -225,9 +228,12 @@ def test_kinds_are_of_one_dtype(
 @pytest.mark.parametrize("dying", ["forward", "backward"])
 @pytest.mark.parametrize("portable", [lambda plain: plain, dies], ids=["sound", "dies too"])
 def test_sm90_falls_back_to_portable(
-    family: Family, dying: str, portable: Callable, unverified: Callable,
-    monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    family: Family,
+    dying: str,
+    portable: Callable,
+    unverified: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first that works of "sm90|triton|eager"; plain torch only where both die."""
     ran: list[str] = []
 
@@ -285,26 +291,38 @@ def test_every_guarded_call_is_in_the_table() -> None:
 
 # Where kernels are run, and which.
 GUARDED = {
-    "linear/op.py": ("linear.triton", "linear.sm90"), "linear/decode.py": ("linear.step",),
+    "linear/op.py": ("linear.triton", "linear.sm90"),
+    "linear/decode.py": ("linear.step",),
     "linear/gsa.py": ("linear.slots",),
     "linear/gated_delta_product.py": ("linear.steps",),
-    "attention/op.py": ("attention.triton", "attention.sm90", "attention.decode",
-        "attention.append"),
-    "attention/latent.py": ("attention.latent",), "attention/rotary.py": ("attention.sm90",),
+    "attention/op.py": (
+        "attention.triton",
+        "attention.sm90",
+        "attention.decode",
+        "attention.append",
+    ),
+    "attention/latent.py": ("attention.latent",),
+    "attention/rotary.py": ("attention.sm90",),
     "gated_scan/op.py": ("gated_scan.triton",),
-    "selective_scan/op.py": ("selective_scan.triton",), "mixer_step/op.py": ("mixer_step.triton",),
+    "selective_scan/op.py": ("selective_scan.triton",),
+    "mixer_step/op.py": ("mixer_step.triton",),
     "mixer_step/block_inputs.py": ("mixer_step.block_inputs",),
     "projection_step/op.py": ("projection_step.triton", "projection_norm_step.triton"),
-    "elementwise/decay_gate.py": ("decay_gate.triton",), "elementwise/erase.py": ("erase.triton",),
+    "elementwise/decay_gate.py": ("decay_gate.triton",),
+    "elementwise/erase.py": ("erase.triton",),
     "elementwise/rotation.py": ("rotation.triton",),
     "running_mean/op.py": ("running_mean.triton",),
-    "time_mix/token_mix.py": ("token_mix.triton",), "time_mix/rwkv7.py": ("rwkv7.triton",),
+    "time_mix/token_mix.py": ("token_mix.triton",),
+    "time_mix/rwkv7.py": ("rwkv7.triton",),
     "time_mix/rwkv7_step.py": ("rwkv7_step.triton",),
     "time_mix/low_rank.py": ("low_rank_step.triton",),
-    "time_mix/token_mix_step.py": ("token_mix_step.triton",), "norm/op.py": ("norm.triton",),
+    "time_mix/token_mix_step.py": ("token_mix_step.triton",),
+    "norm/op.py": ("norm.triton",),
     "attnres/op.py": ("attnres.triton",),
-    "conv/op.py": ("conv.triton", "conv.update"), "matmul/op.py": ("matmul.triton",),
-    "loss/fused.py": ("cross_entropy.triton",), "loss/shard.py": ("cross_entropy.shard",),
+    "conv/op.py": ("conv.triton", "conv.update"),
+    "matmul/op.py": ("matmul.triton",),
+    "loss/fused.py": ("cross_entropy.triton",),
+    "loss/shard.py": ("cross_entropy.shard",),
     "loss/distill.py": ("linear_kl_div.triton",),
     "elementwise/log_probs.py": ("log_probs.triton",),
     "elementwise/glu.py": ("glu.triton", "glu_bwd_recompute.triton"),
@@ -313,4 +331,4 @@ GUARDED = {
     "elementwise/copy_states.py": ("copy_states.triton",),
     "elementwise/token_shift.py": ("token_shift.triton",),
     "elementwise/embedding.py": ("embedding.triton",),
-}  # fmt: skip
+}

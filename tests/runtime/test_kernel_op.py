@@ -75,11 +75,13 @@ def test_calls_name_what_is_not_a_tensor() -> None:
 
 @pytest.mark.parametrize(
     ("source", "found"),
-    [("_call(x, cos, sin, None, False, back=True, impl=impl)", ["interleaved=False"]),
+    [
+        ("_call(x, cos, sin, None, False, back=True, impl=impl)", ["interleaved=False"]),
         ("_call(*tensors, False, back=True, impl=impl)", ["False"]),
         ("_call(dy, *saved, ctx.interleaved, back=True, impl=impl)", ["ctx.interleaved"]),
-        ("_call(dy, *saved, interleaved=ctx.interleaved, back=True, impl=impl)", [])],
-)  # fmt: skip
+        ("_call(dy, *saved, interleaved=ctx.interleaved, back=True, impl=impl)", []),
+    ],
+)
 def test_flag_by_position_is_found(source: str, found: list[str]) -> None:
     [(call, op)] = calls(rotary, source)
     assert unnamed(call, op) == found
@@ -100,10 +102,12 @@ def test_functions_take_the_schema(name: str) -> None:
 
 @pytest.mark.parametrize(
     "named",
-    [{"back": False, "interleaved": False, "impl": "eager"},  # two flags in other places
+    [
+        {"back": False, "interleaved": False, "impl": "eager"},  # two flags in other places
         {"interleaved": False, "back": False},
-        {"interleaved": False, "back": False, "impl": "eager", "further": 1}],
-)  # fmt: skip
+        {"interleaved": False, "back": False, "impl": "eager", "further": 1},
+    ],
+)
 def test_other_names_or_orders_are_refused(named: dict[str, Any]) -> None:
     x, table = torch.randn(1, 4, 2, 8), torch.randn(4, 4)
     with pytest.raises(TypeError, match=r"want .*'interleaved', 'back', 'impl'.* by name, got"):
@@ -220,7 +224,16 @@ def test_probes_name_arguments_of_the_schema(name: str) -> None:
 def test_calls_are_replayed_but_for_a_few() -> None:
     alone = {x.split(".")[-2].lstrip("_") for x, op in operators().items() if not op._replay}
     assert alone == {
-        "attnres", "attnres_backward", "cross_entropy", "cross_entropy_backward", "embedding",
-        "linear_cross_entropy", "linear_kl_div", "linear_log_probs", "running_max",
-        "softmax_append", "softmax_decode", "softmax_latent",
-    }  # fmt: skip
+        "attnres",
+        "attnres_backward",
+        "cross_entropy",
+        "cross_entropy_backward",
+        "embedding",
+        "linear_cross_entropy",
+        "linear_kl_div",
+        "linear_log_probs",
+        "running_max",
+        "softmax_append",
+        "softmax_decode",
+        "softmax_latent",
+    }

@@ -35,15 +35,17 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
     "outer product": (lambda x: x[:, None] * x[:, :, None], 1),
     "a row": (lambda x: x * torch.arange(x.shape[1], device=x.device), 1),
     "a row of as many": (lambda x: x + torch.arange(4, device=x.device), 1),
-    "a column": (lambda x: x[:, :1] + x, 1), "sum of rows": (lambda x: x.sum(0), 1),
+    "a column": (lambda x: x[:, :1] + x, 1),
+    "sum of rows": (lambda x: x.sum(0), 1),
     "largest of columns": (lambda x: x.amax(dim=(-1,)), 1),
     "sum that keeps its axis": (lambda x: x.sum(1, True), 1),
     "sum that keeps its axis by name": (lambda x: x.sum(1, keepdim=True), 1),
-    "sum of all": (lambda x: x.sum(), 1), "flat": (lambda x: x.flatten() * 2, 1),
+    "sum of all": (lambda x: x.sum(), 1),
+    "flat": (lambda x: x.flatten() * 2, 1),
     "flat from an axis on": (lambda x: x.view(-1, 2, 2).flatten(1) * 2, 1),
     "flat up to an axis": (lambda x: x.view(-1, 2, 2).flatten(0, 1) * 2, 1),
     "powers": (lambda x: 2.0 ** -torch.arange(0, 8, 2, device=x.device), 1),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)

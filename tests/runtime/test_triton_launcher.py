@@ -67,11 +67,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     """The launches on it."""
     launches: list[tuple] = []
     made = AbsentGPU(
-        nvidia.CudaLauncher, launch=CFunction(launches),
+        nvidia.CudaLauncher,
+        launch=CFunction(launches),
         load_binary=lambda name, kernel, *_: (object(), 5, 1, 0, 1024),
         fill_tma_descriptor=_map_of,  # up to 3.6
-        fill_tma_descriptor_tiled=_map_of, build_signature_metadata=tuple,
-    )  # fmt: skip
+        fill_tma_descriptor_tiled=_map_of,
+        build_signature_metadata=tuple,
+    )
     monkeypatch.setattr(driver, "_active", made)
     if hasattr(nvidia, "make_launcher"):  # up to 3.6 a C function for each signature
         compiled = SimpleNamespace(launch=made.utils.launch)

@@ -45,10 +45,12 @@ def arange(B: int) -> Tensor:
 
 # indices that rows of the catalog leave out, of B sequences; of pages each sequence has one
 OPTIONAL: dict[str, Callable[[int], Tensor]] = {
-    "state_indices": arange, "cache_batch_idx": arange,
+    "state_indices": arange,
+    "cache_batch_idx": arange,
     "cache_leftpad": lambda B: torch.zeros(B, dtype=torch.int64),
-    "block_table": lambda B: torch.arange(B)[:, None], "table": lambda B: torch.arange(B)[:, None],
-}  # fmt: skip
+    "block_table": lambda B: torch.arange(B)[:, None],
+    "table": lambda B: torch.arange(B)[:, None],
+}
 # and those that they have
 GIVEN = ("cache_seqlens", "key_lengths", "lengths", "positions", "target", "input_ids")
 # rows that add no load or store by an index to those of others

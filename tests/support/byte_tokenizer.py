@@ -14,6 +14,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<end>", pad_token="<end>",
+        tokenizer_object=backend,
+        eos_token="<end>",
+        pad_token="<end>",
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )

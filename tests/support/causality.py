@@ -20,10 +20,15 @@ KEYS = ("k", "b")
 
 
 def changed_bits(
-    op: Sample, impl: str | None = None, size: Size = SIZE, cuts: tuple[int, ...] = CUTS,
-    gates: tuple[tuple[str, str], ...] = GATES, device: torch.device = CPU,
-    seeds: tuple[int, ...] = (0,), small: float = 1.0
-) -> list[str]:  # fmt: skip
+    op: Sample,
+    impl: str | None = None,
+    size: Size = SIZE,
+    cuts: tuple[int, ...] = CUTS,
+    gates: tuple[tuple[str, str], ...] = GATES,
+    device: torch.device = CPU,
+    seeds: tuple[int, ...] = (0,),
+    small: float = 1.0,
+) -> list[str]:
     """Where bits of the past have changed, in words. small: what keys are multiplied by."""
     found = []
     options = {} if impl is None else {"impl": impl}

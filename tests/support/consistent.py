@@ -82,9 +82,16 @@ class Wanted:
 
 
 def differing(
-    op: Sample, trials: int, impl: str | None, seed: int = 0, *, raw: bool = False,
-    size: Size = SIZE, device: str = "cpu", **options: Any
-) -> int:  # fmt: skip
+    op: Sample,
+    trials: int,
+    impl: str | None,
+    seed: int = 0,
+    *,
+    raw: bool = False,
+    size: Size = SIZE,
+    device: str = "cpu",
+    **options: Any,
+) -> int:
     """Values that differ in so many random batches. raw: with gates and norms in the operator."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -100,9 +107,14 @@ def differing(
 
 
 def attention_differing(
-    trials: int, impl: str | None, seed: int = 0, width: int = 16, device: str = "cpu",
-    dtype: torch.dtype = torch.float32, **options: Any
-) -> int:  # fmt: skip
+    trials: int,
+    impl: str | None,
+    seed: int = 0,
+    width: int = 16,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> int:
     """The same of attention: any queries of one or more sequences, and the keys up to them, packed;
     or as many of each, as rows, with keys in a cache with room."""
     torch.manual_seed(seed)

@@ -24,11 +24,17 @@ TOKENS = (1, 3, (1, 1, 1), (2, 0, 2))
 
 
 KINDS = {
-    "linear_attn": (), "retention": ("g",), "gla": ("gk",), "gla both": ("gk", "gv"),
-    "rwkv6": ("gk", "u"), "gated_delta_rule": ("g", "beta"), "kda": ("gk", "beta"),
-    "comba": ("g", "beta", "p"), "rwkv7": ("gk", "a", "b"),
+    "linear_attn": (),
+    "retention": ("g",),
+    "gla": ("gk",),
+    "gla both": ("gk", "gv"),
+    "rwkv6": ("gk", "u"),
+    "gated_delta_rule": ("g", "beta"),
+    "kda": ("gk", "beta"),
+    "comba": ("g", "beta", "p"),
+    "rwkv7": ("gk", "a", "b"),
     "all": ("gk", "gv", "beta wide", "p", "a", "b", "u"),
-}  # fmt: skip
+}
 
 
 def make(kind: str, tokens: Any, dtype: torch.dtype = torch.float32) -> LinearInputs:
@@ -37,17 +43,22 @@ def make(kind: str, tokens: Any, dtype: torch.dtype = torch.float32) -> LinearIn
     made: dict[str, Any] = {
         "g": lambda: -torch.rand(*rows, HV),
         "gk": lambda: -50 * torch.rand(*rows, HV, K).square(),
-        "gv": lambda: -torch.rand(*rows, HV, V), "beta": lambda: 2 * torch.rand(*rows, HV),
-        "beta wide": lambda: 2 * torch.rand(*rows, HV, V), "u": lambda: torch.randn(HV, K),
+        "gv": lambda: -torch.rand(*rows, HV, V),
+        "beta": lambda: 2 * torch.rand(*rows, HV),
+        "beta wide": lambda: 2 * torch.rand(*rows, HV, V),
+        "u": lambda: torch.randn(HV, K),
         **{x: lambda: torch.randn(*rows, H, K).to(dtype) / K**0.5 for x in "pab"},
-    }  # fmt: skip
+    }
     q, k = (torch.randn(*rows, H, K).to(dtype) for _ in range(2))
     names = {"gk": "g", "beta wide": "beta"}
     given: dict[str, Any] = {names.get(x) or x: made[x]() for x in KINDS[kind]}
     return LinearInputs(
-        q, k / K**0.5, torch.randn(*rows, HV, V).to(dtype),
-        cu_seqlens=offsets(lengths).int() if lengths else None, **given
-    )  # fmt: skip
+        q,
+        k / K**0.5,
+        torch.randn(*rows, HV, V).to(dtype),
+        cu_seqlens=offsets(lengths).int() if lengths else None,
+        **given,
+    )
 
 
 def step(terms: LinearInputs, state: Tensor, **options: Any) -> Tensor:

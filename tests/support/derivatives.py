@@ -107,10 +107,13 @@ CASES = [
     # by other libraries' names
     Case("flash_attn_func", lambda args: [ops.flash_attn_func(**args, causal=True)], _heads(2, 5)),
     Case("flash_attn_varlen_func", _packed_attention, _heads(5)),
-    Case("causal_conv1d_fn", lambda args: [ops.causal_conv1d_fn(**args, activation="silu")],
-        lambda: _wide(x=(2, 6, 5), weight=(6, 3), bias=(6,))),
+    Case(
+        "causal_conv1d_fn",
+        lambda args: [ops.causal_conv1d_fn(**args, activation="silu")],
+        lambda: _wide(x=(2, 6, 5), weight=(6, 3), bias=(6,)),
+    ),
     Case("latent_attention", _latent, lambda: _wide(q=(2, 1, 2, 8), latent=(2, 5, 8))),
-]  # fmt: skip
+]
 
 
 def in_float32(case: Case, device: str = "cpu") -> Case:
@@ -227,6 +230,9 @@ def _second(problem: Problem, beside_first: bool = False) -> tuple[list[Tensor],
 
 
 WAYS: dict[str, Callable[[Problem], tuple[list[Tensor], list[Tensor]]]] = {
-    "grad": _grad, "jvp": _jvp, "dual": _dual, "second": _second,
+    "grad": _grad,
+    "jvp": _jvp,
+    "dual": _dual,
+    "second": _second,
     "second-beside-first": lambda problem: _second(problem, beside_first=True),
-}  # fmt: skip
+}

@@ -33,9 +33,12 @@ def _server(kind: str) -> subprocess.Popen:
     """Ends when its stdin is closed, with this process."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.forked", kind],
-        env={**ENVIRONMENT, **OF_KIND[kind], "PYTHONPATH": str(ROOT)}, cwd=ROOT,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env={**ENVIRONMENT, **OF_KIND[kind], "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def _reply(kind: str, env: Mapping[str, str] | None, **request: Any) -> tuple[int, str, str]:

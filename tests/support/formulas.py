@@ -55,9 +55,13 @@ def wanted(row: Sample, args: dict[str, Any]) -> list[Tensor]:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
-    residual: Tensor | None = None, zero_centered: bool = False, prenorm: bool = False
-) -> Any:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    zero_centered: bool = False,
+    prenorm: bool = False,
+) -> Any:
     h = x if residual is None else x + residual
     if weight is not None and zero_centered:
         weight = weight + 1
@@ -67,9 +71,13 @@ def rms_norm(
 
 
 def linear_log_probs(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-    temperature: float = 1.0, return_entropy: bool = False
-) -> Any:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+) -> Any:
     log_p = (F.linear(hidden, weight, bias) / temperature).log_softmax(-1)
     live = target != -100
     chosen = log_p.gather(-1, torch.where(live, target, 0)[..., None])[..., 0]
@@ -80,9 +88,12 @@ def linear_log_probs(
 
 
 def attnres(
-    query: Tensor, residuals: Tensor, rms_weight: Tensor, output_rms_weight: Tensor | None = None,
-    scale: float = 1.0
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    residuals: Tensor,
+    rms_weight: Tensor,
+    output_rms_weight: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
     keys = rms_reference(residuals, rms_weight, 1e-6)
     p = (scale * (keys * query).sum(-1)).softmax(0)
     o = (p[..., None] * residuals).sum(0)
@@ -107,9 +118,13 @@ def group_norm(
 
 
 def rms_norm_gated(
-    x: Tensor, gate: Tensor, weight: Tensor, activation: str = "silu",
-    norm_before_gate: bool = True, group_size: int | None = None
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+) -> Tensor:
     f = torch.sigmoid if activation == "sigmoid" else F.silu
     if not norm_before_gate:
         x = x * f(gate)
@@ -119,10 +134,15 @@ def rms_norm_gated(
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
-    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    activation: str | None = None, output_final_state: bool = True
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: str | None = None,
+    output_final_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     y, state = conv_reference(x, weight, initial_state, cu_seqlens)
     y = y if bias is None else y + bias
     y = y if activation is None else F.silu(y)
@@ -131,10 +151,18 @@ def short_convolution(
 
 
 def selective_scan(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
-    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None
-) -> Any:  # fmt: skip
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Any:
     B, C = (x[:, :, None] if x.dim() == 3 else x for x in (B, C))
     inputs = ScanInputs(u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens)
     return selective_scan_reference(inputs, delta_softplus)
@@ -178,9 +206,12 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def glu_linear(
-    gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None = None,
-    activation: str = "swiglu"
-) -> Tensor:  # fmt: skip
+    gate: Tensor,
+    up: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "swiglu",
+) -> Tensor:
     if up is None:
         return F.linear(squared_relu(gate), weight, bias)
     f = geglu if activation == "geglu" else swiglu
@@ -207,9 +238,14 @@ def linear_cross_entropy(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, window_size: int | None = None,
-    cu_seqlens: Tensor | None = None, key_lengths: Tensor | None = None
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    window_size: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+) -> Tensor:
     """Sequence by sequence."""
     if cu_seqlens is not None:
         bounds = list(zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:]))

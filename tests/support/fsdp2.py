@@ -48,9 +48,14 @@ def units(model: SlipstreamForCausalLM, which: str) -> list[Any]:
 def make(which: str, mixers: list[Any]) -> SlipstreamForCausalLM:
     torch.manual_seed(0)
     config = SlipstreamConfig(
-        vocab_size=VOCAB, hidden_size=16, num_heads=2, intermediate_size=24, mixers=mixers,
-        initializer_range=0.2, tie_word_embeddings=which == "tied",
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_heads=2,
+        intermediate_size=24,
+        mixers=mixers,
+        initializer_range=0.2,
+        tie_word_embeddings=which == "tied",
+    )
     return SlipstreamForCausalLM(config).train()
 
 
@@ -63,9 +68,12 @@ def loss_of(model: SlipstreamForCausalLM, ids: torch.Tensor, reentrant: bool | N
 
 
 def compare(
-    cases: list[tuple[str, bool | None]], mixers: list[Any], device: str = "cpu",
-    rtol: float = 1e-3, atol: float = 1e-5
-) -> None:  # fmt: skip
+    cases: list[tuple[str, bool | None]],
+    mixers: list[Any],
+    device: str = "cpu",
+    rtol: float = 1e-3,
+    atol: float = 1e-5,
+) -> None:
     """Loss and gradients of the sharded model against those of the whole one."""
     from torch.distributed.fsdp import fully_shard
 
@@ -88,6 +96,9 @@ def compare(
             assert (p.grad is None) == (q.grad is None), label
             if p.grad is not None:
                 torch.testing.assert_close(
-                    p.grad.full_tensor(), q.grad, rtol=rtol, atol=atol,
+                    p.grad.full_tensor(),
+                    q.grad,
+                    rtol=rtol,
+                    atol=atol,
                     msg=lambda text, label=label: label + text,
-                )  # fmt: skip
+                )

@@ -100,11 +100,13 @@ def of_modules() -> list[Loss]:
             for name, loss in logits.items()
         ]
         found += [
-            _of_tensors(f"nn kl {r}", "ND",
-                lambda x, live, f=kl: f(x, layer, x.detach(), teacher, live)),
-            _of_tensors(f"kl_div {r}", "NV",
-                lambda x, live, r=r: kl_div(x, x * 0, mask=live, reduction=r)),
-        ]  # fmt: skip
+            _of_tensors(
+                f"nn kl {r}", "ND", lambda x, live, f=kl: f(x, layer, x.detach(), teacher, live)
+            ),
+            _of_tensors(
+                f"kl_div {r}", "NV", lambda x, live, r=r: kl_div(x, x * 0, mask=live, reduction=r)
+            ),
+        ]
     return found + [
         _of_tensors(
             f"fla linear {r}",

@@ -19,8 +19,10 @@ def in_bounds(corners: bool = False) -> Iterator[None]:
     executor: Any = triton.GridExecutor
     builder: Any = triton.InterpreterBuilder
     take, load, store = (
-        executor._init_args_hst, builder.create_masked_load, builder.create_masked_store,
-    )  # fmt: skip
+        executor._init_args_hst,
+        builder.create_masked_load,
+        builder.create_masked_store,
+    )
     ranges: list[tuple[int, int]] = []
 
     def taken(self: Any, args: Any, kwargs: Any) -> Any:

@@ -13,20 +13,33 @@ MODELS["hybrid"] = ["gated_deltanet", "rwkv7", "attention"]
 _MOE = {"moe_intermediate_size": 8, "num_experts": 3, "num_experts_per_tok": 2}
 # MLPs, norms, the norm after the embedding, and residuals that a config can choose
 PARTS: dict[str, dict[str, Any]] = {
-    "rwkv7 blocks": {"mixers": ["rwkv7", "attention"],
-        "mlps": ["rwkv7", {"type": "rwkv7", "intermediate_size": 24}], "norm": "layer",
-        "embedding_norm": True},
-    "mamba2 blocks": {"mixers": ["mamba2", "gla"], "mlps": ["none", "swiglu"],
-        "residual_in_fp32": True},
-    "qwen3_next": {"mixers": ["gated_deltanet", "attention"],
-        "mlps": ["swiglu",
-            {"type": "qwen3_next_moe", "shared_expert_intermediate_size": 8, **_MOE}],
-        "norm": "zero_centered_rms"},
-    "kimi_linear": {"mixers": ["kda", "gla"],
-        "mlps": [{"type": "kimi_linear_moe", **_MOE}, "none"], "norm": "layer_without_bias"},
+    "rwkv7 blocks": {
+        "mixers": ["rwkv7", "attention"],
+        "mlps": ["rwkv7", {"type": "rwkv7", "intermediate_size": 24}],
+        "norm": "layer",
+        "embedding_norm": True,
+    },
+    "mamba2 blocks": {
+        "mixers": ["mamba2", "gla"],
+        "mlps": ["none", "swiglu"],
+        "residual_in_fp32": True,
+    },
+    "qwen3_next": {
+        "mixers": ["gated_deltanet", "attention"],
+        "mlps": [
+            "swiglu",
+            {"type": "qwen3_next_moe", "shared_expert_intermediate_size": 8, **_MOE},
+        ],
+        "norm": "zero_centered_rms",
+    },
+    "kimi_linear": {
+        "mixers": ["kda", "gla"],
+        "mlps": [{"type": "kimi_linear_moe", **_MOE}, "none"],
+        "norm": "layer_without_bias",
+    },
     "attention residuals": {"mixers": ["gla", "attention", "gla"], "attention_residuals": 1},
     "in groups": {"mixers": ["gla"] * 5, "attention_residuals": 2, "residual_in_fp32": True},
-}  # fmt: skip
+}
 
 
 def config(name: str, **options) -> SlipstreamConfig:

@@ -12,11 +12,13 @@ from slipstream.kernels.linear.reference import linear_reference
 from tests.support.operators import offsets, relative_error
 
 GATES = {
-    "none": lambda x: None, "weak": lambda x: -0.1 * x, "strong": lambda x: -50 * x,
+    "none": lambda x: None,
+    "weak": lambda x: -0.1 * x,
+    "strong": lambda x: -50 * x,
     "mixed": lambda x: -torch.where(torch.rand_like(x) < 0.2, 50 * x, 0.1 * x),
     "reset": lambda x: torch.where(x < 0.1, -torch.inf, -0.1 * x),
     "per head": lambda x: (-0.1 * x[:1, :1]).expand(x.shape),
-}  # fmt: skip
+}
 
 
 def reference(
@@ -39,15 +41,18 @@ def reference(
 
 
 CHANNEL_GATES = {
-    "zero": lambda x: 0 * x, "weak": lambda x: -0.1 * x, "strong": lambda x: -50 * x,
+    "zero": lambda x: 0 * x,
+    "weak": lambda x: -0.1 * x,
+    "strong": lambda x: -50 * x,
     "mixed": lambda x: -torch.where(torch.rand_like(x) < 0.2, 50 * x, 0.1 * x),
     "huge": lambda x: torch.where(x < 0.1, -1e4, -0.1 * x),
     "reset": lambda x: torch.where(x < 0.1, -torch.inf, -0.1 * x),
     "per token": lambda x: (-x[..., :1]).expand(x.shape),
     "blocks": lambda x: -0.7 - 0.04 * x,  # safe in blocks of eight tokens
-    "middling": lambda x: -6 * x, "even": lambda x: -7.2 - 0.2 * x,
+    "middling": lambda x: -6 * x,
+    "even": lambda x: -7.2 - 0.2 * x,
     "bfloat16": lambda x: (-x).bfloat16(),
-}  # fmt: skip
+}
 
 
 FORMS = ("g", "u", "gv")
@@ -60,17 +65,26 @@ def inputs(
     B, T, _, HV, K, V, lengths = size
     N = B if lengths is None else len(lengths)
     return LinearInputs(
-        q.to(dtype), k.to(dtype), torch.randn(B, T, HV, V).to(dtype),
+        q.to(dtype),
+        k.to(dtype),
+        torch.randn(B, T, HV, V).to(dtype),
         initial_state=torch.randn(N, HV, K, V) if state else None,
-        cu_seqlens=None if lengths is None else offsets(lengths).int(), **more
-    )  # fmt: skip
+        cu_seqlens=None if lengths is None else offsets(lengths).int(),
+        **more,
+    )
 
 
 def expect(
-    family: str, terms: LinearInputs, do: Tensor | None, dfinal: Tensor | None, scale: float,
-    case: str, times: float = 1.0, limits: dict[str, float] | None = None,
-    absolute: dict[str, float] | None = None
-) -> None:  # fmt: skip
+    family: str,
+    terms: LinearInputs,
+    do: Tensor | None,
+    dfinal: Tensor | None,
+    scale: float,
+    case: str,
+    times: float = 1.0,
+    limits: dict[str, float] | None = None,
+    absolute: dict[str, float] | None = None,
+) -> None:
     """Results and gradients of a family's back end. times: of the usual error; limits and absolute:
     those of single results, the second not relative."""
     backend: Any = importlib.import_module(f"slipstream.kernels.linear.triton.{family}.backend")

@@ -59,10 +59,12 @@ class LockstepShare(Share):
 
 
 def run_ranks(
-    work: Callable[[Share], Any], lengths: Sequence[int], offsets: Sequence[int] | None,
+    work: Callable[[Share], Any],
+    lengths: Sequence[int],
+    offsets: Sequence[int] | None,
     segment_tokens: int | None = None,
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> list[Any]:  # fmt: skip
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[Any]:
     """The results of each rank's work; raises the first error of any."""
     meeting, results, errors = Meeting(len(lengths)), {}, []
 
@@ -91,10 +93,17 @@ def run_ranks(
 
 
 def linear_on_ranks(
-    terms: LinearInputs, do: Tensor, dfinal: Tensor | None, lengths: Sequence[int], *,
-    scale: float, impl: str, chunk: int = 32, segment_tokens: int | None = None,
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> dict[str, Tensor]:  # fmt: skip
+    terms: LinearInputs,
+    do: Tensor,
+    dfinal: Tensor | None,
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    impl: str,
+    chunk: int = 32,
+    segment_tokens: int | None = None,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, Tensor]:
     """o, the final state, and gradients by term, put together from all ranks. Without dfinal no
     final state is asked for."""
     offsets = None if terms.cu_seqlens is None else terms.cu_seqlens.tolist()

@@ -37,23 +37,41 @@ class Kind:
 _RAW = {"use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True, "norm_eps": 1e-6}
 KINDS = {
     "gated_deltanet": Kind("head", beta=True, options=_RAW),
-    "kda": Kind("channel", beta=True,
-        options={**_RAW, "z_activation": "sigmoid", "allow_neg_eigval": True}),
-    "gdn2": Kind("channel", beta=True, write=True,
-        options={**_RAW, "z_activation": "sigmoid", "allow_neg_eigval": True}),
+    "kda": Kind(
+        "channel", beta=True, options={**_RAW, "z_activation": "sigmoid", "allow_neg_eigval": True}
+    ),
+    "gdn2": Kind(
+        "channel",
+        beta=True,
+        write=True,
+        options={**_RAW, "z_activation": "sigmoid", "allow_neg_eigval": True},
+    ),
     "kda bounded": Kind("channel", beta=True, options={**_RAW, "lower_bound": -5.0}),
-    "mamba2": Kind("head", D=True, weight="own",
-        options={"channel_order": "vkq", "dt_scales_v": True, "dt_limit": (0.01, 3.0),
-            "scale": 1.0, "norm_before_gate": False, "norm_eps": 1e-5, "heads_together": 2}),
-    "mamba2 of engines": Kind("head", D=True, conv=False, z=False, weight="", rates=True,
-        options={"dt_scales_v": True}),
+    "mamba2": Kind(
+        "head",
+        D=True,
+        weight="own",
+        options={
+            "channel_order": "vkq",
+            "dt_scales_v": True,
+            "dt_limit": (0.01, 3.0),
+            "scale": 1.0,
+            "norm_before_gate": False,
+            "norm_eps": 1e-5,
+            "heads_together": 2,
+        },
+    ),
+    "mamba2 of engines": Kind(
+        "head", D=True, conv=False, z=False, weight="", rates=True, options={"dt_scales_v": True}
+    ),
     "delta_net": Kind(beta=True, z=False, options=_RAW),
-    "gla": Kind("channel", conv=False, raw=False,
-        options={"gate_logit_normalizer": 16.0, "norm_eps": 1e-5}),
+    "gla": Kind(
+        "channel", conv=False, raw=False, options={"gate_logit_normalizer": 16.0, "norm_eps": 1e-5}
+    ),
     "retention": Kind("head", conv=False, raw=False, weight="", options={"norm_eps": 1e-5}),
     "linear_attn": Kind(conv=False, z=False, weight=""),
     "conv without silu": Kind(z=True, weight="", options={"conv_activation": None}),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -127,9 +145,14 @@ def expected(
 
 
 def check(
-    kind: str, impl: str, n: Sizes, v_first: bool = False, limit: float = LIMIT,
-    strength: float = 1.0, pool_limit: float | None = None
-) -> None:  # fmt: skip
+    kind: str,
+    impl: str,
+    n: Sizes,
+    v_first: bool = False,
+    limit: float = LIMIT,
+    strength: float = 1.0,
+    pool_limit: float | None = None,
+) -> None:
     args, options = make(KINDS[kind], n, strength)
     at = torch.tensor(INDICES)
     want = expected(args, options, at)
@@ -178,9 +201,13 @@ ROWS += ("cache_slots",)
 
 
 def compile_step(
-    arch: str = "sm_90", K: int = 128, V: int = 128, group: int = 1, pool: str = "*fp32",
-    **constants: Any
-) -> Compiled:  # fmt: skip
+    arch: str = "sm_90",
+    K: int = 128,
+    V: int = 128,
+    group: int = 1,
+    pool: str = "*fp32",
+    **constants: Any,
+) -> Compiled:
     """Qwen3-Next's 16 and 32 heads, with the tile that a launch takes. group: V times this."""
     from slipstream.kernels.mixer_step.triton import launch
 

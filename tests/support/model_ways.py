@@ -35,9 +35,14 @@ MODELS["every"] = [*(layers[0] for n, layers in MODELS.items() if n != "hybrid")
 def make(name: str, device: str = "cpu", **options: Any) -> SlipstreamForCausalLM:
     torch.manual_seed(0)
     config = SlipstreamConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, num_heads=2, intermediate_size=48,
-        mixers=MODELS[name], initializer_range=0.2, **options
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        num_heads=2,
+        intermediate_size=48,
+        mixers=MODELS[name],
+        initializer_range=0.2,
+        **options,
+    )
     return SlipstreamForCausalLM(config).train().to(device)
 
 
@@ -232,10 +237,17 @@ def tensor_parallel(model: SlipstreamForCausalLM) -> Step:
 
 WAYS: dict[str, Way] = {
     "checkpointed": partial(checkpointed, use_reentrant=False),
-    "reentrant": partial(checkpointed, use_reentrant=True), "selective": selective,
-    "compiled": compiled, "functional": functional, "hooked": hooked, "staged": staged, "ddp": ddp,
-    "fsdp": fsdp, "hsdp": hsdp, "tensor parallel": tensor_parallel,
-}  # fmt: skip
+    "reentrant": partial(checkpointed, use_reentrant=True),
+    "selective": selective,
+    "compiled": compiled,
+    "functional": functional,
+    "hooked": hooked,
+    "staged": staged,
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "hsdp": hsdp,
+    "tensor parallel": tensor_parallel,
+}
 # those that go together, in the order in which trainers apply them
 TOGETHER = ("hooked", "tensor parallel", "checkpointed", "selective", "compiled", "fsdp", "hsdp")
 # ways that go together: what is raised, and why
@@ -269,6 +281,9 @@ def check(name: str, *ways: str, device: str = "cpu", near: float = 1.0) -> None
     assert got.keys() == want.keys(), ways
     for n, grad in want.items():
         torch.testing.assert_close(
-            got[n], grad, rtol=near * 1e-3, atol=near * 1e-5,
+            got[n],
+            grad,
+            rtol=near * 1e-3,
+            atol=near * 1e-5,
             msg=lambda text, n=n: f"{ways}, {n}: {text}",
-        )  # fmt: skip
+        )

@@ -5,10 +5,16 @@ import pytest
 from slipstream.compiler import known_bugs
 
 FAULT = known_bugs.KnownBug(
-    name="planted-fault", archs=("sm_75",), triton=("3.6.0", "3.7.1"), ptxas=None, trigger="dot16",
-    pattern="a product of 16 bits, as far as a test says so", effect="crash",
-    source="tests/support/planted_fault.py", way_out="float32 inputs",
-)  # fmt: skip
+    name="planted-fault",
+    archs=("sm_75",),
+    triton=("3.6.0", "3.7.1"),
+    ptxas=None,
+    trigger="dot16",
+    pattern="a product of 16 bits, as far as a test says so",
+    effect="crash",
+    source="tests/support/planted_fault.py",
+    way_out="float32 inputs",
+)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: known_bugs.KnownBug = FAULT) -> None:

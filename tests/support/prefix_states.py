@@ -29,10 +29,21 @@ class Call:
 
     @classmethod
     def make(
-        cls, operator: str, lengths: tuple[int, ...] | None, *, B: int = 2, T: int = 200,
-        H: int = 1, HV: int = 2, K: int = 16, V: int = 24, dtype: torch.dtype = torch.float32,
-        device: str = "cpu", seed: int = 0, **options: Any
-    ) -> "Call":  # fmt: skip
+        cls,
+        operator: str,
+        lengths: tuple[int, ...] | None,
+        *,
+        B: int = 2,
+        T: int = 200,
+        H: int = 1,
+        HV: int = 2,
+        K: int = 16,
+        V: int = 24,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        seed: int = 0,
+        **options: Any,
+    ) -> "Call":
         """A call of packed lengths, or B of T tokens. About two thirds of the grid are listed, and
         all places past a sequence's end."""
         torch.manual_seed(seed)

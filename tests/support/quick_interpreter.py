@@ -225,9 +225,14 @@ def _broadcast_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
         return numbers[key]
 
     def operands(
-        self: Any, a: Any, b: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True, div_or_mod: bool = False
-    ) -> Any:  # fmt: skip
+        self: Any,
+        a: Any,
+        b: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
         x, y = a, b
         if not div_or_mod and arithmetic_check:
             if type(a) in (int, float) and type(b) is core.tensor and type(b.dtype) is core.dtype:

@@ -87,9 +87,14 @@ def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, S: Tensor) -> Trace:
 
 
 def gla(
-    q: Tensor, k: Tensor, v: Tensor, S: Tensor, g: Tensor | None = None, gk: Tensor | None = None,
-    gv: Tensor | None = None
-) -> Trace:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    S: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+) -> Trace:
     rows = gk if g is None else g
     assert rows is not None
     return additive(q, k, v, rows.exp(), (0 * v if gv is None else gv).exp(), S)
@@ -202,16 +207,21 @@ def beta(*shape: int) -> Tensor:
 
 def householder(g: bool) -> dict[str, Any]:
     return {
-        "q": randn(B, T, H, K), "k": unit(B, 3 * T, H, K), "v": randn(B, 3 * T, HV, V),
-        "g": log_decay(*SCALAR) if g else None, "beta": beta(B, 3 * T, HV),
-    }  # fmt: skip
+        "q": randn(B, T, H, K),
+        "k": unit(B, 3 * T, H, K),
+        "v": randn(B, 3 * T, HV, V),
+        "g": log_decay(*SCALAR) if g else None,
+        "beta": beta(B, 3 * T, HV),
+    }
 
 
 def slots(heads: int = H) -> dict[str, Tensor]:
     return {
-        "q": randn(B, T, heads, K), "k": randn(B, T, H, K), "v": randn(B, T, H, V),
+        "q": randn(B, T, heads, K),
+        "k": randn(B, T, H, K),
+        "v": randn(B, T, H, V),
         "s": randn(B, T, H, M),
-    }  # fmt: skip
+    }
 
 
 def gsa(

@@ -44,11 +44,18 @@ class Call:
         total, gates = sum(lengths), HV * (K if is_kda else 1)
         pool = normal(SLOTS, 2, HV, V, K)[:, 0]
         return cls(
-            q=normal(1, total, H, K).to(dtype), k=normal(1, total, H, K).to(dtype),
-            v=normal(1, total, HV, V).to(dtype), a=normal(total, gates), b=normal(total, HV),
-            A_log=normal(HV), dt_bias=normal(gates), states=pool, slots=slots,
-            offsets=torch.tensor([0, *lengths]).cumsum(0).int(), is_kda=is_kda,
-        )  # fmt: skip
+            q=normal(1, total, H, K).to(dtype),
+            k=normal(1, total, H, K).to(dtype),
+            v=normal(1, total, HV, V).to(dtype),
+            a=normal(total, gates),
+            b=normal(total, HV),
+            A_log=normal(HV),
+            dt_bias=normal(gates),
+            states=pool,
+            slots=slots,
+            offsets=torch.tensor([0, *lengths]).cumsum(0).int(),
+            is_kda=is_kda,
+        )
 
     @classmethod
     def decode(cls, is_kda: bool, first_null: int = 0) -> "Call":
@@ -106,18 +113,23 @@ class Call:
 
     def sglang_verify(self) -> dict[str, Any]:
         return {
-            "intermediate_states_buffer": self.buffer, "intermediate_state_indices": self.rows,
-            "cache_steps": T, "retrieve_parent_token": None,
-        }  # fmt: skip
+            "intermediate_states_buffer": self.buffer,
+            "intermediate_state_indices": self.rows,
+            "cache_steps": T,
+            "retrieve_parent_token": None,
+        }
 
     def sglang_prefill(self) -> dict[str, Any]:
         """With the gates made: g and beta."""
         g, beta = self.gates()
         return {
-            **{n: getattr(self, n) for n in ("q", "k", "v")}, "g": g[None], "beta": beta[None],
-            "ssm_states": self.states, "cache_indices": self.slots,
+            **{n: getattr(self, n) for n in ("q", "k", "v")},
+            "g": g[None],
+            "beta": beta[None],
+            "ssm_states": self.states,
+            "cache_indices": self.slots,
             "query_start_loc": self.offsets,
-        }  # fmt: skip
+        }
 
     def vllm(self) -> dict[str, Any]:
         given = {n: getattr(self, n) for n in ("q", "k", "v", "a", "b", "A_log", "dt_bias")}

@@ -122,6 +122,10 @@ def sglang_snapshots(is_kda: bool, dtype: torch.dtype) -> None:
 
 
 CHECKS = (
-    sglang_decode, sglang_verify, sglang_verify_of_fewer_drafts, sglang_states_before_chunks,
-    vllm_decode, vllm_verify,
-)  # fmt: skip
+    sglang_decode,
+    sglang_verify,
+    sglang_verify_of_fewer_drafts,
+    sglang_states_before_chunks,
+    vllm_decode,
+    vllm_verify,
+)

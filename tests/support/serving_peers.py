@@ -124,9 +124,11 @@ def compare_sglangs_mamba() -> None:
     given |= {"chunk_indices": torch.arange(2).int(), "chunk_offsets": torch.zeros(2).int()}
     given |= {"return_intermediate_states": True, "state_dtype": torch.float32}
     compare_pools(
-        "Mamba-2 prompts", [given["out"]],
-        lambda: sglang_functions.mamba_chunk_scan_combined(**given)[1], lambda: scan(**given)[1],
-    )  # fmt: skip
+        "Mamba-2 prompts",
+        [given["out"]],
+        lambda: sglang_functions.mamba_chunk_scan_combined(**given)[1],
+        lambda: scan(**given)[1],
+    )
 
 
 def compare_sglangs_lightning(seg_la: Any) -> None:
@@ -137,10 +139,13 @@ def compare_sglangs_lightning(seg_la: Any) -> None:
         q, k, v = (torch.randn(sum(lengths), H, D) for _ in range(3))
         offsets = torch.tensor([0, *lengths]).cumsum(0).int()
         meta = seg_la.SegLaMeta(
-            batch_size=3, max_q_length=None, q_offsets=offsets,
-            s_offsets=torch.tensor([3, 0, 2], dtype=torch.int32), q_lengths=offsets.diff(),
+            batch_size=3,
+            max_q_length=None,
+            q_offsets=offsets,
+            s_offsets=torch.tensor([3, 0, 2], dtype=torch.int32),
+            q_lengths=offsets.diff(),
             s_scales=torch.tensor([1, 0, 1]) if name == "prompts" else torch.ones(3),
-        )  # fmt: skip
+        )
         more: dict[str, Any] = {"meta": meta}
         if name == "drafts":
             more |= {"caches": buffer, "cache_indices": torch.tensor([2, 0, 1], dtype=torch.int32)}
@@ -161,36 +166,49 @@ def compare_sglang(release: str, update: Callable[..., Any]) -> None:
         return call
 
     for kernel, is_kda, lower_bound in (
-        (GDNKernel(), False, None), (KDAKernel(), True, None), (KDAKernel(), True, -5.0),
-    ):  # fmt: skip
+        (GDNKernel(), False, None),
+        (KDAKernel(), True, None),
+        (KDAKernel(), True, -5.0),
+    ):
         if is_older and lower_bound:
             continue
         kind = type(kernel).__name__ + (" bounded" if lower_bound else "")
         more: dict[str, Any] = {"lower_bound": lower_bound} if lower_bound else {}
         call = made(Call.decode(is_kda))
         compare(
-            f"{kind} decode", call,
+            f"{kind} decode",
+            call,
             lambda kernel=kernel, call=call, more=more: kernel.decode(**call.sglang(), **more),
-            lambda call=call, more=more, is_kda=is_kda: update(**call.sglang_function(),
-                is_kda=is_kda, **more),
+            lambda call=call, more=more, is_kda=is_kda: update(
+                **call.sglang_function(), is_kda=is_kda, **more
+            ),
             1e-5,
-        )  # fmt: skip
+        )
         call = made(Call.verify(is_kda))
         compare(
-            f"{kind} verify", call,
-            lambda kernel=kernel, call=call, more=more: kernel.target_verify(**call.sglang(),
-                **call.sglang_verify(), **more),
-            lambda call=call, more=more, is_kda=is_kda: update(**call.sglang_function(),
-                **call.sglang_verify(), disable_state_update=True, is_kda=is_kda, **more),
+            f"{kind} verify",
+            call,
+            lambda kernel=kernel, call=call, more=more: kernel.target_verify(
+                **call.sglang(), **call.sglang_verify(), **more
+            ),
+            lambda call=call, more=more, is_kda=is_kda: update(
+                **call.sglang_function(),
+                **call.sglang_verify(),
+                disable_state_update=True,
+                is_kda=is_kda,
+                **more,
+            ),
             1e-5,
-        )  # fmt: skip
+        )
     if INTERPRETED:
         return
     chunk = import_module("sglang.kernels.ops.attention.fla.chunk")
     call = Call.prefill(False, torch.bfloat16)
     given = call.sglang_prefill()
     compare(
-        "GDNKernel extend", call, lambda: GDNKernel().extend(**given)[0],
+        "GDNKernel extend",
+        call,
+        lambda: GDNKernel().extend(**given)[0],
         lambda: chunk.chunk_gated_delta_rule(
             given["q"],
             given["k"],
@@ -203,7 +221,7 @@ def compare_sglang(release: str, update: Callable[..., Any]) -> None:
             use_qk_l2norm_in_kernel=True,
         )[0],
         3e-2,
-    )  # fmt: skip
+    )
 
 
 def of_vllm(release: str) -> None:
@@ -229,10 +247,12 @@ def compare_vllm(update: Callable[..., Any], update_states: Callable[..., Any]) 
         for name, call in calls.items():
             given = {**call.vllm(), "is_kda": is_kda}
             compare(
-                f"delta_rule_update {name}, kda {is_kda}", call,
+                f"delta_rule_update {name}, kda {is_kda}",
+                call,
                 lambda given=given: vllm.delta_rule_update(**given)[0],
-                lambda given=given: update(**given)[0], 1e-5,
-            )  # fmt: skip
+                lambda given=given: update(**given)[0],
+                1e-5,
+            )
     for name, terms, options in mamba_calls():
         want, got = (torch.zeros_like(terms["x"]) for _ in range(2))
         pool = terms["state"]

@@ -82,16 +82,19 @@ def engine_of(release: str) -> Iterator[SimpleNamespace]:
         f"{attention}__fla__fused_gdn_gating": gating,
         f"{attention}__linear__fused_gdn_gating": gating,
         f"{attention}__fla__chunk_delta_h": {"CHUNK_SIZE": 64},
-        f"{srt}__hybrid_linear_attn_backend": {"MambaAttnBackendBase": Base,
-            "Mamba2AttnBackend": type("Mamba2AttnBackend", (), {})},
+        f"{srt}__hybrid_linear_attn_backend": {
+            "MambaAttnBackendBase": Base,
+            "Mamba2AttnBackend": type("Mamba2AttnBackend", (), {}),
+        },
         "sglang__srt__mem_cache__memory_pool": {
-            "MambaPool": SimpleNamespace(State=Speculative, SpeculativeState=Speculative)},
+            "MambaPool": SimpleNamespace(State=Speculative, SpeculativeState=Speculative)
+        },
         "sglang__kernels__ops__mamba__triton_ops": {
             name: theirs_of_mamba(name)
             for name in ("mamba_chunk_scan_combined", "selective_state_update")
         },
         "sglang__srt__utils__common": {"get_eager_max_batch_size": lambda size: size},
-    }  # fmt: skip
+    }
     files = [f"{FOLDER}.{x}" for x in ("gdn_backend", "kda_backend", "utils", "kernels")]
     files += ["sglang.srt.plugins.hook_registry", "sglang.srt.configs.linear_attn_model_registry"]
     files += ["sglang.srt.plugins", *OTHERS]
@@ -123,9 +126,11 @@ def runner(engine: SimpleNamespace, cache: Speculative) -> Any:
         mamba2_layer_cache=lambda layer: cache,
     )
     return SimpleNamespace(
-        req_to_token_pool=pool, linear_attn_backends=engine.backends, device="cpu",
+        req_to_token_pool=pool,
+        linear_attn_backends=engine.backends,
+        device="cpu",
         server_args=Absent(),
-    )  # fmt: skip
+    )
 
 
 def built(engine: SimpleNamespace, call: Call, cls: Any, **metadata: Any) -> Any:
@@ -165,10 +170,12 @@ def batch(call: Call, **mode: bool) -> SimpleNamespace:
     modes = {"is_target_verify": False, "is_draft_extend_v2": False, **mode}
     return SimpleNamespace(
         forward_mode=SimpleNamespace(**{k: (lambda v=v: v) for k, v in modes.items()}),
-        spec_info=SimpleNamespace(draft_token_num=T, ragged_verify_layout=None), batch_size=N,
-        req_pool_indices=torch.arange(N), extend_prefix_lens=torch.zeros(N),
+        spec_info=SimpleNamespace(draft_token_num=T, ragged_verify_layout=None),
+        batch_size=N,
+        req_pool_indices=torch.arange(N),
+        extend_prefix_lens=torch.zeros(N),
         extend_seq_lens_cpu=call.offsets.diff().tolist(),
-    )  # fmt: skip
+    )
 
 
 def near(got: Tensor, want: Tensor) -> None:

@@ -75,8 +75,12 @@ def sizes(
 def flags(terms: AttentionInputs, options: AttentionOptions, extra: int = 0) -> dict[str, int]:
     extra |= 64 if terms.sinks is not None else 0
     given = (
-        options.left >= 0, options.right >= 0, options.softcap != 0, terms.lengths is not None,
-        terms.cu_q is not None, terms.cu_k is not None,
-    )  # fmt: skip
+        options.left >= 0,
+        options.right >= 0,
+        options.softcap != 0,
+        terms.lengths is not None,
+        terms.cu_q is not None,
+        terms.cu_k is not None,
+    )
     flags = sum(1 << i for i, x in enumerate(given) if x) + extra
     return {"FLAGS": flags, "CONSUMER": 0, "PRODUCER": 0}

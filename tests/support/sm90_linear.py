@@ -57,26 +57,30 @@ def _quarters(first: int, strong: float) -> Any:
 
 # of numbers from 0 to 1
 GATES: dict[str, Any] = {
-    "own": torch.neg, "weak": lambda x: -0.1 * x,
+    "own": torch.neg,
+    "weak": lambda x: -0.1 * x,
     **{f"to {n}": lambda x, n=n: -n * x for n in (0.1, 0.3, 4, 5, 9, 50, 90)},
     **{str(n): lambda x, n=n: 0 * x + n for n in (-1, -2, -5, -7, -20, -torch.inf)},
     "last -5": lambda x: torch.where(torch.arange(x.shape[-1]) < x.shape[-1] // 2, -0.1 * x, -5),
     # of one channel -87 in 16 tokens, where kda's one kernel begins to be strong; another is so
     "at the bound": lambda x: torch.cat(
-        [0 * x[..., :1] - 87 / 16, -20 - x[..., 1:2], -0.1 * x[..., 2:]], -1),
+        [0 * x[..., :1] - 87 / 16, -20 - x[..., 1:2], -0.1 * x[..., 2:]], -1
+    ),
     "resets": lambda x: torch.where(x < 0.05, -torch.inf, -0.3 * x),
     "huge": lambda x: torch.where(x < 0.02, -1e4, -0.1 * x),
     "mixed": lambda x: torch.where(x < 0.2, -250 * x, -0.1 * x),
-    "some 0": lambda x: torch.where(x < 0.3, 0.0, -9 * x), "all kinds": all_kinds,
+    "some 0": lambda x: torch.where(x < 0.3, 0.0, -9 * x),
+    "all kinds": all_kinds,
     "a token of -200": lambda x: _tokens(0 * x, [37], -200.0),
     "-200 and 0": lambda x: torch.where(x < 0.5, -200.0, 0.0),
     "three of -inf": lambda x: _tokens(-0.1 * x, [70, 71, 127], -torch.inf),
     # of one chunk: a half, or every other quarter, near 2^-160; growth by 2^12 in the second half
     "half": lambda x: torch.where(torch.arange(C)[:, None, None] < 32, -3.4, -0.1 * x),
-    "quarters": _quarters(0, -6.9), "between": _quarters(1, -6.9),
+    "quarters": _quarters(0, -6.9),
+    "between": _quarters(1, -6.9),
     "above 0": lambda x: torch.where(torch.arange(C)[:, None, None] // 28 == 1, 0.3, -0.1 * x),
     "peaks": lambda x: torch.where(torch.arange(C)[:, None, None] % 7 == 3, -50.0, -0.1 * x),
-}  # fmt: skip
+}
 
 
 def inputs(
@@ -100,16 +104,19 @@ def inputs(
     wide = () if kind in ("delta", "simple") else (K,)
     by_channel, free = kind == "gdn2", kind == "dplr"
     terms = LinearInputs(
-        torch.randn(B, T, H, K, **f), k, torch.randn(B, T, HV, V, **f),
+        torch.randn(B, T, H, K, **f),
+        k,
+        torch.randn(B, T, HV, V, **f),
         g=GATES[gates](torch.rand(B, T, HV, *wide, **f)) if gates else None,
         beta=2 * torch.rand(B, T, HV, **f) if kind in ("delta", "kda") else None,
         erase=2 * torch.rand(B, T, HV, K, **f) if by_channel else None,
-        write=torch.rand(B, T, HV, V, **f) if by_channel else None, a=a if free else None,
+        write=torch.rand(B, T, HV, V, **f) if by_channel else None,
+        a=a if free else None,
         b=-a * torch.rand(B, T, H, 1, **f) if free else None,
         u=torch.randn(HV, K, **f) if before else None,
         initial_state=torch.randn(N, HV, K, V, **f) if state else None,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int() if lengths else None,
-    )  # fmt: skip
+    )
     if lengths:
         terms.of_tokens(lambda x: x[:, sum(lengths) :].fill_(torch.nan))
     return terms

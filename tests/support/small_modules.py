@@ -83,16 +83,20 @@ MODULES: dict[str, Subject] = {
     "LayerNorm": Subject(lambda: nn.LayerNorm(D), rows(2, 5)),
     "GroupNorm": Subject(lambda: nn.GroupNorm(3, D), rows(2, 5)),
     "L2Norm": Subject(nn.L2Norm, rows(2, 5)),
-    "GatedRMSNorm": Subject(lambda: nn.GatedRMSNorm(D),
-        lambda: (torch.randn(2, 5, D), torch.randn(2, 5, D))),
-    "RotaryEmbedding": Subject(lambda: nn.RotaryEmbedding(8),
-        lambda: (torch.randn(2, 5, 2, D), torch.randn(2, 5, 1, D))),
-    "CrossEntropyLoss": Subject(lambda: nn.CrossEntropyLoss(label_smoothing=0.1),
-        lambda: (torch.randn(5, 9), target(5))),
-    "LinearCrossEntropyLoss": Subject(lambda: nn.LinearCrossEntropyLoss(D, 9, bias=True),
-        lambda: (torch.randn(5, D), target(5))),
+    "GatedRMSNorm": Subject(
+        lambda: nn.GatedRMSNorm(D), lambda: (torch.randn(2, 5, D), torch.randn(2, 5, D))
+    ),
+    "RotaryEmbedding": Subject(
+        lambda: nn.RotaryEmbedding(8), lambda: (torch.randn(2, 5, 2, D), torch.randn(2, 5, 1, D))
+    ),
+    "CrossEntropyLoss": Subject(
+        lambda: nn.CrossEntropyLoss(label_smoothing=0.1), lambda: (torch.randn(5, 9), target(5))
+    ),
+    "LinearCrossEntropyLoss": Subject(
+        lambda: nn.LinearCrossEntropyLoss(D, 9, bias=True), lambda: (torch.randn(5, D), target(5))
+    ),
     "LinearKLDivLoss": Subject(Distillation, lambda: (torch.randn(5, D), torch.zeros(5, 6))),
-}  # fmt: skip
+}
 LAYERS: dict[str, Subject] = {name: layer(name) for name in small_layers.LAYERS}
 LAYERS["RWKV7ChannelMix"] = Subject(channel_mix, rows(2, 7))
 SUBJECTS = MODULES | LAYERS

@@ -14,10 +14,12 @@ SIZE, POOL = (3, 40, 72), 6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SLOTS = [[4, -1, 2, 0], [5], [-1, POOL, -(1 << 30)], [POOL, 1, 1 << 30], []]
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "V first": lambda x: x, "K first": lambda x: x.mT.contiguous().mT,
-    "of a layer": lambda x: torch.stack([x, x], 1)[:, 1], "every second": stepped,
+    "V first": lambda x: x,
+    "K first": lambda x: x.mT.contiguous().mT,
+    "of a layer": lambda x: torch.stack([x, x], 1)[:, 1],
+    "every second": stepped,
     "reversed": transposed,
-}  # fmt: skip
+}
 
 
 def check(

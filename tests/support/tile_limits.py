@@ -99,10 +99,14 @@ def chunk_requirements(tile: Tile, BD: int, size: int) -> TileRequirements:
     """y = s r^T + x a, s += x w: the state [BX, BD] stays in registers."""
     C, BX = tile.C, tile.BX
     return TileRequirements(
-        size, tile.warps, tile.stages,
-        ((C, C, BD), (BX, C, BD), (BX, C, C), (BX, BD, C)), loads=(C * BD, C * BX), sums=BX * BD,
+        size,
+        tile.warps,
+        tile.stages,
+        ((C, C, BD), (BX, C, BD), (BX, C, C), (BX, BD, C)),
+        loads=(C * BD, C * BX),
+        sums=BX * BD,
         boxes=((1, C, 1, BD), (1, C, 1, BX)) if tile.tma else (),
-    )  # fmt: skip
+    )
 
 
 def kernel_requirements(

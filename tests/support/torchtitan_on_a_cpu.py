@@ -14,11 +14,15 @@ def claim_cpu() -> None:
     found: Any = sys.modules["torch._utils"]
     found._get_available_device_type = lambda: "cpu"
     found._get_device_module = lambda _: SimpleNamespace(
-        set_device=lambda _: None, current_device=lambda: 0, get_device_name=lambda _: "CPU",
+        set_device=lambda _: None,
+        current_device=lambda: 0,
+        get_device_name=lambda _: "CPU",
         get_device_properties=lambda _: SimpleNamespace(total_memory=1 << 30),
-        reset_peak_memory_stats=lambda: None, empty_cache=lambda: None, memory_stats=lambda _: {},
+        reset_peak_memory_stats=lambda: None,
+        empty_cache=lambda: None,
+        memory_stats=lambda _: {},
         synchronize=lambda: None,
-    )  # fmt: skip
+    )
 
 
 def claim_timeouts() -> None:

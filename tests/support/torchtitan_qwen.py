@@ -49,10 +49,14 @@ def torchtitan() -> Iterator[SimpleNamespace]:
             attention._compiled_create_block_mask = attention.create_block_mask
             attention.FlexAttention._compiled_flex_attn = staticmethod(by_mask)
             names = SimpleNamespace(
-                override=override, qwen=qwen, attention=attention, distributed=distributed,
-                model=model, config=sys.modules["torchtitan.config"],
+                override=override,
+                qwen=qwen,
+                attention=attention,
+                distributed=distributed,
+                model=model,
+                config=sys.modules["torchtitan.config"],
                 utils=sys.modules["torchtitan.distributed.utils"],
-            )  # fmt: skip
+            )
             names.utils.set_spmd_backend("partial_dtensor")
             # of which a model asks whether it is the one that reads configurations
             trainer: Any = ModuleType("torchtitan.trainer")
@@ -128,8 +132,10 @@ def on_a_rank(rank: int, shard: int, tensor: int, backend: str, weights: str, qu
         spec = config_of(titan)
         config = titan.config
         parallelism = config.ParallelismConfig(
-            data_parallel_shard_degree=shard, tensor_parallel_degree=tensor, spmd_backend=backend,
-        )  # fmt: skip
+            data_parallel_shard_degree=shard,
+            tensor_parallel_degree=tensor,
+            spmd_backend=backend,
+        )
         titan.utils.set_spmd_backend(backend)
         dims = titan.distributed.ParallelDims.from_config(parallelism, 2)
         training = config.TrainingConfig(mixed_precision_param="float32", seq_len=TOKENS)
@@ -141,10 +147,14 @@ def on_a_rank(rank: int, shard: int, tensor: int, backend: str, weights: str, qu
         checkpoint: Any = import_module("torchtitan.distributed.activation_checkpoint")
 
         model = spec.parallelize_fn(
-            model, parallel_dims=dims, training=training, parallelism=parallelism,
-            compile_config=config.CompileConfig(), ac_config=checkpoint.FullAC.Config(),
+            model,
+            parallel_dims=dims,
+            training=training,
+            parallelism=parallelism,
+            compile_config=config.CompileConfig(),
+            ac_config=checkpoint.FullAC.Config(),
             dump_folder="",
-        )  # fmt: skip
+        )
         for unit in model.modules():
             if hasattr(unit, "set_force_sum_reduction_for_comms"):
                 unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -172,18 +182,22 @@ def has_parity(titan: SimpleNamespace, model: Any) -> bool:
     file = folder(RELEASE) / "torchtitan/experiments/rl/tests/test_bitwise_parity.py"
     wanted = {"_build_padded_varlen_metadata", "_varlen_prefill_logprobs"}
     wanted |= {
-        "compute_trainer_prefill_logprobs", "_assert_logprobs_equal", "test_batch_invariance",
-    }  # fmt: skip
+        "compute_trainer_prefill_logprobs",
+        "_assert_logprobs_equal",
+        "test_batch_invariance",
+    }
     tree = ast.parse(file.read_text())
     found: list[Any] = [
         x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and x.name in wanted
     ]
     assert {x.name for x in found} == wanted
     names: dict[str, Any] = {
-        "torch": torch, "dist": SimpleNamespace(get_rank=lambda: 0),
+        "torch": torch,
+        "dist": SimpleNamespace(get_rank=lambda: 0),
         "VarlenMetadata": titan.attention.VarlenMetadata,
-        "compute_logprobs": loss.compute_logprobs, "IGNORE_INDEX": loss.IGNORE_INDEX,
-    }  # fmt: skip
+        "compute_logprobs": loss.compute_logprobs,
+        "IGNORE_INDEX": loss.IGNORE_INDEX,
+    }
     exec(compile(ast.Module(found, []), str(file), "exec"), names)
 
     def call(tokens: Tensor, *, attention_masks: Any, positions: Tensor) -> Tensor:

@@ -36,10 +36,16 @@ def make(name: str, **options: Any) -> SlipstreamForCausalLM:
     """The same weights each time; no token ends a text."""
     torch.manual_seed(0)
     config = SlipstreamConfig(
-        vocab_size=VOCAB, hidden_size=16, num_heads=2, intermediate_size=24,
-        mixers=(MODELS | PAIRS | HYBRID)[name], initializer_range=0.1, pad_token_id=0,
-        eos_token_id=None, **options
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_heads=2,
+        intermediate_size=24,
+        mixers=(MODELS | PAIRS | HYBRID)[name],
+        initializer_range=0.1,
+        pad_token_id=0,
+        eos_token_id=None,
+        **options,
+    )
     return SlipstreamForCausalLM(config)
 
 
@@ -76,9 +82,12 @@ def row_loss(model: nn.Module, ids: Tensor, smoothing: float = 0.0) -> Tensor:
 
 
 def own_loop(
-    model: nn.Module, smoothing: float = 0.0, steps: int = STEPS, rate: float = RATE,
-    batches: Sequence[int] | None = None
-) -> list[float]:  # fmt: skip
+    model: nn.Module,
+    smoothing: float = 0.0,
+    steps: int = STEPS,
+    rate: float = RATE,
+    batches: Sequence[int] | None = None,
+) -> list[float]:
     """Plain descent on the batches in order, or on these; the losses."""
     data, found = [x["input_ids"] for x in rows()], []
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -97,12 +106,23 @@ def own_loop(
 
 def arguments(folder: Path, **options: Any) -> TrainingArguments:
     given: dict[str, Any] = {
-        "output_dir": str(folder), "max_steps": STEPS, "learning_rate": RATE, "optim": "sgd",
-        "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "per_device_train_batch_size": ROWS,
-        "per_device_eval_batch_size": ROWS, "logging_steps": 1, "save_strategy": "no",
-        "report_to": [], "use_cpu": True, "disable_tqdm": True, "bf16": False,
-        "train_sampling_strategy": "sequential", **options,
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "learning_rate": RATE,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": ROWS,
+        "per_device_eval_batch_size": ROWS,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "bf16": False,
+        "train_sampling_strategy": "sequential",
+        **options,
+    }
     made = TrainingArguments(**given)
     # with several GPUs DataParallel would give each of them a batch of this size
     made._n_gpu = min(made.n_gpu, 1)
@@ -114,9 +134,13 @@ def trainer(
 ) -> Trainer:
     """others: arguments of Trainer itself."""
     return Trainer(
-        model, arguments(folder, **options), train_dataset=rows(), eval_dataset=rows()[:6],
-        data_collator=Padded(side), **others or {}
-    )  # fmt: skip
+        model,
+        arguments(folder, **options),
+        train_dataset=rows(),
+        eval_dataset=rows()[:6],
+        data_collator=Padded(side),
+        **others or {},
+    )
 
 
 def losses(t: Trainer) -> list[float]:

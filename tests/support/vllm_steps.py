@@ -16,12 +16,20 @@ W = 4
 
 
 def conv_update(
-    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
-    activation: str | bool | None = None, conv_state_indices: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None, query_start_loc: Tensor | None = None,
-    max_query_len: int = -1, null_block_id: int = 0, validate_data: bool = False,
-    out: Tensor | None = None, **kwargs: Any
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | bool | None = None,
+    conv_state_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    max_query_len: int = -1,
+    null_block_id: int = 0,
+    validate_data: bool = False,
+    out: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
     """vLLM's causal_conv1d_update, by what its Triton kernel does."""
     assert not any(x is not None for x in kwargs.values()) and conv_state_indices is not None
     slots = conv_state_indices if conv_state_indices.dim() == 1 else conv_state_indices[:, 0]
@@ -165,9 +173,13 @@ class Scheduler:
         return Row(sequence, 1 + max(drafts, 0), drafts)
 
     def check(
-        self, rows: list[Row], outputs: Tensor, inputs: dict[str, Tensor],
-        oracle: Callable[[Any, dict[str, Tensor]], tuple[Tensor, Any]], tolerance: float = 1e-4
-    ) -> int:  # fmt: skip
+        self,
+        rows: list[Row],
+        outputs: Tensor,
+        inputs: dict[str, Tensor],
+        oracle: Callable[[Any, dict[str, Tensor]], tuple[Tensor, Any]],
+        tolerance: float = 1e-4,
+    ) -> int:
         """How many tokens are wrong. The sequences move on, by as many drafts as are accepted."""
         at = wrong = 0
         for row in rows:
@@ -204,10 +216,15 @@ def common_metadata(module: Any, rows: list[Row], drafts: int) -> Any:
     # a graph of decoding has a token for each row of padding
     padding = sum(x.sequence is None for x in rows)
     return module.CommonAttentionMetadata(
-        query_start_loc=offsets, query_start_loc_cpu=offsets, seq_lens=seq_lens,
+        query_start_loc=offsets,
+        query_start_loc_cpu=offsets,
+        seq_lens=seq_lens,
         num_reqs=len(rows),
-        num_actual_tokens=int(offsets[-1]) + padding, max_query_len=int(lengths.max()),
+        num_actual_tokens=int(offsets[-1]) + padding,
+        max_query_len=int(lengths.max()),
         max_seq_len=int(seq_lens.max()),
-        block_table_tensor=torch.tensor(blocks, dtype=torch.int32), slot_mapping=torch.zeros(0),
-        is_prefilling=torch.tensor([x.is_prompt for x in rows]), seq_lens_cpu_upper_bound=seq_lens,
-    )  # fmt: skip
+        block_table_tensor=torch.tensor(blocks, dtype=torch.int32),
+        slot_mapping=torch.zeros(0),
+        is_prefilling=torch.tensor([x.is_prompt for x in rows]),
+        seq_lens_cpu_upper_bound=seq_lens,
+    )

@@ -30,14 +30,21 @@ def test_config_reads_sections_and_overrides(path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [("data.nonesuch=1", "data.nonesuch"), ("nonesuch=1", "nonesuch"),
-        ("data.row_tokens", "want key=value"), ("data.packing=loose", "data.packing"),
-        ("data.files=[]", "data.files"), ("data.held_out=2", "data.held_out"),
-        ("data.row_tokens=1", "data.row_tokens"), ("data.lanes=0", "data.lanes"),
+    [
+        ("data.nonesuch=1", "data.nonesuch"),
+        ("nonesuch=1", "nonesuch"),
+        ("data.row_tokens", "want key=value"),
+        ("data.packing=loose", "data.packing"),
+        ("data.files=[]", "data.files"),
+        ("data.held_out=2", "data.held_out"),
+        ("data.row_tokens=1", "data.row_tokens"),
+        ("data.lanes=0", "data.lanes"),
         ("data.eval_rows=0", "data.eval_rows"),
         ("tokenizer.train_bytes=0", "tokenizer.train_bytes"),
-        ("tokenizer.vocab_size=3", "tokenizer.vocab_size"), ("output_dir.x=1", "output_dir")],
-)  # fmt: skip
+        ("tokenizer.vocab_size=3", "tokenizer.vocab_size"),
+        ("output_dir.x=1", "output_dir"),
+    ],
+)
 def test_config_rejects(path, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(path, [override])
@@ -45,13 +52,16 @@ def test_config_rejects(path, override: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [("data.row_tokens=x", "'data.row_tokens' expected int, got str .*'x'"),
+    [
+        ("data.row_tokens=x", "'data.row_tokens' expected int, got str .*'x'"),
         ("data.row_tokens=true", "'data.row_tokens' expected int, got bool"),
         ("data.files=3", "'data.files' expected a tuple, got int"),
         ("tokenizer.path=3", "'tokenizer.path' with value 3 doesn't match any type"),
-        ("data=3", "data: want a mapping"), ("model=[1]", "'model' expected a dict, got list"),
-        ("output_dir=3", "'output_dir' expected str, got int")],
-)  # fmt: skip
+        ("data=3", "data: want a mapping"),
+        ("model=[1]", "'model' expected a dict, got list"),
+        ("output_dir=3", "'output_dir' expected str, got int"),
+    ],
+)
 def test_config_names_values_of_a_wrong_type(path, override: str, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         load(path, [override])
@@ -59,10 +69,12 @@ def test_config_names_values_of_a_wrong_type(path, override: str, message: str) 
 
 @pytest.mark.parametrize(
     ("override", "message"),
-    [("data.row_token=1", "data.row_token: no such key; did you mean data.row_tokens"),
+    [
+        ("data.row_token=1", "data.row_token: no such key; did you mean data.row_tokens"),
         ("trainin.max_steps=1", "trainin: no such key; did you mean training"),
-        ("data.files=[", "cannot be read as YAML")],
-)  # fmt: skip
+        ("data.files=[", "cannot be read as YAML"),
+    ],
+)
 def test_config_says_what_may_be_meant(path, override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(path, [override])

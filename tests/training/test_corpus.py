@@ -134,10 +134,13 @@ def test_pieces_of_every_size_of_a_file(line: str, tmp_path, monkeypatch) -> Non
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("{", "JSONDecodeError"),
+    [
+        ("{", "JSONDecodeError"),
         ('{"txet": "x"}', "want a JSON object with text in 'text', data.text_field: KeyError"),
-        ("[1]", "want a JSON object"), ('{"text": 3}', "TypeError: .*got 'int'")],
-)  # fmt: skip
+        ("[1]", "want a JSON object"),
+        ('{"text": 3}', "TypeError: .*got 'int'"),
+    ],
+)
 def test_corpus_names_wrong_line(tmp_path, line: str, words: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(f'{{"text": "a"}}\n\n{{"text": "b"}}\n{line}\n')

@@ -33,12 +33,21 @@ def raw(out: Path, **sections: dict) -> dict[str, Any]:
         "output_dir": str(out),
         "model": {"hidden_size": 32, "num_heads": 2, "mixers": ["gated_deltanet", "attention"]},
         "tokenizer": {"vocab_size": 300, "train_bytes": 20000},
-        "data": {"files": ["{stdlib}/json", "{stdlib}/email"], "held_out": 0.15, "row_tokens": 33,
-            "eval_rows": 2},
-        "training": {"max_steps": STEPS, "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 64, "save_steps": 3, "eval_steps": 3,
-            "save_total_limit": 5},
-    }  # fmt: skip
+        "data": {
+            "files": ["{stdlib}/json", "{stdlib}/email"],
+            "held_out": 0.15,
+            "row_tokens": 33,
+            "eval_rows": 2,
+        },
+        "training": {
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 64,
+            "save_steps": 3,
+            "eval_steps": 3,
+            "save_total_limit": 5,
+        },
+    }
     for name, section in sections.items():
         made[name] = {**made.get(name, {}), **section}
     return made

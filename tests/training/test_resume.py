@@ -37,10 +37,15 @@ def raw(out: Path, **sections: dict) -> dict[str, Any]:
         "model": {"hidden_size": 16, "num_heads": 1, "mixers": ["retention"]},
         "tokenizer": {"vocab_size": 300, "train_bytes": 20000},
         "data": {"files": ["{stdlib}/json"], "held_out": 0.4, "row_tokens": 16, "eval_rows": 4},
-        "training": {"max_steps": STEPS, "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 256, "save_steps": 2, "save_total_limit": 5,
-            "eval_strategy": "no"},
-    }  # fmt: skip
+        "training": {
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 256,
+            "save_steps": 2,
+            "save_total_limit": 5,
+            "eval_strategy": "no",
+        },
+    }
     return {k: {**v, **sections.get(k, {})} if isinstance(v, dict) else v for k, v in made.items()}
 
 
@@ -121,10 +126,15 @@ def test_resume_after_interrupted_first_save(whole: Path, stopped: Path) -> None
 
 @pytest.mark.parametrize(
     ("section", "key", "value"),
-    [("training", "learning_rate", 0.5), ("training", "weight_decay", 0.0),
-        ("training", "seed", 3), ("model", "hidden_size", 32), ("data", "row_tokens", 8),
-        ("tokenizer", "vocab_size", 301)],
-)  # fmt: skip
+    [
+        ("training", "learning_rate", 0.5),
+        ("training", "weight_decay", 0.0),
+        ("training", "seed", 3),
+        ("model", "hidden_size", 32),
+        ("data", "row_tokens", 8),
+        ("tokenizer", "vocab_size", 301),
+    ],
+)
 def test_resume_refuses_changed_config(stopped: Path, section: str, key: str, value: Any) -> None:
     before = (stopped / "run.yaml").read_text()
     with pytest.raises(ValueError, match=rf"{section}\.{key}: differs from the run in"):
@@ -215,14 +225,19 @@ MODEL = {"hidden_size": 16, "num_heads": 1, "mixers": ["retention"]}
 
 def raw_begin(out: Path, steps: int = 2, **sections: Any) -> dict[str, Any]:
     return {
-        "output_dir": str(out), "model": MODEL,
+        "output_dir": str(out),
+        "model": MODEL,
         "tokenizer": {"vocab_size": 300, "train_bytes": 20000},
         "data": {"files": ["{stdlib}/json"], "held_out": 0.4, "row_tokens": 16, "eval_rows": 4},
-        "training": {"max_steps": steps, "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 256, "eval_strategy": "no",
-            **sections.pop("training", {})},
+        "training": {
+            "max_steps": steps,
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 256,
+            "eval_strategy": "no",
+            **sections.pop("training", {}),
+        },
         **sections,
-    }  # fmt: skip
+    }
 
 
 def go_begin(config: dict[str, Any], console: Console | None = None) -> Path:

@@ -91,13 +91,15 @@ def test_arguments_rejects_no_steps(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("section", "key", "value", "words"),
-    [("training", "learning_rat", 1, "did you mean training.learning_rate"),
+    [
+        ("training", "learning_rat", 1, "did you mean training.learning_rate"),
         ("training", "max_steps", "many", "'training.max_steps' expected int, got str"),
         ("training", "num_train_epochs", 3, "training.num_train_epochs: has no use here"),
         ("model", "hidden_sise", 32, "did you mean model.hidden_size"),
         ("model", "hidden_size", "wide", "^model: .*'hidden_size' expected int, got str"),
-        ("model", "mixers", [{"type": "gla", "nonesuch": 1}], "model: .*nonesuch")],
-)  # fmt: skip
+        ("model", "mixers", [{"type": "gla", "nonesuch": 1}], "model: .*nonesuch"),
+    ],
+)
 def test_train_refuses_before_it_writes(
     tmp_path, section: str, key: str, value: object, words: str
 ) -> None:
@@ -187,9 +189,11 @@ def test_run_on_a_data_set(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [(Rows(TEXTS, "content"), "column 'text', data.text_field.*the columns are content, id"),
-        (Rows([*TEXTS[:39], None]), "some/set, row 39: want text in .*, got None")],
-)  # fmt: skip
+    [
+        (Rows(TEXTS, "content"), "column 'text', data.text_field.*the columns are content, id"),
+        (Rows([*TEXTS[:39], None]), "some/set, row 39: want text in .*, got None"),
+    ],
+)
 def test_rows_without_text(rows: Rows, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "load", lambda source: rows)
 

@@ -77,10 +77,13 @@ def most_bytes(run: Callable[[], Any]) -> int:
 
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "causal, by torch": {}, "lse": {"return_lse": True}, "window": {"window_size": 300},
-    "softcap, full": {"softcap": 3.0, "causal": False}, "gate": {"g": True},
+    "causal, by torch": {},
+    "lse": {"return_lse": True},
+    "window": {"window_size": 300},
+    "softcap, full": {"softcap": 3.0, "causal": False},
+    "gate": {"g": True},
     "packed": {"cu_seqlens": True, "sinks": torch.zeros(2)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -156,9 +159,11 @@ def test_plan_tells_one_tensor_of_offsets_from_two() -> None:
 _GIVEN = {
     "acausal": (CAUSAL._replace(right=-1), Asked()),
     "later": (CAUSAL._replace(right=2), Asked()),
-    "dropout": (CAUSAL._replace(dropout=0.5), Asked()), "reference": (CAUSAL, Asked("reference")),
-    "compiling": (CAUSAL, Asked()), "context": (CAUSAL, Asked()),
-}  # fmt: skip
+    "dropout": (CAUSAL._replace(dropout=0.5), Asked()),
+    "reference": (CAUSAL, Asked("reference")),
+    "compiling": (CAUSAL, Asked()),
+    "context": (CAUSAL, Asked()),
+}
 
 
 @pytest.mark.parametrize(("one", "other", "text"), FORBIDDEN, ids=lambda x: x[:20])

@@ -20,9 +20,11 @@ ROWS: dict[str, dict[str, Tensor]] = {
     "caches": {"cu_q": OFFSETS, "lengths": LENGTHS},
 }
 TERMS: dict[str, dict[str, Tensor]] = {
-    "": {}, "sinks": {"sinks": torch.zeros(4)}, "gate": {"g": torch.zeros(2, 300, 4)},
+    "": {},
+    "sinks": {"sinks": torch.zeros(4)},
+    "gate": {"g": torch.zeros(2, 300, 4)},
     "slopes": {"slopes": torch.zeros(4)},
-}  # fmt: skip
+}
 CALLS = {
     f"{rows} {terms}".strip(): {**ROWS[rows], **TERMS[terms]} for rows in ROWS for terms in TERMS
 }
@@ -81,10 +83,14 @@ def test_probes_heads_are_one_of_keys_and_its_queries(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("got", "want", "error"),
-    [([1.0, -torch.inf], [1.0, -torch.inf], 0.0), ([1.5, -torch.inf], [1.0, -torch.inf], 0.5),
+    [
+        ([1.0, -torch.inf], [1.0, -torch.inf], 0.0),
+        ([1.5, -torch.inf], [1.0, -torch.inf], 0.5),
         ([1.0, torch.inf], [1.0, -torch.inf], torch.nan),
-        ([1.0, 0.0], [1.0, -torch.inf], torch.nan), ([torch.nan, 1.0], [1.0, 1.0], torch.nan)],
-)  # fmt: skip
+        ([1.0, 0.0], [1.0, -torch.inf], torch.nan),
+        ([torch.nan, 1.0], [1.0, 1.0], torch.nan),
+    ],
+)
 def test_relative_error(got: list[float], want: list[float], error: float) -> None:
     found = torch.tensor(kernel_pair.relative_error(*map(torch.tensor, (got, want))))
     wanted: Tensor = torch.tensor(error)

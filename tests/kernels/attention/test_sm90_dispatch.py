@@ -35,11 +35,15 @@ def on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_sm_90")
 @pytest.mark.parametrize(
     ("call", "options"),
-    [(terms(64), PLAIN), (terms(dtype=torch.float16), PLAIN),
+    [
+        (terms(64), PLAIN),
+        (terms(dtype=torch.float16), PLAIN),
         (terms(256), AttentionOptions(0.1, left=7, right=0, softcap=5.0)),
-        (terms(192, 128), PLAIN), (terms(sinks=torch.zeros(2), lengths=torch.tensor([3])), PLAIN)],
+        (terms(192, 128), PLAIN),
+        (terms(sinks=torch.zeros(2), lengths=torch.tensor([3])), PLAIN),
+    ],
     ids=["64", "fp16", "windows and a cap", "latent", "sinks and lengths"],
-)  # fmt: skip
+)
 def test_hopper_takes(call: AttentionInputs, options: AttentionOptions) -> None:
     assert plan.sm90_unsupported_reason(call, options) is None
 
@@ -47,17 +51,21 @@ def test_hopper_takes(call: AttentionInputs, options: AttentionOptions) -> None:
 @pytest.mark.usefixtures("on_sm_90")
 @pytest.mark.parametrize(
     ("call", "options", "words"),
-    [(terms(dtype=torch.float32), PLAIN, "and q is torch.float32"),
+    [
+        (terms(dtype=torch.float32), PLAIN, "and q is torch.float32"),
         (terms(k=torch.zeros(1, 4, 2, 128)), PLAIN, "q, k and v differ in dtype"),
         (terms(v=torch.zeros(1, 4, 2, 128).half()), PLAIN, "q, k and v differ in dtype"),
-        (terms(72), PLAIN, WIDTHS), (terms(192), PLAIN, WIDTHS), (terms(128, 64), PLAIN, WIDTHS),
+        (terms(72), PLAIN, WIDTHS),
+        (terms(192), PLAIN, WIDTHS),
+        (terms(128, 64), PLAIN, WIDTHS),
         (terms(128, 192), PLAIN, WIDTHS),
         (terms(g=torch.zeros(1, 4, 2)), AttentionOptions(0.1, right=0), "it takes no g"),
         (terms(slopes=torch.zeros(2)), PLAIN, "it takes no slopes"),
         (terms(), AttentionOptions(0.0), "the scale is to be positive"),
-        (terms(), AttentionOptions(-0.1), "the scale is to be positive")],
+        (terms(), AttentionOptions(-0.1), "the scale is to be positive"),
+    ],
     ids=lambda x: x if isinstance(x, str) else "",
-)  # fmt: skip
+)
 def test_hopper_says_why_it_refuses(
     call: AttentionInputs, options: AttentionOptions, words: str
 ) -> None:
@@ -108,18 +116,23 @@ def test_hopper_refuses_what_was_found_to_fail_here(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("kind_of_device", "capability", "release", "words"),
-    [("cpu", (9, 0), (3, 6), "the tensors are on cpu"),
+    [
+        ("cpu", (9, 0), (3, 6), "the tensors are on cpu"),
         ("cuda", (8, 0), (3, 6), "written for sm_90"),
         ("cuda", (10, 0), (3, 6), "written for sm_90"),
         ("cuda", (9, 0), (3, 5), "not that of Triton 3.5"),
         ("cuda", (9, 0), (3, 10), "not that of Triton 3.10"),
         ("cuda", (9, 0), (3, 7), "and q is torch.float64"),
-        ("cuda", (9, 0), (3, 9), "and q is torch.float64")],
-)  # fmt: skip
+        ("cuda", (9, 0), (3, 9), "and q is torch.float64"),
+    ],
+)
 def test_hopper_says_what_it_wants_of_the_machine(
-    kind_of_device: str, capability: tuple[int, int], release: tuple[int, int], words: str,
-    monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    kind_of_device: str,
+    capability: tuple[int, int],
+    release: tuple[int, int],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(backends, "HAVE_TRITON", True)
     monkeypatch.setattr(backends, "INTERPRETED", False)
     monkeypatch.setattr(backends, "RELEASE", release)

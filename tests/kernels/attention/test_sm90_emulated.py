@@ -175,9 +175,13 @@ def test_keys_are_rotated_back(call: Call, rows: int | None) -> None:
 
 
 def fused(
-    terms: AttentionInputs, options: AttentionOptions, right: dict, do: Any, dlse: Any,
-    tables: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> dict[str, Any]:  # fmt: skip
+    terms: AttentionInputs,
+    options: AttentionOptions,
+    right: dict,
+    do: Any,
+    dlse: Any,
+    tables: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> dict[str, Any]:
     q, k, v = terms[:3]
     B, T, H, D = q.shape
     o, lse = right["o"], right["lse"]
@@ -252,11 +256,25 @@ def test_latent_kernel_matches_plain_torch(
     descs = [Descriptor(x.numpy(), (64, w)) for x in (rows, latent) for w in (256, 64)]
     table_ptr = None if table is None else Pointer(table.numpy().reshape(-1))
     launch(
-        found_latent(), tiles * shares * B,
-        (*descs, *(Pointer(x.numpy().reshape(-1)) for x in (parts, lses, lengths)), table_ptr,
-         0.05 / _LN2_LATENT, T, H, B, tiles, shares, S, S // (page or S), S),
-        PAGE=page, HAS_LENGTHS=True,
-    )  # fmt: skip
+        found_latent(),
+        tiles * shares * B,
+        (
+            *descs,
+            *(Pointer(x.numpy().reshape(-1)) for x in (parts, lses, lengths)),
+            table_ptr,
+            0.05 / _LN2_LATENT,
+            T,
+            H,
+            B,
+            tiles,
+            shares,
+            S,
+            S // (page or S),
+            S,
+        ),
+        PAGE=page,
+        HAS_LENGTHS=True,
+    )
     lses *= _LN2_LATENT
     whole = lses.logsumexp(0)
     torch.testing.assert_close(whole, lse, rtol=1e-9, atol=1e-9)

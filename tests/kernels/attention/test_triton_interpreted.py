@@ -176,7 +176,7 @@ CALLS_DROPOUT: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         {"key_lengths": torch.tensor([9, 40]), "sinks": torch.tensor([0.3, -0.2])},
     ),
     "gate": ((1, 40, 40, 2, 1, 16, 16), {"g": -torch.rand(1, 40, 2)}),
-}  # fmt: skip
+}
 
 
 def inputs(sizes: tuple[int, ...]) -> dict[str, Tensor]:

@@ -29,9 +29,12 @@ def check(B: int, T: int, D: int, W: int, lengths: tuple[int, ...], extras: bool
     for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         leaves = {name: x.to(dtype).requires_grad_() for name, x in given.items()}
         y, state = short_convolution(
-            **leaves, activation="silu" if extras else None, cu_seqlens=cu,
-            output_final_state=True, impl=impl,
-        )  # fmt: skip
+            **leaves,
+            activation="silu" if extras else None,
+            cu_seqlens=cu,
+            output_final_state=True,
+            impl=impl,
+        )
         assert state is not None
         dy = torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y).sin()
         grads = torch.autograd.grad((y * dy).sum() + state.square().sum(), list(leaves.values()))

@@ -112,14 +112,16 @@ def test_states_are_left_when_interpreted() -> None:
 
 
 CALLS = {
-    "kda": lambda q, k, v, g, unit, impl="triton": ops.chunk_kda(q=q, k=unit, v=v, g=g,
-        beta=q[..., 0].sigmoid(), impl=impl),
-    "dplr": lambda q, k, v, g, unit, impl="triton": ops.chunk_dplr_delta_rule(q=q, k=k, v=v,
-        a=-unit, b=unit * q.sigmoid(), gk=g, impl=impl),
+    "kda": lambda q, k, v, g, unit, impl="triton": ops.chunk_kda(
+        q=q, k=unit, v=v, g=g, beta=q[..., 0].sigmoid(), impl=impl
+    ),
+    "dplr": lambda q, k, v, g, unit, impl="triton": ops.chunk_dplr_delta_rule(
+        q=q, k=k, v=v, a=-unit, b=unit * q.sigmoid(), gk=g, impl=impl
+    ),
     "gla": lambda q, k, v, g, unit: ops.chunk_gla(q=q, k=k, v=v, g=g, impl="triton"),
     "rwkv6": lambda q, k, v, g, unit: ops.chunk_rwkv6(r=q, k=k, v=v, w=g, u=v[0, 0], impl="triton"),
     "gsa": lambda q, k, v, g, unit: ops.chunk_gsa(q=q, k=k, v=v, s=unit, g=g, impl="triton"),
-}  # fmt: skip
+}
 D, T = 16, 64
 # within the first half of a chunk of 16 and 32 tokens, and the second
 CUTS = (3, 12, 36, 52)

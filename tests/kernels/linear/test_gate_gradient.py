@@ -43,11 +43,13 @@ def inputs(gates: str, width: int, packed: bool, delta: bool, dtype: torch.dtype
     q, k = (F.normalize(x, dim=-1) for x in (q, k))
     q, k, v = (x.to(dtype).double() for x in (q, k, v))
     return LinearInputs(
-        q, k, v,
+        q,
+        k,
+        v,
         g=GATES[gates](torch.rand(1, T, H)).double(),
         beta=torch.rand(1, T, H).double() if delta else None,
         cu_seqlens=offsets(LENGTHS).int() if packed else None,
-    )  # fmt: skip
+    )
 
 
 def error(dg: Tensor, want: Tensor, g: Tensor | None) -> float:
@@ -135,10 +137,12 @@ T_NAN, K, CHUNK = 40, 16, 32
 EVERY = slice(None)
 # form, gates, the token and channels that have another, which
 CASES = [
-    *((form, "weak", 35, EVERY, torch.nan) for form in FORMS), ("g", "mixed", 3, EVERY, torch.nan),
-    ("g", "weak", 35, 5, torch.nan), ("g", "weak", 35, EVERY, torch.inf),
+    *((form, "weak", 35, EVERY, torch.nan) for form in FORMS),
+    ("g", "mixed", 3, EVERY, torch.nan),
+    ("g", "weak", 35, 5, torch.nan),
+    ("g", "weak", 35, EVERY, torch.inf),
     *((form, "weak", 35, EVERY, -torch.inf) for form in ("g", "gv")),
-]  # fmt: skip
+]
 
 
 class Poisoned(TorchDispatchMode):

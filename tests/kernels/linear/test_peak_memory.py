@@ -18,10 +18,17 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Tr
 ALONE, FOUR = (8192,), (8192,) * 4
 # kind, lengths of sequences, packed where they are several, and heads
 CASES = [
-    ("delta_rule", ALONE, 32), ("gated", ALONE, 32), ("kda", ALONE, 96), ("dplr", ALONE, 96),
-    ("delta_rule", FOUR, 96), ("gated", FOUR, 96), ("gated", (20000, 1, 0, 3000, 9767), 64),
-    ("kda", FOUR, 96), ("iplr", FOUR, 96), ("dplr", FOUR, 96),
-]  # fmt: skip
+    ("delta_rule", ALONE, 32),
+    ("gated", ALONE, 32),
+    ("kda", ALONE, 96),
+    ("dplr", ALONE, 96),
+    ("delta_rule", FOUR, 96),
+    ("gated", FOUR, 96),
+    ("gated", (20000, 1, 0, 3000, 9767), 64),
+    ("kda", FOUR, 96),
+    ("iplr", FOUR, 96),
+    ("dplr", FOUR, 96),
+]
 
 
 def batch(B: int, T: int, H: int, HV: int, device: torch.device) -> LinearInputs:
@@ -113,9 +120,15 @@ SHARED_HEADS = [  # B, T, H, HV
     (8, 8192, 16, 64),
 ]
 LONG_ROWS = [
-    (1, 8192, 16, 64), (1, 8192, 16, 32), (1, 8192, 8, 24), (1, 32768, 8, 24), (1, 32768, 2, 8),
-    (1, 65536, 16, 64), (1, 4096, 16, 64), (1, 1024, 2, 8),
-]  # fmt: skip
+    (1, 8192, 16, 64),
+    (1, 8192, 16, 32),
+    (1, 8192, 8, 24),
+    (1, 32768, 8, 24),
+    (1, 32768, 2, 8),
+    (1, 65536, 16, 64),
+    (1, 4096, 16, 64),
+    (1, 1024, 2, 8),
+]
 
 
 @pytest.mark.parametrize("shape", SHARED_HEADS, ids=str)

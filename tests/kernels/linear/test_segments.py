@@ -19,12 +19,17 @@ pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed
 RULE = [
     (1, 2, 16, 1),  # too short
     (1, 2, 64, 8),  # these cost as much as none, and less where states decay
-    (1, 2, 128, 10), (16, 2, 32, 1), (16, 2, 64, 4), (4, 2, 512, 16),
+    (1, 2, 128, 10),
+    (16, 2, 32, 1),
+    (16, 2, 64, 4),
+    (4, 2, 512, 16),
     (8, 2, 512, 8),  # of 16, E and M would be two rounds of all multiprocessors
-    (16, 2, 512, 8), (32, 2, 512, 4),
+    (16, 2, 512, 8),
+    (32, 2, 512, 4),
     (48, 2, 512, 1),  # two segments, whose E and M take as long as o
-    (132, 2, 2048, 1), (500, 2, 2048, 1),
-]  # fmt: skip
+    (132, 2, 2048, 1),
+    (500, 2, 2048, 1),
+]
 
 
 @pytest.mark.parametrize("case", RULE, ids=str)
@@ -38,11 +43,18 @@ def test_segments_by_shapes(case: tuple[int, int, int, int]) -> None:
 # heads, packed sequences and chunks of all; chunks of a segment backward, and whether the delta
 # rule's forward takes one tile of V a program, of two
 PACKED = [
-    (8, 18, 128, 8, True), (8, 29, 512, 16, True), (11, 29, 512, 0, False), (8, 43, 512, 0, True),
-    (8, 44, 512, 0, False), (1, 64, 512, 8, True), (1, 65, 512, 8, False),
+    (8, 18, 128, 8, True),
+    (8, 29, 512, 16, True),
+    (11, 29, 512, 0, False),
+    (8, 43, 512, 0, True),
+    (8, 44, 512, 0, False),
+    (1, 64, 512, 8, True),
+    (1, 65, 512, 8, False),
     (16, 32, 128, 0, False),  # a multiprocessor's share of all tokens is more than the longest has
-    (32, 4, 256, 0, False), (8, 1, 128, 8, True), (0, 1, 0, 0, True),
-]  # fmt: skip
+    (32, 4, 256, 0, False),
+    (8, 1, 128, 8, True),
+    (0, 1, 0, 0, True),
+]
 
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
@@ -150,8 +162,10 @@ def test_segments_are_of_the_programs_of_a_scan(
         return SimpleNamespace(C=64, BX=K // 8, fwd=SimpleNamespace(B=K // 8)), K
 
     for place in (
-        "scalar_decay.backend._tile", "delta.plan._tile", "vector_decay.backend._chunk_tile",
-    ):  # fmt: skip
+        "scalar_decay.backend._tile",
+        "delta.plan._tile",
+        "vector_decay.backend._chunk_tile",
+    ):
         monkeypatch.setattr(f"{folder}.triton.{place}", tile)
     monkeypatch.setattr(f"{folder}.triton.vector_decay.backend._tile", lambda *_: tile(*_)[0])
     monkeypatch.setattr(f"{folder}.triton.dplr.backend.tile_of", lambda _: tile(q.device, K))

@@ -150,8 +150,11 @@ WAYS = {
     "packed in parts": Way(one_scan(1, 2), "delta", (330, 1, 2, 64, 128), (5, 0, 200, 65)),
     "packed, of a part": Way(one_scan(1, 1), "delta", (220, 1, 1, 64, 128), PACKED, "own", False),
     "segments both ways": Way(both_in_segments, "delta", (320, 1, 2, 64, 128)),
-    **{f"{name} {width}": Way(by_shapes, "simple", (*size, width, width), *rest)
-        for width in (128, 256) for name, (size, *rest) in SIMPLE.items()},
+    **{
+        f"{name} {width}": Way(by_shapes, "simple", (*size, width, width), *rest)
+        for width in (128, 256)
+        for name, (size, *rest) in SIMPLE.items()
+    },
     "a gate, scanned": Way(states_scanned, "simple", (150, 1, 2, 128, 128), 2, "resets"),
     "packed gate, scanned": Way(states_scanned, "simple", (290, 1, 2, 128, 128), LONG),
     "gla": Way(by_shapes, "gla", (150, 1, 2, 128, 128), 1, "resets"),
@@ -171,15 +174,17 @@ WAYS = {
     "iplr": Way(by_shapes, "dplr", (70, 1, 1, 64, 64), 1, ""),
     "gdn2": Way(by_shapes, "gdn2", (150, 1, 2, 128, 64), 2),
     "gdn2 packed": Way(by_shapes, "gdn2", (140, 1, 2, 64, 128), PACKED[:2] + (70, 1)),
-    **{f"{kind} of gates {gates}": Way(by_shapes, kind, (150, 1, 1, 64, 64), 1, gates)
+    **{
+        f"{kind} of gates {gates}": Way(by_shapes, kind, (150, 1, 1, 64, 64), 1, gates)
         for kind in ("kda", "dplr", "gdn2")
-        for gates in ("to 50", "resets", "huge", "to 5", "some 0", "-5")},
+        for gates in ("to 50", "resets", "huge", "to 5", "some 0", "-5")
+    },
     "kda in segments": Way(cut_by(C), "kda", (290, 1, 1, 64, 128), LONG, "all kinds"),
     "dplr in segments": Way(cut_by(C), "dplr", (140, 1, 1, 128, 64), PACKED[:2] + (70, 1)),
     "kda in uneven segments": Way(cut_by(2 * C), "kda", (150, 1, 2, 128, 64), 2),
     "dplr in uneven segments": Way(cut_by(2 * C), "dplr", (150, 1, 2, 64, 64), 2, "all kinds"),
     "iplr in segments": Way(cut_by(2 * C), "dplr", (150, 1, 1, 64, 64), 2, ""),
-}  # fmt: skip
+}
 
 
 def ends_of(terms: LinearInputs) -> tuple[Tensor, Tensor]:
@@ -263,10 +268,13 @@ def test_past_keeps_its_bits(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
 NAN = {
     **{f"simple {n}": (by_shapes, "simple", (148, 1, 2, n, n), "resets") for n in (128, 256)},
     **{f"gla {n}": (by_shapes, "gla", (148, 1, 2, 128, 128), f"to {n}") for n in (0.3, 5, 50)},
-    **{f"{kind} {n}": (by_shapes, kind, (148, 1, 2, 128, 64), f"to {n}")
-        for kind in ("kda", "dplr", "gdn2") for n in (0.1, 5, 90)},
+    **{
+        f"{kind} {n}": (by_shapes, kind, (148, 1, 2, 128, 64), f"to {n}")
+        for kind in ("kda", "dplr", "gdn2")
+        for n in (0.1, 5, 90)
+    },
     **{f"fused {n}": (fused, "kda", (148, 1, 2, 128, 128), f"to {n}") for n in (0.1, 5, 90)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", NAN.values(), ids=NAN)

@@ -227,10 +227,12 @@ def test_step_rejects_what_does_not_fit() -> None:
         r"state: want shape \(3, 2, 20, 33\)": {"state": pool},
         r"state: want shape \(7, 2, 33, 20\)": {"state": pool, "state_indices": at, "v": True},
         r"state_indices: want shape \(3,\)": {"state": pool, "state_indices": at[:2]},
-        r"state_indices: want less than the 7 slots, got 7": {"state": pool,
-            "state_indices": at + 3},
+        r"state_indices: want less than the 7 slots, got 7": {
+            "state": pool,
+            "state_indices": at + 3,
+        },
         r"state_indices: want each slot at most once": {"state": pool, "state_indices": at * 0},
-    }  # fmt: skip
+    }
     for fault, given in faults.items():
         options: dict[str, Any] = {"state_v_first": True} if given.pop("v", False) else {}
         with pytest.raises(ValueError, match=fault):
@@ -257,9 +259,11 @@ def test_step_updates_the_pool_when_interpreted(part: str) -> None:
 
 # 1: for each channel or column
 TERMS = {
-    "linear_attn": {}, "gated_delta_rule": {"g": 0, "beta": 0}, "rwkv7": {"g": 1, "a": 0, "b": 0},
+    "linear_attn": {},
+    "gated_delta_rule": {"g": 0, "beta": 0},
+    "rwkv7": {"g": 1, "a": 0, "b": 0},
     "all": {"g": 1, "gv": 0, "beta": 1, "p": 0, "a": 0, "b": 0, "u": 0},
-}  # fmt: skip
+}
 WIDE = ("g", "gv", "beta", "u", "s_in", "s_out")
 
 
@@ -275,14 +279,24 @@ def compile_step(kind: str, width: int, capability: int, v_first: bool, pool: bo
     scalars = dict.fromkeys(("T", "cache_slots", *rows), "i64")
     scalars |= dict.fromkeys(("stride_in", "in_head", "stride_out", "out_head"), "i32:16")
     constants = {
-        "K": width, "V": width, "BK": width, "BV": min(tile.BV, width),
-        "PER_CHANNEL": terms.get("g") == 1, "PER_COLUMN": terms.get("beta") == 1,
-        "IN_V_FIRST": v_first, "OUT_V_FIRST": v_first, "L2_NORM": pool,
-    }  # fmt: skip
+        "K": width,
+        "V": width,
+        "BK": width,
+        "BV": min(tile.BV, width),
+        "PER_CHANNEL": terms.get("g") == 1,
+        "PER_COLUMN": terms.get("beta") == 1,
+        "IN_V_FIRST": v_first,
+        "OUT_V_FIRST": v_first,
+        "L2_NORM": pool,
+    }
     return compile_kernel(
-        "slipstream.kernels.linear.triton.decode:linear_decode_kernel", tensors, constants,
-        scalars, target=f"sm_{capability}", warps=tile.warps,
-    )  # fmt: skip
+        "slipstream.kernels.linear.triton.decode:linear_decode_kernel",
+        tensors,
+        constants,
+        scalars,
+        target=f"sm_{capability}",
+        warps=tile.warps,
+    )
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")

@@ -21,16 +21,21 @@ SIZES = {
 }
 # size, gate, p, dtype, states
 CASES = {
-    "sample": [("one token", "none", False, "float32", True),
+    "sample": [
+        ("one token", "none", False, "float32", True),
         ("odd", "none", False, "float32", True),
         *((size, "mixed", False, "float32", True) for size in ("grouped", "packed")),
         *(("odd", gate, True, "float32", False) for gate in ("strong", "reset", "per head")),
-        ("odd", "weak", True, "float16", True)],
-    "further": [*((size, "none", False, "float32", True) for size in ("grouped", "packed")),
+        ("odd", "weak", True, "float16", True),
+    ],
+    "further": [
+        *((size, "none", False, "float32", True) for size in ("grouped", "packed")),
         *((size, "mixed", False, "float32", True) for size in ("one token", "odd")),
         *(("odd", gate, True, "float32", False) for gate in ("none", "weak", "mixed")),
-        ("packed", "weak", True, "float32", True), ("grouped", "weak", True, "float16", True)],
-}  # fmt: skip
+        ("packed", "weak", True, "float32", True),
+        ("grouped", "weak", True, "float16", True),
+    ],
+}
 # of two chunks each: size, gate, p, states
 SEGMENTS = {
     "sample": [("long packed", "weak", False, True)],
@@ -53,9 +58,15 @@ def make(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> 
     beta[:, ::7] = 0
     beta[:, 1::7] = 2
     return inputs(
-        SIZES[size], dtype, state, q, k, g=GATES[gate](torch.rand(B, T, HV)), beta=beta,
+        SIZES[size],
+        dtype,
+        state,
+        q,
+        k,
+        g=GATES[gate](torch.rand(B, T, HV)),
+        beta=beta,
         p=(0.7 * k + 0.3 * p).to(dtype) if has_p else None,
-    )  # fmt: skip
+    )
 
 
 def check(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> None:

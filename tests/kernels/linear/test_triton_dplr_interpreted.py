@@ -10,46 +10,60 @@ from tests.support.linear_interpreted import GATES, expect_all, expect_final_alo
 
 # B, T, H, HV, K, V, lengths of packed sequences
 SIZES = {
-    "one token": (1, 1, 1, 1, 1, 1, None), "short": (1, 15, 1, 1, 30, 64, None),
-    "odd": (1, 63, 1, 1, 30, 20, None), "long": (1, 100, 1, 1, 10, 12, None),
-    "wide": (1, 18, 1, 1, 100, 30, None), "grouped": (2, 19, 1, 2, 16, 24, None),
+    "one token": (1, 1, 1, 1, 1, 1, None),
+    "short": (1, 15, 1, 1, 30, 64, None),
+    "odd": (1, 63, 1, 1, 30, 20, None),
+    "long": (1, 100, 1, 1, 10, 12, None),
+    "wide": (1, 18, 1, 1, 100, 30, None),
+    "grouped": (2, 19, 1, 2, 16, 24, None),
     "packed": (1, 61, 1, 1, 20, 17, (5, 0, 33, 16, 1, 6, 0)),
-}  # fmt: skip
+}
 CHANNEL_GATES = {
-    **GATES, "zero": lambda x: torch.zeros_like(x),
-    "huge": lambda x: torch.where(x < 0.1, -1e4, -0.1 * x), "middling": lambda x: -4 * x,
+    **GATES,
+    "zero": lambda x: torch.zeros_like(x),
+    "huge": lambda x: torch.where(x < 0.1, -1e4, -0.1 * x),
+    "middling": lambda x: -4 * x,
     "even": lambda x: -4.0 + 0 * x,
     "some channels": lambda x: -torch.where(x[:, :, :, :1] < 0.3, 40 * x, 0.05 * x),
-}  # fmt: skip
+}
 # transition, size, gate, dtype, states
 CASES = {
-    "sample": [*((kind, "one token", "weak", "float32", True) for kind in ("kda", "dplr")),
+    "sample": [
+        *((kind, "one token", "weak", "float32", True) for kind in ("kda", "dplr")),
         ("dplr", "long", "weak", "float32", True),
         ("dplr", "packed", "some channels", "float32", True),
         *(("kda", "short", gate, "float32", False) for gate in ("zero", "mixed", "reset")),
         *(("dplr", "short", gate, "float32", False) for gate in ("weak", "strong", "mixed")),
         ("iplr", "odd", "none", "float32", True),
         ("scalar dplr", "short", "mixed", "float32", True),
-        *((kind, "grouped", "weak", "float16", True) for kind in ("kda", "dplr"))],
-    "further": [("kda", "long", "weak", "float32", True),
+        *((kind, "grouped", "weak", "float16", True) for kind in ("kda", "dplr")),
+    ],
+    "further": [
+        ("kda", "long", "weak", "float32", True),
         *(("kda", "short", gate, "float32", False) for gate in ("weak", "strong")),
         *(("dplr", "short", gate, "float32", False) for gate in ("zero", "reset")),
-        ("iplr", "grouped", "weak", "float16", True), ("kda", "short", "mixed", "float16", True),
+        ("iplr", "grouped", "weak", "float16", True),
+        ("kda", "short", "mixed", "float16", True),
         *((kind, "short", "huge", "float32", False) for kind in ("kda", "dplr")),
         ("kda", "packed", "some channels", "float32", True),
         *((kind, "odd", "mixed", "float32", True) for kind in ("kda", "dplr")),
         *((kind, "wide", "reset", "float32", True) for kind in ("kda", "dplr")),
         *((kind, "grouped", "mixed", "float32", True) for kind in ("kda", "dplr")),
-        ("dplr", "short", "mixed", "float16", True)],
-}  # fmt: skip
+        ("dplr", "short", "mixed", "float16", True),
+    ],
+}
 
 # transition, size, gate, states, chunks of a segment
 SEGMENTS = {
     "sample": [("kda", "packed", "weak", True, 2), ("dplr", "odd", "weak", False, 2)],
-    "further": [("kda", "wide", "reset", True, 1), ("iplr", "grouped", "none", True, 1),
-        ("kda", "wide", "strong", True, 1), ("kda", "packed", "some channels", True, 1),
-        ("dplr", "odd", "reset", False, 2)],
-}  # fmt: skip
+    "further": [
+        ("kda", "wide", "reset", True, 1),
+        ("iplr", "grouped", "none", True, 1),
+        ("kda", "wide", "strong", True, 1),
+        ("kda", "packed", "some channels", True, 1),
+        ("dplr", "odd", "reset", False, 2),
+    ],
+}
 
 
 def make(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:
@@ -66,9 +80,15 @@ def make(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> Li
     b = -torch.rand(B, T, H, 1) * (a + 0.1 * torch.randn(B, T, H, K))
     free = {} if kind == "kda" else {"a": a.to(dtype), "b": b.to(dtype)}
     return inputs(
-        SIZES[size], dtype, state, q, k, g=CHANNEL_GATES[gate](x),
-        beta=beta if kind == "kda" else None, **free
-    )  # fmt: skip
+        SIZES[size],
+        dtype,
+        state,
+        q,
+        k,
+        g=CHANNEL_GATES[gate](x),
+        beta=beta if kind == "kda" else None,
+        **free,
+    )
 
 
 def check(

@@ -12,26 +12,35 @@ from tests.support.linear_interpreted import GATES, expect, expect_all, inputs
 
 # B, T, H, HV, K, V, lengths of packed sequences
 SIZES = {
-    "one token": (1, 1, 1, 1, 1, 1, None), "odd": (1, 37, 1, 1, 30, 60, None),
-    "grouped": (2, 35, 2, 4, 16, 24, None), "spans": (1, 275, 1, 1, 17, 20, None),
+    "one token": (1, 1, 1, 1, 1, 1, None),
+    "odd": (1, 37, 1, 1, 30, 60, None),
+    "grouped": (2, 35, 2, 4, 16, 24, None),
+    "spans": (1, 275, 1, 1, 17, 20, None),
     "packed": (1, 315, 1, 2, 30, 12, (5, 0, 33, 260, 1, 16, 0)),
     "split": (1, 530, 1, 1, 16, 24, None),
     "split, packed": (1, 531, 1, 1, 17, 20, (5, 0, 513, 1, 12, 0)),
-}  # fmt: skip
+}
 SHORT = [size for size in SIZES if "split" not in size]
 # size, gate, dtype, states
 CASES = {
-    "sample": [("one token", "mixed", "float32", True),
+    "sample": [
+        ("one token", "mixed", "float32", True),
         *(("odd", gate, "float32", True) for gate in ("none", "mixed", "reset", "per head")),
-        ("grouped", "per head", "float16", False), ("packed", "weak", "float16", True),
-        ("split, packed", "mixed", "float32", True)],
-    "further": [("one token", "none", "float32", True),
+        ("grouped", "per head", "float16", False),
+        ("packed", "weak", "float16", True),
+        ("split, packed", "mixed", "float32", True),
+    ],
+    "further": [
+        ("one token", "none", "float32", True),
         *(("odd", gate, "float32", True) for gate in ("weak", "strong")),
-        ("spans", "reset", "float32", False), ("split", "none", "float32", False),
+        ("spans", "reset", "float32", False),
+        ("split", "none", "float32", False),
         *((size, "none", "float32", True) for size in SHORT if size != "one token"),
         *((size, "mixed", "float32", True) for size in ("grouped", "spans", "packed", "split")),
-        ("spans", "weak", "float32", False), ("grouped", "per head", "float32", False)],
-}  # fmt: skip
+        ("spans", "weak", "float32", False),
+        ("grouped", "per head", "float32", False),
+    ],
+}
 
 
 def make(size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:

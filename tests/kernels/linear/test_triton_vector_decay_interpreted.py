@@ -26,12 +26,16 @@ if INTERPRETED:
 
 # B, T, H, HV, K, V, lengths of packed sequences
 SIZES = {
-    "one token": (1, 1, 1, 1, 1, 1, None), "short": (1, 15, 1, 1, 30, 64, None),
-    "odd": (1, 63, 1, 1, 34, 30, None), "wide": (1, 20, 1, 1, 100, 30, None),
-    "long": (1, 100, 1, 1, 20, 17, None), "grouped": (2, 35, 2, 4, 16, 24, None),
-    "packed": (1, 58, 1, 2, 20, 17, (5, 0, 33, 1, 19, 0)), "split": (2, 150, 1, 1, 20, 17, None),
+    "one token": (1, 1, 1, 1, 1, 1, None),
+    "short": (1, 15, 1, 1, 30, 64, None),
+    "odd": (1, 63, 1, 1, 34, 30, None),
+    "wide": (1, 20, 1, 1, 100, 30, None),
+    "long": (1, 100, 1, 1, 20, 17, None),
+    "grouped": (2, 35, 2, 4, 16, 24, None),
+    "packed": (1, 58, 1, 2, 20, 17, (5, 0, 33, 1, 19, 0)),
+    "split": (2, 150, 1, 1, 20, 17, None),
     "split, packed": (1, 233, 1, 2, 17, 20, (5, 0, 190, 1, 37, 0)),
-}  # fmt: skip
+}
 # form, size, gate, dtype, states
 CASES = {
     "sample": [
@@ -39,24 +43,32 @@ CASES = {
         *((form, "odd", "mixed", "float32", True) for form in ("u", "gv")),
         ("u", "packed", "mixed", "float32", True),
         *(("g", "long", gate, "float32", False) for gate in ("reset", "bfloat16", "blocks")),
-        ("gv", "grouped", "weak", "float16", True), ("u, no g", "short", "zero", "float32", True),
-        ("u, g a token", "grouped", "weak", "float32", True)],
-    "further": [*(("g", "long", gate, "float32", False) for gate in ("weak", "huge", "per token")),
+        ("gv", "grouped", "weak", "float16", True),
+        ("u, no g", "short", "zero", "float32", True),
+        ("u, g a token", "grouped", "weak", "float32", True),
+    ],
+    "further": [
+        *(("g", "long", gate, "float32", False) for gate in ("weak", "huge", "per token")),
         *(("g", "long", gate, "float32", False) for gate in ("zero", "strong")),
-        ("gv", "long", "reset", "float32", False), ("g", "grouped", "weak", "float16", True),
+        ("gv", "long", "reset", "float32", False),
+        ("g", "grouped", "weak", "float16", True),
         *((form, "long", "weak", "float32", False) for form in ("u", "gv")),
         *(("g", size, "mixed", "float32", True) for size in ("long", "grouped", "packed")),
-        ("gv", "packed", "mixed", "float32", True), ("u", "long", "reset", "float32", False),
-        ("u", "grouped", "weak", "float16", True)],
-}  # fmt: skip
+        ("gv", "packed", "mixed", "float32", True),
+        ("u", "long", "reset", "float32", False),
+        ("u", "grouped", "weak", "float16", True),
+    ],
+}
 # size, gate
 WIDE = {"sample": [("grouped", "zero")], "further": [("long", "weak"), ("packed", "mixed")]}
 # form, size, gate
 SPLIT = {
     "sample": [("gv", "split, packed", "weak")],
-    "further": [("g", "split", "mixed"),
-        *((form, "split, packed", "mixed") for form in ("u", "gv"))],
-}  # fmt: skip
+    "further": [
+        ("g", "split", "mixed"),
+        *((form, "split, packed", "mixed") for form in ("u", "gv")),
+    ],
+}
 
 
 def make(form: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:

@@ -23,10 +23,17 @@ LENGTHS = (9, 0, 14)
 WIDTHS = {256: (1, 256), 257: (2, 144), 300: (2, 160), 384: (3, 128), 512: (2, 256), 1000: (4, 256)}
 # terms besides q, k and v
 KINDS = {
-    "none": (), "scalar": ("g",), "channel": ("gk", "u"), "values": ("gv",), "both": ("gk", "gv"),
-    "delta": ("g", "beta"), "comba": ("g", "beta", "p"), "kda": ("gk", "beta"),
-    "by column": ("g", "beta wide"), "dplr": ("gk", "a", "b"),
-}  # fmt: skip
+    "none": (),
+    "scalar": ("g",),
+    "channel": ("gk", "u"),
+    "values": ("gv",),
+    "both": ("gk", "gv"),
+    "delta": ("g", "beta"),
+    "comba": ("g", "beta", "p"),
+    "kda": ("gk", "beta"),
+    "by column": ("g", "beta wide"),
+    "dplr": ("gk", "a", "b"),
+}
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -35,11 +42,14 @@ def randn(*shape: int) -> torch.Tensor:
 
 def make(kind: str, K: int, V: int) -> LinearInputs:
     makers = {
-        "g": lambda: -randn(B, T, HV).abs(), "gk": lambda: -randn(B, T, HV, K).abs(),
-        "gv": lambda: -randn(B, T, HV, V).abs(), "beta": lambda: randn(B, T, HV).sigmoid(),
-        "beta wide": lambda: randn(B, T, HV, V).sigmoid(), "u": lambda: randn(HV, K),
+        "g": lambda: -randn(B, T, HV).abs(),
+        "gk": lambda: -randn(B, T, HV, K).abs(),
+        "gv": lambda: -randn(B, T, HV, V).abs(),
+        "beta": lambda: randn(B, T, HV).sigmoid(),
+        "beta wide": lambda: randn(B, T, HV, V).sigmoid(),
+        "u": lambda: randn(HV, K),
         **{x: lambda: randn(B, T, H, K) / K**0.5 for x in "qkpab"},
-    }  # fmt: skip
+    }
     names = {"gk": "g", "beta wide": "beta"}
     given = {names.get(x, x): makers[x]() for x in ("q", "k", *KINDS[kind])}
     return LinearInputs(

@@ -19,9 +19,11 @@ from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 NAMES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
-}  # fmt: skip
+}
 BF16 = Problem(torch.bfloat16, torch.bfloat16, "tf32x3", b_t=True)
 FP32 = Problem(torch.float32, torch.float32, "tf32", b_t=True)
 ROWS = Problem(torch.float32, torch.float32, "tf32")
@@ -40,13 +42,27 @@ def pointers(
     sizes = {"BM": c.block_m, "BN": c.block_n, "BK": c.block_k, "GROUP": c.group_m}
     return compile_kernel(
         "slipstream.kernels.matmul.triton_kernels:matmul_kernel",
-        {"a_ptr": f"*{name}", "b_ptr": f"*{name}",
-            "out_ptr": "*fp32" if c.split_k > 1 else f"*{out}", **extra},
-        {**sizes, **even, "A_T": p.a_t, "B_T": p.b_t, "SPLIT": c.split_k > 1,
-            "PDL": c.split_k > 1 and arch == "sm_90", "ACTIVATION": f, "PRECISION": p.precision},
-        scalars=dict.fromkeys(("a_stride", "b_stride", "r_stride"), "i32:16"), target=arch,
-        warps=c.num_warps, stages=c.num_stages,
-    )  # fmt: skip
+        {
+            "a_ptr": f"*{name}",
+            "b_ptr": f"*{name}",
+            "out_ptr": "*fp32" if c.split_k > 1 else f"*{out}",
+            **extra,
+        },
+        {
+            **sizes,
+            **even,
+            "A_T": p.a_t,
+            "B_T": p.b_t,
+            "SPLIT": c.split_k > 1,
+            "PDL": c.split_k > 1 and arch == "sm_90",
+            "ACTIVATION": f,
+            "PRECISION": p.precision,
+        },
+        scalars=dict.fromkeys(("a_stride", "b_stride", "r_stride"), "i32:16"),
+        target=arch,
+        warps=c.num_warps,
+        stages=c.num_stages,
+    )
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

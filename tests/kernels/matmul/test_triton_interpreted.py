@@ -45,8 +45,11 @@ def check_epilogue() -> None:
     for activation in (None, *ACTIVATIONS):
         for sa, sb in ((torch.tensor([0.3]), torch.rand(35)), (torch.rand(2, 19), None)):
             given: dict[str, Any] = {
-                "bias": bias, "residual": residual, "scale_a": sa, "scale_b": sb,
-            }  # fmt: skip
+                "bias": bias,
+                "residual": residual,
+                "scale_a": sa,
+                "scale_b": sb,
+            }
             wide: dict[str, Any] = {
                 name: None if x is None else x.double() for name, x in given.items()
             }

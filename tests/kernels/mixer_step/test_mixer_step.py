@@ -216,9 +216,13 @@ def check_probe(impl: str) -> None:
 
 
 CHECKS = (
-    check_probe, check_drafts, check_verification, check_one_head_of_q_for_each_of_v,
-    check_short_windows, check_wide_heads,
-)  # fmt: skip
+    check_probe,
+    check_drafts,
+    check_verification,
+    check_one_head_of_q_for_each_of_v,
+    check_short_windows,
+    check_wide_heads,
+)
 CHECKS += (check_groups_of_heads, check_16_bits, check_strong_gates, check_padded_pools)
 CHECKS += (check_projection, check_nobody_lives, check_out_of_another_layout)
 CHECKS += (check_step_after_step, check_heads_of_one_column, check_heads_apart)
@@ -244,7 +248,8 @@ FAULTS: dict[str, dict[str, Any]] = {
     r"conv_bias: wants conv_state": {"conv_weight": None, "conv_state": None},
     r"conv_state: want shape \(7, 64, 4\)": {"conv_state": torch.zeros(7, 64, 2)},
     r"conv_weight: want shape \(64, 4\)": {"conv_weight": torch.zeros(60, 4)},
-    r"A_log: wants g too": {"g": None}, r"A: wants no A_log": {"A": -torch.ones(2)},
+    r"A_log: wants g too": {"g": None},
+    r"A: wants no A_log": {"A": -torch.ones(2)},
     r"A: want shape \(2,\)": {"A": -torch.ones(3), "A_log": None},
     r"A: has no lower_bound": {"A": -torch.ones(2), "A_log": None, "lower_bound": -1.0},
     r"dt_bias: wants A_log or lower_bound": {"A_log": None},
@@ -253,8 +258,10 @@ FAULTS: dict[str, dict[str, Any]] = {
     r"dt_scales_v: wants g \[B, T, HV\] and A_log": {"dt_scales_v": True, "lower_bound": -1.0},
     r"dt_limit: want 0 <= least <= largest": {"dt_limit": (2.0, 1.0)},
     r"use_beta_sigmoid_in_kernel: wants beta": {"beta": None},
-    r"allow_neg_eigval: doubles the sigmoid": {"use_beta_sigmoid_in_kernel": False,
-        "allow_neg_eigval": True},
+    r"allow_neg_eigval: doubles the sigmoid": {
+        "use_beta_sigmoid_in_kernel": False,
+        "allow_neg_eigval": True,
+    },
     r"norm_weight: wants norm_eps": {"norm_eps": None},
     r"norm_weight: want shape \(2, 16\)": {"norm_weight": torch.zeros(3, 16)},
     r"norm_group_size: want a multiple of V = 16": {"norm_group_size": 24},
@@ -265,10 +272,9 @@ FAULTS: dict[str, dict[str, Any]] = {
     r"conv_activation: want one of": {"conv_activation": "relu"},
     r"z_activation: want one of": {"z_activation": "tanh"},
     r"channel_order: want one of": {"channel_order": "kqv"},
-    r"state_indices: want less than the 7 slots, got 7": {
-        "state_indices": torch.tensor([0, 7, 1])},
+    r"state_indices: want less than the 7 slots, got 7": {"state_indices": torch.tensor([0, 7, 1])},
     r"state_indices: want each slot at most once": {"state_indices": torch.tensor([1, 1, -1])},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

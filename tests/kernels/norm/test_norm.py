@@ -28,10 +28,12 @@ def test_triton_norms_match_reference_past_their_last_column() -> None:
 def inputs(shape: tuple[int, ...], dtype: torch.dtype, other: torch.dtype) -> dict[str, Tensor]:
     D = shape[-1]
     return {
-        "x": torch.randn(shape).to(dtype) + 3, "weight": torch.randn(D).to(other),
-        "bias": torch.randn(D).to(other), "gate": torch.randn(shape).to(other),
+        "x": torch.randn(shape).to(dtype) + 3,
+        "weight": torch.randn(D).to(other),
+        "bias": torch.randn(D).to(other),
+        "gate": torch.randn(shape).to(other),
         "residual": torch.randn(shape).to(other),
-    }  # fmt: skip
+    }
 
 
 def outputs(given: dict[str, Tensor | None], n: NormOptions, impl: str) -> tuple[list[Tensor], ...]:

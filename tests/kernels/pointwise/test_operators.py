@@ -210,8 +210,10 @@ def test_embedding_compiles(arch: str, ids: str) -> None:
     got = compile_kernel(
         "slipstream.kernels.elementwise.triton.embedding:embedding_kernel",
         {"ids_ptr": ids, "weight_ptr": "*bf16", "y_ptr": "*bf16", "records_ptr": "*i64"},
-        {"D": 4096, "BR": 2, "BD": 1024}, scalars={"weight_stride": "i32:16"}, target=arch,
-    )  # fmt: skip
+        {"D": 4096, "BR": 2, "BD": 1024},
+        scalars={"weight_stride": "i32:16"},
+        target=arch,
+    )
     assert got.stack == 0
 
 
@@ -226,10 +228,13 @@ def test_scans_compile(kind: str) -> None:
     got = compile_kernel(
         "slipstream.runtime.token_ids_kernel:scan_ids_kernel",
         {"ids_ptr": "*i32" if "ind" in kind else "*i64", "slots_ptr": "*i64", **some, **count},
-        {"KIND": kind.split()[-1 if "some" in kind else 0],
-            "HAS_IGNORED": "one" in kind or bool(count), "B": 4096 if count else 1024},
+        {
+            "KIND": kind.split()[-1 if "some" in kind else 0],
+            "HAS_IGNORED": "one" in kind or bool(count),
+            "B": 4096 if count else 1024,
+        },
         warps=8 if count else 4,
-    )  # fmt: skip
+    )
     assert got.stack == 0
 
 

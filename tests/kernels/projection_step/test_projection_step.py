@@ -55,9 +55,12 @@ def test_weights_are_read_in_wide_words(rows: int) -> None:
     tensors = {f"{name}_ptr": "*bf16" for name in ("x", "y", "w0", "w1", "w2")}
     constants = {"K": 1024, "ONE": rows == 1, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
     constants |= {
-        "COLUMNS": 1024, "X_LEFT": tile.x_left, "NORM": False, "ZERO_CENTERED": False,
+        "COLUMNS": 1024,
+        "X_LEFT": tile.x_left,
+        "NORM": False,
+        "ZERO_CENTERED": False,
         "GLU": False,
-    }  # fmt: skip
+    }
     scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
     kernel = "slipstream.kernels.projection_step.triton_kernels:projection_step_kernel"
     got = compile_kernel(kernel, tensors, constants, scalars, "sm_90", tile.warps, tile.stages)
@@ -81,9 +84,12 @@ def test_tiles_fit_shared_memory(bytes_each: int, shared: int) -> None:
         tensors = dict.fromkeys((f"{name}_ptr" for name in ("x", "y", "w0", "w1")), dtype)
         constants = {"K": 1024, "ONE": False, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
         constants |= {
-            "COLUMNS": 1024, "X_LEFT": tile.x_left, "NORM": False, "ZERO_CENTERED": False,
+            "COLUMNS": 1024,
+            "X_LEFT": tile.x_left,
+            "NORM": False,
+            "ZERO_CENTERED": False,
             "GLU": is_glu,
-        }  # fmt: skip
+        }
         scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
         arch = "sm_90" if shared > 101_376 else "sm_89"
         got = compile_kernel(kernel, tensors, constants, scalars, arch, tile.warps, tile.stages)

@@ -23,11 +23,13 @@ LAUNCH = "slipstream.kernels.selective_scan.sm90_launch"
 OPTIONAL = ("D", "z", "delta_bias", "initial_state")
 # B, T, D, N, G, lengths of packed sequences
 SIZES: dict[str, Any] = {
-    "one token": (1, 1, 1, 1, 1, None), "one tile": (2, 16, 33, 16, 1, None),
-    "tiles": (2, 37, 40, 5, 1, None), "groups": (1, 19, 72, 16, 2, None),
+    "one token": (1, 1, 1, 1, 1, None),
+    "one tile": (2, 16, 33, 16, 1, None),
+    "tiles": (2, 37, 40, 5, 1, None),
+    "groups": (1, 19, 72, 16, 2, None),
     "packed": (1, 82, 8, 16, 1, (5, 0, 40, 1, 0, 16, 20, 0)),
     "wide states": (1, 33, 20, 24, 1, None),
-}  # fmt: skip
+}
 
 
 # arguments that a kernel is not compiled for
@@ -79,12 +81,14 @@ def inputs(size: str, given: tuple[str, ...]) -> ScanInputs:
         "initial_state": torch.randn(S, D, N, **kind),
     }
     values: Any = (
-        torch.randn(B, T, 2 * D, **kind)[..., D:], torch.rand(B, T, D, **kind),
-        -2 * torch.rand(D, N, **kind), torch.randn(B, T, G, N, **kind),
+        torch.randn(B, T, 2 * D, **kind)[..., D:],
+        torch.rand(B, T, D, **kind),
+        -2 * torch.rand(D, N, **kind),
+        torch.randn(B, T, G, N, **kind),
         torch.randn(B, T, G, N, **kind),
         *(optional[name] if name in given else None for name in OPTIONAL),
         None if lengths is None else offsets(lengths),
-    )  # fmt: skip
+    )
     return ScanInputs._make(values)
 
 

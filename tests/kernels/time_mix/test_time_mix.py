@@ -23,9 +23,12 @@ from tests.support.rwkv7_steps import Sizes, make
 
 
 def one_by_one(
-    x: Tensor, before: Tensor | None, mu: Tensor, weights: token_mix.Weights,
-    starts: Tensor | None = None
-) -> list[Tensor]:  # fmt: skip
+    x: Tensor,
+    before: Tensor | None,
+    mu: Tensor,
+    weights: token_mix.Weights,
+    starts: Tensor | None = None,
+) -> list[Tensor]:
     mixes = token_mix.plain(x, before, starts, mu)
     return [F.linear(mix, w) for mix, row in zip(mixes, weights) for w in row]
 
@@ -35,9 +38,14 @@ def by_kernels(*args: Any, starts: Tensor | None = None) -> list[Tensor] | None:
 
 
 def check(
-    B: int, T: int, D: int, outputs: tuple[tuple[int, ...], ...], dtype: torch.dtype,
-    shifted: bool = False, offsets: Sequence[int] = ()
-) -> None:  # fmt: skip
+    B: int,
+    T: int,
+    D: int,
+    outputs: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    shifted: bool = False,
+    offsets: Sequence[int] = (),
+) -> None:
     """outputs: of each mix the rows of its weights. shifted: x itself is what came before, of
     packed sequences with these offsets if there are any."""
     given = [torch.randn(B, T, D), torch.randn(B, T, D), torch.rand(len(outputs), D)]
