@@ -98,9 +98,10 @@ def _release(compilers: Mapping[str, str] | None) -> Iterator[None]:
 @contextmanager
 def recording_selections(plans: list[dispatch.Selection]) -> Iterator[None]:
     """Every plan that is made is added to `plans`."""
+    plain = dispatch.Selection
 
     def record_selection(*args: Any) -> dispatch.Selection:
-        plans.append(dispatch.Selection(*args))
+        plans.append(plain(*args))
         return plans[-1]
 
     with mock.patch.object(dispatch, "Selection", record_selection):

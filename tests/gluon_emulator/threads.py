@@ -386,8 +386,13 @@ def _is_tritons(x: Any) -> bool:
 
 def _has_kernels(name: str) -> bool:
     """Whether a module of kernels was imported for Triton's compiler."""
-    here = name.startswith("slipstream.kernels.")
-    return here and any(map(_is_tritons, vars(sys.modules[name]).values()))
+    if not name.startswith("slipstream.kernels."):
+        return False
+    values = [*vars(sys.modules[name]).values()]
+    for x in values[:]:  # launches may name the module of their kernels instead of these
+        if isinstance(x, ModuleType) and x.__name__.startswith("slipstream.kernels."):
+            values += vars(x).values()
+    return any(map(_is_tritons, values))
 
 
 def _replace(modules: dict[str, ModuleType | None]) -> None:

@@ -19,11 +19,11 @@ from slipstream.layers import (
     Mamba2,
     MultiScaleRetention,
     delta_heads,
-    delta_net,
     rwkv7,
 )
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, StateCache
-from slipstream.nn import decoding, projections
+from slipstream.nn import projections
+from slipstream.ops import norm, steps
 
 D = 32
 LAYERS: dict[str, Any] = {
@@ -57,10 +57,11 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("mixer_step", "recurrent_step", "rms_norm", "rms_norm_gated"):
-        monkeypatch.setattr(decoding, name, recorded(name, getattr(decoding, name)))
-    for module in (delta_heads, delta_net):
-        monkeypatch.setattr(module, "l2_norm", recorded("l2_norm", module.l2_norm))
+    for name in ("mixer_step", "recurrent_step"):
+        monkeypatch.setattr(steps, name, recorded(name, getattr(steps, name)))
+    for name in ("rms_norm", "rms_norm_gated", "l2_norm"):
+        monkeypatch.setattr(norm, name, recorded(name, getattr(norm, name)))
+    monkeypatch.setattr(delta_heads, "l2_norm", recorded("l2_norm", delta_heads.l2_norm))
     return called
 
 

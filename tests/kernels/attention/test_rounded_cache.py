@@ -141,7 +141,7 @@ def test_decoding_fills_multiprocessors(D: int, fill: int, monkeypatch: pytest.M
     launch = pytest.importorskip("slipstream.kernels.attention.triton.decode_launch")
     tile = SimpleNamespace(decode=SimpleNamespace(BM=16, BN=16, warps=4))
     asked = mock.Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(launch, "tiles_for", lambda *_: (tile, D, D))
+    monkeypatch.setattr(launch.tiling, "tiles_for", lambda *_: (tile, D, D))
     monkeypatch.setattr(launch, "choose_splits", asked)
     q, cache = torch.empty(1, 1, 4, D), torch.empty(1, 32, 2, D)
     call: Any = SimpleNamespace(k_scale=None, capacity=32)

@@ -65,8 +65,8 @@ def two_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def many_programs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    monkeypatch.setattr(backend("delta"), "NUM_SMS", 1)
-    monkeypatch.setattr(backend("delta"), "waits_for_longest", lambda *given: False)
+    monkeypatch.setattr(segments, "NUM_SMS", 1)
+    monkeypatch.setattr(segments, "waits_for_longest", lambda *given: False)
     return {"solve_tril", "chunk_fwd_2tile", "chunk_dstate", "dqkg"}
 
 
@@ -118,7 +118,7 @@ def both_in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def fused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    monkeypatch.setattr(backend("kda"), "uses_fused_fwd", lambda terms: True)
+    monkeypatch.setattr(segments, "uses_fused_fwd", lambda terms: True)
     # of heads with strong gates, which the second launch repeats, the first's are not finite
     monkeypatch.setattr(emulator, "INPUTS_HAVE_NAN", True)
     return {"kda_fused_fwd"}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.kernels.linear import segments
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import launches
 from tests.gluon_emulator.linear import emulated, without
@@ -66,8 +67,8 @@ def test_every_wait_is_wanted(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     path, terms, launch = f"slipstream.kernels.linear.sm90.{path}", inputs(*call), backend(call[0])
     do, dfinal = torch.randn_like(terms.v), torch.randn(*terms.state_shape, dtype=torch.float64)
     if call[0] == "delta":
-        monkeypatch.setattr(launch, "NUM_SMS", 1 if name == "wide" else 132)
-        monkeypatch.setattr(launch, "waits_for_longest", lambda *given: name != "wide")
+        monkeypatch.setattr(segments, "NUM_SMS", 1 if name == "wide" else 132)
+        monkeypatch.setattr(segments, "waits_for_longest", lambda *given: name != "wide")
     ran = launches.as_numpy(monkeypatch)
     module = launches.module
 

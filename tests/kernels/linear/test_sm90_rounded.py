@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear import segments
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
@@ -142,7 +143,7 @@ ERRORS |= {
 @pytest.mark.parametrize("call", ERRORS.values(), ids=ERRORS)
 def test_errors_are_those_of_bfloat16(call: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, *_ = call
-    monkeypatch.setattr(backend("kda"), "uses_fused_fwd", lambda terms: True)
+    monkeypatch.setattr(segments, "uses_fused_fwd", lambda terms: True)
     launches.as_numpy(monkeypatch, rounds=True)
     # of heads with strong gates, which the second launch repeats, the first's are not finite
     monkeypatch.setattr(emulator, "INPUTS_HAVE_NAN", kind == "kda")
@@ -168,7 +169,7 @@ def test_fused_past_keeps_its_bits(
     """Whatever the future's tokens and gates; chunks change from weak to strong and back."""
     terms = in_dtype(inputs("kda", (140, 1, 1, 128, 128), 1, gates))
     other = in_dtype(with_other_future(terms, cut, strength))
-    monkeypatch.setattr(backend("kda"), "uses_fused_fwd", lambda terms: True)
+    monkeypatch.setattr(segments, "uses_fused_fwd", lambda terms: True)
     launches.as_numpy(monkeypatch, rounds=True)
     monkeypatch.setattr(emulator, "INPUTS_HAVE_NAN", True)
     with rounded():
