@@ -5,6 +5,7 @@ import os
 import re
 import threading
 import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,9 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 # registers. The delta rule's backward then takes 1.13 of 3.6.0's time for 1.40 on an H100. Earlier
 # releases do not know it.
 FEWER_REGISTERS = {"sched4reg": True} if RELEASE == (3, 9) and not INTERPRETED else {}
+# Programs of a launch on axes 1 and 2 of its grid: CUDA takes 65,535, and a multiple of 16 rows
+# leaves addresses as even as they are.
+GRID_ROWS = 65_520
 # Set by compiler/trace.py, whose fake tensors go where real ones would.
 TRACING = False
 _NOWHERE = nullcontext()
@@ -69,6 +73,13 @@ def is_current(device: torch.device) -> bool:
 def device_of(device: torch.device) -> AbstractContextManager:
     """Triton launches on the current device."""
     return _NOWHERE if is_current(device) else torch.cuda.device(device)
+
+
+def row_parts(rows: int, *tensors: Tensor | None) -> Iterator[list[Any]]:
+    """Views of the tensors, whose first axis is rows, of GRID_ROWS at a time. A recorded call that
+    asks for them is of its number of rows alone."""
+    for i in range(0, rows, GRID_ROWS):
+        yield [None if x is None else x[i : i + GRID_ROWS] for x in tensors]
 
 
 def _bind(device: torch.device) -> None:

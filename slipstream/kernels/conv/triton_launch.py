@@ -17,7 +17,7 @@ from slipstream.kernels.conv.inputs import (
     GradInputs,
     UpdateInputs,
 )
-from slipstream.runtime.backends import device_of, sm_count
+from slipstream.runtime import backends
 from slipstream.runtime.launch_cache import cached
 
 
@@ -42,7 +42,7 @@ def forward(inputs: ConvInputs, sizes: Sequence[int] | None, unit: int, silu: bo
     x = inputs.x
     sizes = sizes or x.shape[2:]
     ys = [torch.empty(*x.shape[:2], n, dtype=x.dtype, device=x.device) for n in sizes]
-    with device_of(x.device):
+    with backends.device_of(x.device):
         P, outputs = _outputs(FORWARD, inputs, sizes, unit, silu)
         for y, (_, blocks, arguments) in zip(ys, outputs):
             cached(triton_kernels.conv_fwd_kernel)[(P * blocks,)](
@@ -61,7 +61,7 @@ def backward(t: GradInputs, unit: int, silu: bool) -> list[Tensor]:
     if state is not None:
         # the first tile of a sequence writes it, and where there are no tokens there are no tiles
         dstate = torch.empty_like(state) if x.numel() else torch.zeros_like(state)
-    with device_of(x.device):
+    with backends.device_of(x.device):
         P, outputs = _outputs(BACKWARD, inputs, [dy.shape[-1] for dy in dys], unit, silu)
         partial = torch.empty(P, W + 1, x.shape[2], dtype=torch.float32, device=x.device)
         for dy, (begin, blocks, arguments) in zip(dys, outputs):
@@ -86,10 +86,14 @@ def update(t: UpdateInputs, silu: bool) -> Tensor:
     state = t.state
     x, weight, bias, residual, indices = _contiguous(t.x, *t[2:])
     N, D = x.shape
+    if N > backends.GRID_ROWS:
+        runs = backends.row_parts(N, x, residual, indices, state if indices is None else None)
+        calls = (UpdateInputs(x, state if s is None else s, *t[2:4], r, i) for x, r, i, s in runs)
+        return torch.cat([update(call, silu) for call in calls])
     W = weight.shape[1]
     y = torch.empty_like(x)
     BD = 128
-    with device_of(x.device):
+    with backends.device_of(x.device):
         cached(triton_kernels.conv_update_kernel)[(-(-D // BD), N)](
             x_ptr=x,
             s_ptr=state,
@@ -162,7 +166,7 @@ def _programs(tile: Tile, x: Tensor, cu_seqlens: Tensor | None, D: int) -> tuple
     if cu_seqlens is not None:
         # at most that many, whatever the offsets are
         tiles = T // tile.BT + cu_seqlens.shape[0] - 1
-    max_programs = max(sm_count(x.get_device()) * tile.per_processor * tile.warps // warps, 1)
+    max_programs = backends.sm_count(x.get_device()) * tile.per_processor * tile.warps // warps
     max_programs = max(max_programs // -(-D // BD), 1)
     rounds = max(-(-tiles // max_programs), 1)
     return tile._replace(BD=BD, warps=warps), max(-(-tiles // rounds), 1), tiles

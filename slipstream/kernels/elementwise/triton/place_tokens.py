@@ -45,6 +45,10 @@ def place_tokens(counts: Tensor, *tensors: Tensor | None) -> None:
     strides = [0 if x is None else x.stride(0) for x in xs]
     assert ys[0] is not None
     N, T = ys[0].shape[:2]
+    if N > backends.GRID_ROWS:
+        for sliced in backends.row_parts(N, counts, *tensors):
+            place_tokens(*sliced)
+        return
     BD = min(1024, triton.next_power_of_2(max(widths)))
     with backends.device_of(counts.device):
         launch_cache.cached(place_tokens_kernel)[(-(-max(widths) // BD), N)](

@@ -216,6 +216,10 @@ def block_inputs_kernel(
 
 def block_inputs(t: TokenInputs, blocks: Blocks) -> None:
     N, T, H, K = blocks.q.shape
+    if N > backends.GRID_ROWS:
+        for x, g, beta, counts, *of in backends.row_parts(N, t.x, t.g, t.beta, t.counts, *blocks):
+            block_inputs(t._replace(x=x, g=g, beta=beta, counts=counts), Blocks(*of))
+        return
     HV, V = blocks.v.shape[2:]
     gate = t.g.flatten(1)
     rows = {"x": t.x, "g": gate, "beta": t.beta}
