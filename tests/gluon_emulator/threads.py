@@ -389,7 +389,8 @@ def _has_kernels(name: str) -> bool:
     if not name.startswith("slipstream.kernels."):
         return False
     values = [*vars(sys.modules[name]).values()]
-    for x in values[:]:  # launches may name the module of their kernels instead of these
+    # launches may name the module of their kernels instead of these, packages hold all of theirs
+    for x in [] if hasattr(sys.modules[name], "__path__") else values[:]:
         if isinstance(x, ModuleType) and x.__name__.startswith("slipstream.kernels."):
             values += vars(x).values()
     return any(map(_is_tritons, values))
