@@ -174,8 +174,8 @@ print([name for name in ("triton", "transformers", "numpy.testing") if name in s
 def test_import_is_light_and_quick(tmp_path: Path) -> None:
     """Best of three, as installed: neither triton nor transformers, and beyond torch less than 0.3
     s of a processor, which others on the machine do not lengthen as they do a wait. A process
-    before them writes bytecode, as installing does: compiling over a hundred files anew is not what
-    an import costs, and where these tests run nothing may have been written."""
+    before them writes bytecode, as installing does: an import does not cost the compiling of over
+    a hundred files, and where these tests run nothing may have been written."""
     seconds = []
     for _ in range(4):
         done = run_code(COUNT, tmp_path)  # torch is there

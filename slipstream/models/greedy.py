@@ -260,7 +260,7 @@ class AssistantBusy(RuntimeError):
     """The assistant already generates, for this call or in another thread."""
 
 
-# what tokens may come after these, so many at most
+# Guess(tokens, count): at most count tokens that may come after these
 Guess = Callable[[list[int], int], list[int]]
 
 

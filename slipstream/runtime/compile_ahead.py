@@ -72,7 +72,7 @@ KEYS = (1, 64, 256, 1024, 4096, 16384, 65536)
 
 
 def sizes(heads: int, packed: bool) -> list[Size]:
-    """Lists the distinct sizes for calls of so many heads."""
+    """Lists the distinct sizes of calls with that number of heads."""
     found: dict[Size, None] = {}
     for tokens, at_most in STEPS:
         for count in at_most:

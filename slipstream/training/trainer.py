@@ -80,20 +80,25 @@ class StopWhenAsked(TrainerCallback):
 
 
 class FrozenObjects(TrainerCallback):
-    """Keeps what there is after the first step out of Python's collections of garbage, of which one
-    of all objects takes as long as several steps."""
+    """Keeps what there is after a run's first step out of Python's collections of garbage, of which
+    one of all objects takes as long as several steps. A program keeps those that it froze."""
 
     def __init__(self) -> None:
-        self.done = False
+        self.waits = self.frozen = False
+
+    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        self.waits = gc.get_freeze_count() == 0
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        if not self.done:
-            self.done = True
+        if self.waits:
+            self.waits, self.frozen = False, True
             gc.collect()
             gc.freeze()
 
-    def on_train_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        gc.unfreeze()
+    def release(self) -> None:
+        if self.frozen:
+            self.frozen = False
+            gc.unfreeze()
 
 
 class LMTrainer(Trainer):
@@ -107,14 +112,20 @@ class LMTrainer(Trainer):
     eval_dataset: Rows  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, *, place: Place, **options: Any) -> None:
-        self.place = place
-        callbacks = [*options.pop("callbacks", []), place, FrozenObjects()]
+        self.place, self.objects = place, FrozenObjects()
+        callbacks = [*options.pop("callbacks", []), place, self.objects]
         super().__init__(callbacks=callbacks, **options)
         # which of how many read rows of their own
         self.readers = self.args.process_index, self.args.world_size
         self.computing_alike = 1  # processes that get the same tokens of the same rows
         self._bytes = self._targets = 0  # since the last log
         self._tokens, self.tokens_per_second = 0, 0.0  # of this process's steps
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().train(*args, **options)
+        finally:  # also of a run that fails
+            self.objects.release()
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kw: Any) -> Tensor:
         tally: Tally = inputs.pop("tally")

@@ -109,7 +109,7 @@ def test_prefixes_and_rows_of_a_cache() -> None:
 
 
 def test_whole_blocks_go_on_in_inference_mode() -> None:
-    """Whose tensors nobody may mark as wanting gradients."""
+    """Tensors of inference mode cannot be marked as wanting gradients."""
     model, ids = model_of("gated_deltanet", "attention"), sequences(1)[:, :BLOCK]
     with torch.inference_mode():
         got = logits_of(model, ids)

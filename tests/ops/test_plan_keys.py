@@ -1,5 +1,5 @@
 """What is remembered of a call is not taken for one that autocast or an option tells from it;
-decays of heads are made once, and anew where somebody else would own them."""
+decays of heads are made once, and again where autograd or a graph would own them."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every operator through its public function, on a machine whose compilers nobody has verified. The
+"""Every operator through its public function, on a machine whose compilers are not verified. The
 launches are planted: they do what the kernels do in plain torch, or die, or are wrong. Only the GPU
 is missing: the operators take their Triton path on the CPU."""
 

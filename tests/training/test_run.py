@@ -1,8 +1,10 @@
 """A run from outside: checkpoints, signals, arguments; data sets and parquet files as its text."""
 
+import gc
 import json
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from slipstream.training import corpus, sample
 from slipstream.training.config import Data, from_dict
 from slipstream.training.ranks import Interrupt
 from slipstream.training.run import arguments, train
-from slipstream.training.trainer import newest_checkpoint
+from slipstream.training.trainer import LMTrainer, newest_checkpoint
 from tests.support.byte_tokenizer import tokenizer
 
 
@@ -172,6 +174,34 @@ def test_reading_goes_on_at_any_row() -> None:
         pieces = list(side.pieces(file))
         for i, piece in enumerate(pieces):
             assert list(side.pieces(file, piece.offset)) == pieces[i:]
+
+
+@pytest.mark.parametrize("case", ["ends", "fails", "frozen before"])
+def test_objects_are_frozen_from_the_second_step_on(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, counts = LMTrainer.training_step, []
+
+    def training_step(*args: Any, **options: Any) -> Tensor:
+        counts.append(gc.get_freeze_count())
+        if case == "fails" and len(counts) == 2:
+            raise RuntimeError("planted")
+        return plain(*args, **options)
+
+    monkeypatch.setattr(LMTrainer, "training_step", training_step)
+    config = from_dict(raw(tmp_path / "out", max_steps=2, eval_strategy="no"))
+    gc.unfreeze()
+    if case == "frozen before":
+        gc.freeze()
+    before = gc.get_freeze_count()
+    try:
+        with pytest.raises(RuntimeError, match="planted") if case == "fails" else nullcontext():
+            train(config, Interrupt(), Console(quiet=True))
+        assert gc.get_freeze_count() > 0 if before else gc.get_freeze_count() == 0
+        assert counts[0] > 0 if before else counts[0] == 0
+        assert counts[1] > 0
+    finally:
+        gc.freeze()  # as pytest's own modules are
 
 
 @pytest.mark.usefixtures("_rows")

@@ -136,7 +136,7 @@ def forward_matches(call: Call, room: int, extra: int) -> None:
 _LN2 = 0.6931471805599453
 TAKEN = [
     *CALLS,
-    Call("keys of nobody", T=70, S=700, q_lengths=(0, 70), k_lengths=(300, 400), right=0),
+    Call("keys without queries", T=70, S=700, q_lengths=(0, 70), k_lengths=(300, 400), right=0),
     Call("behind the window", T=100, S=700, left=30, right=10),
     Call("ahead", T=200, S=300, H=2, HKV=1, right=70),
     Call("capped", T=260, S=260, right=0, softcap=4.0),

@@ -214,7 +214,7 @@ def test_gates_far_apart_are_laid_side_by_side() -> None:
 
 @pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 def test_tokens_that_no_sequence_has_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a place for each of them, as on a GPU, where nobody looks at offsets before; it was past
+    """With a place for each of them, as on a GPU, where offsets are not checked before; it was past
     all states."""
     from slipstream.kernels.linear.eager import recurrent
     from slipstream.kernels.linear.eager.recurrent import recurrent_backward
