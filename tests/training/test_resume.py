@@ -2,7 +2,6 @@
 do."""
 
 import errno
-import gc
 import io
 import json
 import os
@@ -89,16 +88,6 @@ def test_resumed_run_equals_whole_run(whole: Path, stopped: Path) -> None:
     go(stopped)
     assert same(weights(whole), weights(stopped))
     assert log(stopped) == log(whole)
-
-
-def test_objects_are_frozen_once_a_run(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two steps after the first of which no collection takes what is there."""
-    done: list[str] = []
-    for name in ("collect", "freeze", "unfreeze"):
-        monkeypatch.setattr(gc, name, lambda name=name: done.append(name))
-    go(stopped)
-    assert [x for x in done if x != "collect"] == ["freeze", "unfreeze"]
-    assert done[done.index("freeze") - 1] == "collect"
 
 
 def zeroed(path: Path) -> None:

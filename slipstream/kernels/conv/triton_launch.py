@@ -87,8 +87,10 @@ def update(t: UpdateInputs, silu: bool) -> Tensor:
     x, weight, bias, residual, indices = _contiguous(t.x, *t[2:])
     N, D = x.shape
     if N > backends.GRID_ROWS:
-        parts = backends.row_parts(N, x, residual, indices, state if indices is None else None)
-        calls = (UpdateInputs(x, state if s is None else s, *t[2:4], r, i) for x, r, i, s in parts)
+        batches = backends.row_parts(N, x, residual, indices, state if indices is None else None)
+        calls = (
+            UpdateInputs(x, state if s is None else s, *t[2:4], r, i) for x, r, i, s in batches
+        )
         return torch.cat([update(call, silu) for call in calls])
     W = weight.shape[1]
     y = torch.empty_like(x)

@@ -45,14 +45,14 @@ def forward(
     tile = _tile(FORWARD, inputs)
     common: dict[str, Any] = _layout(inputs) | _constants(inputs, tile, delta_softplus)
     common |= {"y_ptr": y, "states_ptr": states, "rows": tokens}
-    parts: Iterable[Sequence[Any]] = [(cu, common["s_in_ptr"], final)]
+    batches: Iterable[Sequence[Any]] = [(cu, common["s_in_ptr"], final)]
     if S > backends.GRID_ROWS:
         if cu is None:  # tokens and states of all sequences stay where they are
             cu, T = torch.arange(S + 1, device=u.device) * T, tokens
-        parts = backends.row_parts(S, cu.unfold(0, 2, 1), common["s_in_ptr"], final)
+        batches = backends.row_parts(S, cu.unfold(0, 2, 1), common["s_in_ptr"], final)
     launch: Any = launch_cache.cached(kernels.selective_scan_forward_kernel)
     with backends.device_of(u.device):
-        for offsets, common["s_in_ptr"], last in parts:
+        for offsets, common["s_in_ptr"], last in batches:
             grid = arguments.channel_blocks(inputs, tile.BD), last.shape[0]
             launch[grid](final_ptr=last, cu_ptr=offsets, T=T, **common)
     return y, final, states if for_backward else states.new_empty(0, *states.shape[1:])

@@ -46,8 +46,8 @@ def place_tokens(counts: Tensor, *tensors: Tensor | None) -> None:
     assert ys[0] is not None
     N, T = ys[0].shape[:2]
     if N > backends.GRID_ROWS:
-        for part in backends.row_parts(N, counts, *tensors):
-            place_tokens(*part)
+        for rows in backends.row_parts(N, counts, *tensors):
+            place_tokens(*rows)
         return
     BD = min(1024, triton.next_power_of_2(max(widths)))
     with backends.device_of(counts.device):

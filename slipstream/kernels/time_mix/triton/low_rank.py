@@ -68,8 +68,8 @@ def low_rank(t: LowRankInputs) -> Tensor:
     """As ../low_rank.py's."""
     N, D, count = t.w.shape[0], t.w_up.shape[1], 3 if t.v is None else 4
     if N > backends.GRID_ROWS * BN:
-        parts = backends.row_parts(N, t.w, t.a, t.g, t.v)
-        return torch.cat([low_rank(t._replace(w=w, a=a, g=g, v=v)) for w, a, g, v in parts], 1)
+        batches = backends.row_parts(N, t.w, t.a, t.g, t.v)
+        return torch.cat([low_rank(t._replace(w=w, a=a, g=g, v=v)) for w, a, g, v in batches], 1)
     y = torch.empty(count, N, D, dtype=torch.float32, device=t.w.device)
     tile = BD[t.w.element_size()]
     with backends.device_of(t.w.device):
