@@ -349,13 +349,13 @@ class CompilerState:
             path = verdicts_file()
             path.parent.mkdir(parents=True, exist_ok=True)
             # another process that writes down what it has learnt is waited for
-        with FileLock(path.with_suffix(".lock"), timeout=10.0):
-            everything = self._read()  # others learn, too
-            verdicts_of_state = everything.setdefault(self.name, {})
-            for name, verdicts in self._verdicts.items():
-                verdicts_of_state[name] = {**verdicts_of_state.get(name, {}), **verdicts}
-            self._verdicts = verdicts_of_state
-            write_text(path, json.dumps(everything, indent=1))
+            with FileLock(path.with_suffix(".lock"), timeout=10.0):
+                everything = self._read()  # others learn, too
+                verdicts_of_state = everything.setdefault(self.name, {})
+                for name, verdicts in self._verdicts.items():
+                    verdicts_of_state[name] = {**verdicts_of_state.get(name, {}), **verdicts}
+                self._verdicts = verdicts_of_state
+                write_text(path, json.dumps(everything, indent=1))
 
     @staticmethod
     def _read() -> dict[str, dict[str, dict[str, str]]]:

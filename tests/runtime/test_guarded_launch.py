@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -301,6 +302,17 @@ def test_verdicts_of_concurrent_processes(
     both = [subprocess.Popen([*run, name]) for name in ("a", "b")]
     assert [x.wait() for x in both] == [0, 0]
     assert len(make(monkeypatch).remembered["unusable"]) == 60
+
+
+@pytest.mark.parametrize("error", [PermissionError("read-only"), TimeoutError("locked")])
+def test_verdict_is_kept_without_a_file(
+    here: guarded_launch.CompilerState, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """The folder is read-only, or another process holds its lock."""
+    monkeypatch.setattr("filelock.FileLock.acquire", mock.Mock(side_effect=error))
+    here.mark_unusable(KIND, "it dies")
+    assert here.unusable(KIND) == "it dies" and "unusable" in here.remembered
+    assert make(monkeypatch).unusable(KIND) is None
 
 
 @pytest.fixture
