@@ -42,7 +42,7 @@ def main() -> None:
         rows = _recorded(support_page.VERIFIED)
         for arch, triton, ptxas, families in json.loads(args.files[0].read_text()):
             now = compiler_state.families(compiler_state.uses_gluon(arch, triton))
-            rows[arch, triton, ptxas] |= {x: now[x] for x in families}
+            rows[arch, triton, ptxas] |= {x: now[x] for x in families if x in now}
         support_page.write_verified(rows)
     else:
         for folder in args.files:

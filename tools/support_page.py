@@ -147,10 +147,14 @@ def verified(rows: Sequence[support_matrix.Row]) -> dict[tuple[str, str, str], s
 
 
 def write_verified(families: Mapping[tuple[str, str, str], Mapping[str, str]]) -> None:
-    """Writes compiler/verified.json: (arch, Triton, ptxas) -> family -> digest; and beside it the
-    digests of the kernels as they are, which are not made anew then."""
+    """Writes compiler/verified.json: (arch, Triton, ptxas) -> family -> digest, of families that
+    exist; and beside it the digests of the kernels as they are, which are not made again then."""
+    now = compiler_state.families()
     rows = [
-        {**dict(zip(("arch", "triton", "ptxas"), key)), "families": families[key]}
+        {
+            **dict(zip(("arch", "triton", "ptxas"), key)),
+            "families": {name: digest for name, digest in families[key].items() if name in now},
+        }
         for key in sorted(families)
     ]
     lines = ",\n".join(json.dumps(x) for x in rows)

@@ -264,6 +264,9 @@ def test_changed_family_is_unverified(monkeypatch: pytest.MonkeyPatch, tmp_path:
     support_page._record_verified([found[0], replace(found[1], status="hang")], whole=True)
     (entry,) = json.loads(support_page.VERIFIED.read_text())
     assert entry["families"] == {"norm": compiler_state.families(False)["norm"]}  # 3.3.1
+    gone = {("sm_90", "3.3.1", "12.4.99"): entry["families"] | {"a_folder_that_went": "0"}}
+    support_page.write_verified(gone)
+    assert json.loads(support_page.VERIFIED.read_text()) == [entry]
     # of some operators: nothing becomes verified, and what is refused is so no longer
     support_page._record_verified(found, whole=False)
     assert json.loads(support_page.VERIFIED.read_text()) == [entry]
@@ -287,6 +290,8 @@ def test_changed_family_is_unverified(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_families_have_digests_of_what_their_kernels_are() -> None:
     found = compiler_state.families()
+    rows = json.loads(support_page.VERIFIED.read_text())
+    assert len(rows) > 30 and {name for row in rows for name in row["families"]} <= set(found)
     assert {"linear", "attention", "norm", "core"} <= set(found) and len(set(found.values())) > 5
     assert compiler_state.family_of("slipstream.kernels.attention.sm90.forward") == "attention"
     # kernels in Gluon change nothing where they are not taken
