@@ -10,6 +10,7 @@ what it returns, so that sequences stay apart and states pass padding by, on eit
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -108,8 +109,10 @@ def recurrent_gemma(
     at position 0. The cache has the states, where transformers' own are the module's."""
     cache = _of(cache, past_key_values) if use_cache else None
     rows = rows_of(kwargs, input_states)
-    held = {} if cache is None else vars(cache).setdefault("slipstream_states", {})
-    window, h = held.get(id(self), (None, None))
+    states = WeakKeyDictionary()  # by mixer: another may have the id of one that is gone
+    if cache is not None:
+        states = vars(cache).setdefault("slipstream_states", states)
+    window, h = states.get(self, (None, None))
     x, gate = rows.pack(input_states), self.rg_lru
     u, taps, bias = self.linear_x(x), self.conv_1d.weight[:, 0], self.conv_1d.bias
     if rows.one and window is not None:
@@ -141,7 +144,7 @@ def recurrent_gemma(
     else:
         o, h = hgrn.chunk_hgrn(x_t, g, rows.enter(h), True, cu_seqlens=rows.cuts)
     if cache is not None:
-        held[id(self)] = (rows.leave(window), rows.leave(h))
+        states[self] = (rows.leave(window), rows.leave(h))
     return rows.unpack(self.linear_out(o * self.act_fn(self.linear_y(x)))), None
 
 

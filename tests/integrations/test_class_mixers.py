@@ -1,8 +1,10 @@
 """Models whose mixers are classes with loops of their own, patched, beside transformers' own
 functions in float64 on each sequence alone and whole."""
 
+import gc
 import inspect
 from collections.abc import Iterator
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -167,6 +169,21 @@ def test_compiled_layers_know_padding_and_sequences(given: str) -> None:
     linear = next(x for x in model.modules() if isinstance(x, torch.nn.Linear))
     linear.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
     _assert_near(compiled(ids, use_cache=False, **options).logits[live], torch.cat(alone))
+
+
+@torch.no_grad()
+def test_states_of_a_mixer_end_with_it() -> None:
+    """A mixer of another model may have the id of one that is gone."""
+    model, _, ids = _models("RecurrentGemmaForCausalLM")
+    ((name, cache),) = own_cache(model).items()
+    model(ids, use_cache=True, **{name: cache})
+    states, other = cache.slipstream_states, deepcopy(cache)
+    assert len(states) > 0 and set(other.slipstream_states) == set(states)
+    token = {"input_ids": ids[:, :1], "use_cache": True}
+    assert torch.equal(model(**token, **{name: cache})[0], model(**token, **{name: other})[0])
+    del model
+    gc.collect()
+    assert len(states) == 0
 
 
 @pytest.mark.parametrize("beams", [1, 3])
