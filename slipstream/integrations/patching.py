@@ -18,7 +18,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 from types import CodeType, ModuleType
@@ -182,10 +182,7 @@ def _code_of(function: Callable) -> CodeType:
 
 def replacement_of(ours: Callable, theirs: Callable, full: str) -> Callable:
     """ours, or theirs where ours does not take the call. full: the name with that of its module."""
-    counted = usage.counted(LIBRARY, full)(ours)
-    if ours is linear_mixers.not_fused:
-        counted = ours
-    else:
+    if ours is not linear_mixers.not_fused:
         usage.site(LIBRARY, full)
     parameters = inspect.signature(ours).parameters
     # what transformers' own function reads and ours does not, with its default
@@ -197,6 +194,11 @@ def replacement_of(ours: Callable, theirs: Callable, full: str) -> Callable:
         and ours is not linear_mixers.not_fused
     }
 
+    def refused(why: object) -> None:
+        if usage.site(LIBRARY, full).refuse(why):
+            name = full.rpartition(".")[2]
+            logger.warning("slipstream: transformers' own %s runs: %s", name, why)
+
     @wraps(theirs)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():
@@ -204,25 +206,23 @@ def replacement_of(ours: Callable, theirs: Callable, full: str) -> Callable:
         for name, default in unread.items():
             if kwargs.get(name, default) is not default:
                 if not torch.compiler.is_compiling():
-                    usage.site(LIBRARY, full).refused[f"{name}: ours does not read it"] += 1
+                    refused(f"{name}: ours does not read it")
                 return theirs(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or ours is linear_mixers.not_fused:
             return ours(*args, **kwargs)
         try:
-            return counted(*args, **kwargs)
-        except (NotImplementedError, TypeError, ValueError) as error:
+            result = ours(*args, **kwargs)
+        except usage.REFUSALS as error:
             if is_packed(kwargs):  # transformers' own would mix the sequences
+                usage.site(LIBRARY, full).refuse(error)
                 raise
-            _say_theirs(full.rpartition(".")[2], str(error))
-        return theirs(*args, **kwargs)
+            refused(error)
+            return theirs(*args, **kwargs)
+        usage.site(LIBRARY, full).count()
+        return result
 
     setattr(replacement, ORIGINAL, theirs)
     return replacement
-
-
-@cache
-def _say_theirs(name: str, why: str) -> None:
-    logger.warning("slipstream: transformers' own %s runs: %s", name, why)
 
 
 # packed sequences

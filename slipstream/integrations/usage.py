@@ -17,6 +17,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 REFUSALS = (NotImplementedError, TypeError, ValueError)
 
 
+# of a place, or of all that was not replaced: messages may have sizes of a call in them
+MAX_REASONS = 64
+OTHERS = "other reasons"
+
+
 class Site:
     """Calls in one place. refused: why a call was not ours, and how often."""
 
@@ -26,6 +31,15 @@ class Site:
         self.refused: Counter[str] = Counter()
         self._reads = 0
 
+    def refuse(self, why: object) -> bool:
+        """Counts a call that was not ours; whether it is the first for this reason."""
+        with _lock:
+            reason = str(why)
+            if reason not in self.refused and len(self.refused) >= MAX_REASONS:
+                reason = OTHERS
+            self.refused[reason] += 1
+            return self.refused[reason] == 1
+
     def calls(self) -> int:
         with _lock:
             self._reads += 1
@@ -34,7 +48,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Row:
-    """calls: that slipstream took. refused: why it did not take others -> how many."""
+    """calls: that slipstream took. refused: why it did not take others -> how many; after
+    MAX_REASONS reasons the rest are OTHERS."""
 
     library: str
     name: str
@@ -85,7 +100,8 @@ def site(library: str, name: str) -> Site:
 def refuse(library: str, why: object) -> None:
     """The library's own stays."""
     error = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else str(why)
-    _not_replaced[library, error] = None
+    is_new = (library, error) not in _not_replaced
+    _not_replaced[library, OTHERS if is_new and len(_not_replaced) >= MAX_REASONS else error] = None
 
 
 def remove(library: str) -> None:
@@ -105,7 +121,7 @@ def counted(library: str, name: str) -> Callable[[F], F]:
             try:
                 result = function(*args, **kwargs)
             except REFUSALS as error:
-                site(library, name).refused[str(error)] += 1
+                site(library, name).refuse(error)
                 raise
             site(library, name).count()
             return result

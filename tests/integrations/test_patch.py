@@ -71,7 +71,6 @@ def test_mamba_runs_the_selective_scan(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a prompt and for the tokens after it, and nothing on transformers' own functions."""
-    patching._say_theirs.cache_clear()
     cls, config, weights, inputs, _ = tiny(name)
     tokens: list[int] = []
     scan = linear_mixers.selective_scan
@@ -249,7 +248,6 @@ def tiny_class(name: str):
 
 
 def test_patch_leaves_the_rest_to_transformers(caplog: pytest.LogCaptureFixture) -> None:
-    patching._say_theirs.cache_clear()
     theirs = modeling_qwen3_next.causal_conv1d_fn
     x, weight = torch.randn(2, 4, 6), torch.randn(4, 3)
     want = theirs(x, weight, None, "gelu")

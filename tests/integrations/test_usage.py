@@ -63,6 +63,38 @@ def test_counts_are_of_all_threads() -> None:
     ]
 
 
+def test_reasons_with_sizes_in_them_are_bounded() -> None:
+    """A service refuses calls of ever new sizes for weeks."""
+    for size in range(3 * usage.MAX_REASONS):
+        usage.site("theirs", "f").refuse(f"x: got {size} rows")
+        usage.refuse("theirs", f"x: got {size} rows")
+        usage.site("theirs", "f").refuse("x: got 1 rows")
+    (row,), rest = report().rows, dict.fromkeys(report().not_replaced)
+    assert row.refused[usage.OTHERS] == 2 * usage.MAX_REASONS
+    assert row.refused["x: got 1 rows"] == 1 + 3 * usage.MAX_REASONS
+    assert (
+        len(row.refused) == len(rest) == usage.MAX_REASONS + 1 and ("theirs", usage.OTHERS) in rest
+    )
+
+
+def test_refused_calls_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    from slipstream.integrations import patching
+
+    def ours(x: int) -> int:
+        raise ValueError(f"x: want less, got {x}")
+
+    def theirs(x: int, unread: bool = False) -> int:
+        return x
+
+    call = patching.replacement_of(ours, theirs, "theirs.f")
+    with caplog.at_level("WARNING", logger=patching.__name__):
+        for x in [*range(3 * usage.MAX_REASONS)] * 2:
+            assert call(x) == call(x, unread=True) == x
+    assert len(caplog.records) == usage.MAX_REASONS + 1
+    assert sum("unread: ours does not read it" in x for x in caplog.messages) == 1
+    assert sum(usage.site("transformers", "theirs.f").refused.values()) == 12 * usage.MAX_REASONS
+
+
 def test_names_of_fla_are_counted() -> None:
     from slipstream.compat.fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
