@@ -1,0 +1,82 @@
+"""What operators launch of calls of many sizes: kernels, grids, tiles, warps and stages.
+
+Sizes choose among them for speed alone: no number tells. A digest of the launches of an operator is
+here: whoever changes a choice on purpose measures it, and writes the new digest.
+"""
+
+from itertools import chain, product
+from typing import Any
+from unittest import mock
+from zlib import crc32
+
+import pytest
+import torch
+
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.tools.backend_query import trace_operator
+from slipstream.tools.catalog import SAMPLES, Shape
+
+pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="compiles nothing")
+
+COMPILERS = {"triton": "3.6.0", "ptxas": "13.0.88"}
+FP32 = torch.float32
+# heads, their width, a layer's width, classes
+WIDTHS = (2, 64, 128, 1000), (8, 128, 1024, 1 << 15), (16, 256, 4096, 70000), (64, 128, 8192, 50)
+CALLS = (1, 1), (2, 16), (1, 64), (2, 64), (64, 1), (1, 1024), (2, 4096), (1, 1 << 16)
+SHAPES = [
+    Shape(B, T, H, K, K, D=H * K, C=C, Z=Z, state=True, M=min(T, 512))
+    for (H, K, C, Z), (B, T) in product(WIDTHS, CALLS)
+] + [
+    Shape(B, T, 4, 64, 64, D=256, C=512, state=True, packed=packed, dtype=FP32)
+    for B, T, packed in ((2, 1, False), (3, 200, True), (200, 10, True))
+]
+
+
+def launches(op: str) -> list[str]:
+    """Of each launch the kernel, its grid, options and values of compile-time arguments."""
+    from triton import JITFunction
+
+    found: list[str] = []
+    run = JITFunction.run
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        values = [x for p, x in zip(kernel.params, args) if p.is_constexpr]
+        values += [x for name, x in named.items() if type(x) in (int, bool)]
+        found.append(f"{kernel.__name__}{grid} {values}")
+        return run(kernel, *args, grid=grid, warmup=warmup, **named)
+
+    with mock.patch.object(JITFunction, "run", note):
+        for arch, shapes in ("sm_90", SHAPES), ("sm_80", SHAPES[::3]):
+            for sample, shape in product([x for x in SAMPLES if x.op == op], shapes):
+                trace_operator(sample, shape, arch, compilers=COMPILERS, impls=(None,))
+    return [*dict.fromkeys(found)]
+
+
+DIGESTS = {
+    "attention flash_attn_with_kvcache latent_attention": 2992830565,
+    "attnres rotary_embedding": 2012741713,
+    "rms_norm rms_norm_gated layer_norm group_norm l2_norm": 510770095,
+    "short_convolution short_convolution_update": 322288862,
+    "mixer_step recurrent_step rwkv7_step token_mix_step": 1537920406,
+    "projection_step matmul embedding": 1249026333,
+    "selective_scan token_shift": 3951572825,
+    "swiglu geglu sigmoid_glu squared_relu glu_linear": 2737008702,
+    "cross_entropy linear_cross_entropy linear_log_probs linear_kl_div": 2523584064,
+    "chunk_linear_attn chunk_simple_gla chunk_retention chunk_lightning_attn": 457601270,
+    "chunk_gla chunk_rwkv6 chunk_gsa": 1664432561,
+    "chunk_hgrn chunk_rwkv4 chunk_mamba3": 2342408371,
+    "chunk_delta_rule chunk_gated_delta_rule chunk_comba chunk_gated_delta_product": 3615647275,
+    "chunk_kda": 330015804,
+    "chunk_gdn2 chunk_dplr_delta_rule chunk_rwkv7": 340347641,
+}
+
+
+@pytest.mark.parametrize("names", DIGESTS)
+def test_launches_by_sizes(names: str) -> None:
+    found = chain.from_iterable(map(launches, names.split()))
+    assert crc32("".join(found).encode()) == DIGESTS[names]
+
+
+def test_every_operator_has_a_digest() -> None:
+    by_token = {x.op for x in SAMPLES if x.op.startswith("fused_recurrent_")}  # launch as chunks do
+    assert sorted(" ".join(DIGESTS).split()) == sorted({x.op for x in SAMPLES} - by_token)
