@@ -1,0 +1,310 @@
+"""Functions that engines call by name, on packed prompts, tokens and drafts: their recurrences."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.integrations import sglang_functions, vllm_calls
+from tests.support.serving_checks import near
+
+# any arguments, as engines pass them
+VLLM: Any = vllm_calls
+SGLANG: Any = sglang_functions
+H, K, V, W = 2, 16, 8, 4
+LENGTHS, BLOCKS = (5, 0, 3), torch.tensor([3, 2, 1], dtype=torch.int32)
+OFFSETS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+SPANS = [*pairwise(OFFSETS.tolist())]
+T = sum(LENGTHS)
+INITIAL = torch.tensor([True, False, False])
+
+
+def unit(*shape: int) -> Any:
+    return F.normalize(torch.randn(*shape), dim=-1)
+
+
+def scan(*tensors: Any) -> tuple[Tensor, Tensor]:
+    """q, k [T, H, K], v [T, H, V], g [T, H] or [T, H, K], beta [T, H]; states [H, V, K]. Returns o
+    and the state after each token."""
+    q, k, v, g, beta, S = tensors
+    g, outputs, states = g if g.dim() == 3 else g[..., None], [], []
+    for t in range(len(q)):
+        S = S * g[t].exp()[:, None]
+        x = v[t]
+        if beta is not None:
+            x = beta[t][:, None] * (x - torch.einsum("hvk,hk->hv", S, k[t]))
+        S = S + x[..., None] * k[t][:, None]
+        outputs.append(torch.einsum("hvk,hk->hv", S, q[t]))
+        states.append(S)
+    return torch.stack(outputs), torch.stack(states)
+
+
+def prompts(one: Callable[..., tuple[Tensor, Tensor]], tensors: list[Any], pool: Tensor) -> Any:
+    """o of all tokens and the pool behind the prompts; block 2 has none, block 0 is no one's."""
+    outputs, after = [], pool.clone()
+    for n, (begin, end) in enumerate(SPANS):
+        if end > begin:
+            block = int(BLOCKS[n])
+            S = pool[block] if INITIAL[n] else torch.zeros_like(pool[block])
+            o, states = one(*(None if x is None else x[begin:end] for x in tensors), S)
+            outputs.append(o)
+            after[block] = states[-1]
+    return torch.cat(outputs), after
+
+
+def delta_inputs(per_channel: bool) -> list[Tensor]:
+    gates = -torch.rand(T, H, K) if per_channel else -torch.rand(T, H)
+    return [unit(T, H, K), unit(T, H, K), torch.randn(T, H, V), gates, torch.rand(T, H)]
+
+
+def states_of(pool: Tensor) -> Tensor:
+    """What vLLM gives a call of prompts: the states of those that have one."""
+    return pool[BLOCKS.long()] * INITIAL[:, None, None, None]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_delta_prompts(per_channel: bool, raw: bool) -> None:
+    q, k, v, g, beta = delta_inputs(per_channel)
+    pool, rate, bias = torch.randn(5, H, V, K), torch.randn(H), torch.randn(H * K)
+    given: dict[str, Any] = {"cu_seqlens": OFFSETS, "use_qk_l2norm_in_kernel": True, "scale": 0.5}
+    given |= {"initial_state": states_of(pool), "output_final_state": True}
+    if not per_channel:
+        if raw:  # with the state after each 64 tokens, of which no prompt has so many
+            given |= {"state_checkpoints": torch.zeros(2, H, V, K), "checkpoint_every_n_tokens": 64}
+        into = torch.full((T + 2, H, V), torch.nan)
+        tokens = (x[None] for x in (3 * q, 2 * k, v, g, beta))
+        o, states = VLLM.chunk_delta_rule(*tokens, core_attn_out=into, **given)
+        assert torch.equal(into[:T], o[0]) and into[T:].isnan().all()
+    elif raw:
+        given |= {"raw_g": g[None], "raw_beta": beta[None], "A_log": rate.view(1, 1, H, 1)}
+        tokens = (x[None] for x in (3 * q, 2 * k, v))
+        o, states = VLLM.chunk_delta_attention(*tokens, g_bias=bias, lower_bound=-4.0, **given)
+        g = -4.0 * torch.sigmoid(rate.exp()[:, None] * (g + bias.view(H, K)))
+        beta = beta.sigmoid()
+    else:
+        tokens = (x[None] for x in (3 * q, 2 * k, v, g, beta))
+        o, states = VLLM.chunk_delta_attention(*tokens, **given)
+    want, after = prompts(scan, [q, k, v, g, beta], pool)
+    near(o[0], 0.5 * want)
+    assert states is not None
+    near(states[[0, 2]], after[[3, 1]])
+
+
+def test_delta_checkpoints() -> None:
+    """The state after each 64 tokens, and none for the rest."""
+    offsets = torch.tensor([0, 130, 194], dtype=torch.int32)
+    q, k, v, g, beta = (
+        unit(194, H, K),
+        unit(194, H, K),
+        torch.randn(194, H, V),
+        -torch.rand(194, H),
+        torch.rand(194, H),
+    )
+    kept = torch.zeros(3, H, V, K)
+    VLLM.chunk_delta_rule(
+        *(x[None] for x in (q, k, v, g, beta)),
+        cu_seqlens=offsets,
+        state_checkpoints=kept,
+        checkpoint_every_n_tokens=64,
+    )
+    zero = torch.zeros(H, V, K)
+    first, second = (
+        scan(*(x[a:b] for x in (q, k, v, g, beta)), zero)[1] for a, b in ((0, 130), (130, 194))
+    )
+    near(kept, torch.stack([first[63], first[127], second[63]]))
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_delta_tokens(per_channel: bool, raw: bool) -> None:
+    """One of each sequence; the second has no block."""
+    q, k, v, g, beta = (x[:3] for x in delta_inputs(per_channel))
+    pool, blocks = torch.randn(5, H, V, K), torch.tensor([3, 0, 1], dtype=torch.int32)
+    before, out = pool.clone(), torch.full((1, 3, H, V), torch.nan)
+    given: dict[str, Any] = {"g": g[None], "beta": beta[None]}
+    if raw:
+        rate, bias = torch.randn(H), torch.randn(g[0].numel())
+        given = {"raw_g": g[None], "raw_beta": beta[None], "A_log": rate, "dt_bias": bias}
+        g = F.softplus(g + bias.view(g[0].shape))
+        g, beta = -(rate.exp()[:, None] if per_channel else rate.exp()) * g, beta.sigmoid()
+    o, _ = VLLM.recurrent(
+        *(x[None] for x in (3 * q, 2 * k, v)),
+        initial_state=pool,
+        ssm_state_indices=blocks,
+        cu_seqlens=torch.arange(4, dtype=torch.int32),
+        scale=0.5,
+        out=out,
+        **given,
+    )
+    assert o is out and torch.equal(pool[[0, 2, 4]], before[[0, 2, 4]])
+    for n, block in ((0, 3), (2, 1)):
+        want, states = scan(*(x[n : n + 1] for x in (q, k, v, g, beta)), before[block])
+        near(o[0, n], 0.5 * want[0])
+        near(pool[block], states[0])
+
+
+def mamba2(*tensors: Any) -> tuple[Tensor, Tensor]:
+    """x, z [T, H, V], dt [T, H], B, C [T, 1, K]; states [H, V, K]."""
+    x, dt, B, C, z, S, A, D = tensors
+    keys, queries = (t.expand(-1, H, -1) for t in (B, C))
+    o, states = scan(queries, keys, dt[..., None] * x, dt * A, None, S)
+    o = o + D[:, None] * x
+    return (o if z is None else o * F.silu(z)), states
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm into the pool", "sglang", "sglang's tracked"])
+def test_mamba2_prompts(engine: str) -> None:
+    x, dt, z = torch.randn(T, H, V), torch.randn(T, H), torch.randn(T, H, V)
+    B, C, A, D, bias = (
+        torch.randn(T, 1, K),
+        torch.randn(T, 1, K),
+        -torch.rand(H),
+        *torch.randn(2, H),
+    )
+    pool = torch.randn(5, H, V, K)
+    before, out = pool.clone(), torch.empty(T, H, V)
+    given: Any = {"D": D, "z": z, "dt_bias": bias, "dt_softplus": True, "dt_limit": (0.2, 0.9)}
+    given["initial_states"] = states_of(pool)
+    if engine.startswith("vllm"):
+        if "pool" in engine:
+            given |= {"final_states_out": pool, "final_state_indices": BLOCKS}
+        rest: Any = None
+        states = VLLM.mamba_chunk_scan_combined_varlen(
+            x, dt, A, B, C, 64, OFFSETS, rest, rest, rest, out, **given
+        )
+    else:
+        given |= {"z": z[None], "out": out[None], "cu_seqlens": OFFSETS}
+        given |= {"return_track_states": "tracked" in engine, "state_dtype": torch.float64}
+        states = SGLANG.mamba_chunk_scan_combined(
+            *(t[None] for t in (x, dt)), A, B[None], C[None], 64, return_varlen_states=True, **given
+        )
+        states = states[1] if "tracked" in engine else states
+        assert states.dtype == torch.float64
+    steps = F.softplus(dt + bias).clamp(0.2, 0.9)
+    want, after = prompts(lambda *given: mamba2(*given, A, D), [x, steps, B, C, z], before)
+    near(out, want)
+    near(pool if states is None else states[[0, 2]], after if states is None else after[[3, 1]])
+
+
+def test_mamba1_prompts() -> None:
+    channels, S = 6, 4
+    u, delta, z = torch.randn(3, channels, T)
+    B, C, A = torch.randn(S, T), torch.randn(S, T), -torch.rand(channels, S)
+    D, bias, pool = torch.randn(channels), torch.randn(channels), torch.randn(5, channels, S)
+    before = pool.clone()
+
+    def one(u: Tensor, step: Tensor, B: Tensor, C: Tensor, z: Tensor, h: Tensor) -> Any:
+        outputs, states = [], []
+        for t in range(len(u)):
+            h = h * (step[t][:, None] * A).exp() + (step[t] * u[t])[:, None] * B[t]
+            outputs.append((h @ C[t] + D * u[t]) * F.silu(z[t]))
+            states.append(h)
+        return torch.stack(outputs), torch.stack(states)
+
+    y = VLLM.selective_scan_fn(u, pool, delta, A, B, C, D, z, bias, True, OFFSETS, BLOCKS, INITIAL)
+    step = F.softplus(delta.mT + bias)
+    want, after = prompts(one, [u.mT, step, B.mT, C.mT, z.mT], before)
+    near(y.mT, want)
+    near(pool, after)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", True])
+def test_convolved_prompts(activation: str | bool | None) -> None:
+    x, weight, bias, pool = (
+        torch.randn(6, T),
+        torch.randn(6, W),
+        torch.randn(6),
+        torch.randn(5, 6, W),
+    )
+    before = pool.clone()
+
+    def one(x: Tensor, window: Tensor) -> Any:
+        tokens = torch.cat([window[:, : W - 1], x.mT], 1)
+        y = F.conv1d(tokens[None], weight[:, None], bias, groups=6)[0].mT
+        return (F.silu(y) if activation else y), tokens[None, :, 1 - W :]
+
+    y = VLLM.causal_conv1d_fn(x, weight, bias, pool, OFFSETS, BLOCKS, INITIAL, activation)
+    want, after = prompts(
+        lambda x, window: (lambda o, s: (o, F.pad(s, (0, 1))))(*one(x, window)), [x.mT], before
+    )
+    near(y.mT, want)
+    near(pool[..., : W - 1], after[..., : W - 1])
+    assert torch.equal(pool[..., W - 1], before[..., W - 1])
+
+
+@pytest.mark.parametrize("decodes", [0, 2])
+def test_lightning_batches(decodes: int) -> None:
+    """Tokens that decode come first, of blocks 4 and none."""
+    slope, pool = torch.rand(H), torch.randn(5, H, K, V)
+    own = torch.tensor([4, 0], dtype=torch.int32)[:decodes]
+    blocks = torch.cat([own, BLOCKS])
+    q, k, v = (
+        torch.randn(decodes + T, H, K),
+        torch.randn(decodes + T, H, K),
+        torch.randn(decodes + T, H, V),
+    )
+    offsets = torch.cat([torch.arange(decodes), decodes + OFFSETS]).int()
+    lengths = torch.tensor([1] * decodes + [*LENGTHS])
+    metadata = SimpleNamespace(
+        num_decodes=decodes, num_decode_tokens=decodes, num_prefills=3, num_prefill_tokens=T,
+        query_start_loc=offsets, seq_lens=lengths + torch.tensor([7] * decodes + [4, 0, 0]),
+    )  # fmt: skip
+    VLLM.clear_new_sequences(pool, blocks, metadata)
+    assert pool[1].eq(0).all() and not pool[[0, 2, 3, 4]].eq(0).any()
+    before = pool.clone()
+
+    def decode(q: Tensor, k: Tensor, v: Tensor, pool: Tensor, slots: Tensor, _: Any) -> Tensor:
+        ends: Any = {"q_end": decodes, "slot_end": decodes}
+        return VLLM.lightning_decode(q, k, v, pool, slope, slots, **ends)
+
+    o = VLLM.lightning_prefill_and_mix(q, k, v, pool, blocks, metadata, slope, 256, decode, decode)
+    g = -slope.expand(decodes + T, -1)
+    tokens = [q, k, v, g, None]
+    rest = [None if x is None else x[decodes:] for x in tokens]
+    want, after = prompts(scan, rest, before.mT.contiguous())
+    near(o[decodes:], want.flatten(1))
+    if decodes:
+        first, states = scan(*(None if x is None else x[:1] for x in tokens), before[4].mT)
+        near(o[:1], first.flatten(1))
+        after[4] = states[0]
+    near(pool, after.mT)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_mamba2_tokens(drafts: bool) -> None:
+    """SGLang's: the second has no slot, and drafts leave the pool as it is."""
+    N, steps = 3, 2 if drafts else 1
+    slots = torch.tensor([3, -7, 1], dtype=torch.int32)
+    x, raw = torch.randn(N, steps, H, V), torch.randn(N, steps, H)
+    B, C = torch.randn(N, steps, 1, K), torch.randn(N, steps, 1, K)
+    A, D, bias = -torch.rand(H), *torch.randn(2, H)
+    pool, buffer, out = torch.randn(5, H, V, K), torch.zeros(4, 3, H, V, K), torch.zeros_like(x)
+    before, wide = pool.clone(), lambda t: t[..., None].expand(*t.shape, V)
+    given = [x, wide(raw), A[:, None, None].expand(H, V, K), B, C]
+    more: dict[str, Any] = {"out": out, "state_batch_indices": slots, "pad_slot_id": -7}
+    if drafts:
+        more |= {"disable_state_update": True, "intermediate_states_buffer": buffer}
+        more["intermediate_state_indices"] = torch.tensor([2, -1, 0], dtype=torch.int32)
+    else:
+        given = [t[:, 0] if n != 2 else t for n, t in enumerate(given)]
+        more["out"] = out[:, 0]
+    SGLANG.selective_state_update(
+        pool, *given, D=wide(D), dt_bias=wide(bias), dt_softplus=True, **more
+    )
+    after = before.clone()
+    for n, slot, row in ((0, 3, 2), (2, 1, 0)):
+        step = F.softplus(raw[n] + bias)
+        want, states = mamba2(x[n], step, B[n], C[n], None, before[slot], A, D)
+        near(out[n], want)
+        if drafts:
+            near(buffer[row, :steps], states)
+        else:
+            after[slot] = states[-1]
+    near(pool, after)
+    assert buffer[[1, 3]].eq(0).all() and buffer[:, steps:].eq(0).all()
