@@ -27,12 +27,12 @@ def counted(launch: Callable, calls: list[Callable]) -> Callable:
 
 def results(family: Any, impl: str) -> tuple[list[Tensor], int]:
     """And the number of its launches."""
-    from tests.support.kernel_families import KERNELS, forget_plans
+    from tests.support.kernel_families import forget_plans
 
     calls: list[Callable] = []
     # imported before INTERPRETED is another, which they copy
-    launches = [place.partition(":") for place in family.launches]
-    modules = [importlib.import_module(f"{KERNELS}.{path}") for path, *_ in launches]
+    launches = [place.partition(":") for place in family.each_launch()]
+    modules = [importlib.import_module(path) for path, *_ in launches]
     forget_plans()
     with pytest.MonkeyPatch.context() as patch:
         family.take_triton(patch, impl)

@@ -20,7 +20,6 @@ from slipstream.kernels.loss import distill, shard
 from slipstream.kernels.loss import eager as loss_eager
 from slipstream.kernels.loss.fused import LossInputs
 from slipstream.kernels.mixer_step import block_inputs
-from slipstream.kernels.mixer_step.eager import step_eager
 from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import op
 from slipstream.kernels.projection_step.inputs import NormedInputs
@@ -114,10 +113,6 @@ def inputs_of_blocks() -> list[Tensor]:
 def decay_gates() -> list[Tensor]:
     x, A_log, dt_bias = leaf(1, 20, 2, 8), leaf(2), leaf(16)
     return gradients(decay_gate.decay_gate(x, A_log, dt_bias, None), x, A_log, dt_bias)
-
-
-def decay_gate_backward(dg: Tensor, *inputs: Any) -> list[Tensor]:
-    return decay_gate._forward.backward.impl(dg, *inputs, "eager")
 
 
 def erased() -> list[Tensor]:
@@ -234,10 +229,6 @@ def update(terms: Any, state: Tensor, indices: Any, scale: float, unit: Any) -> 
     o, final = recurrent_forward(terms._replace(initial_state=state), scale)
     state.copy_(final)
     return o
-
-
-def mixer_step(out: Tensor, inputs: Any, counter: Any, options: Any) -> None:
-    step_eager(out, inputs, options)
 
 
 def latents() -> list[Tensor]:
