@@ -39,7 +39,7 @@ def names(args: dict[str, Any]) -> list[str]:
 # Initial states that are an input's token before the first. The gradient of one token, or what
 # is left of a sum that cancels, may have any relative error: it is measured with that input's.
 _BEFORE = {
-    "mamba3": {"initial_state[1]": "k", "initial_state[2]": "v", "initial_state[3]": "angles"},
+    "mamba3": {"initial_state[1]": "k", "initial_state[2]": "v", "initial_state[3]": "angles"}
 }
 
 

@@ -13,10 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.integrations import sglang, sglang_functions, vllm, vllm_calls
-from slipstream.integrations.serving import (
-    prefill,
-    step_drafts,
-)
+from slipstream.integrations.serving import prefill, step_drafts
 from slipstream.ops import chunk_gated_delta_rule, chunk_kda
 from tests.support.engine_plugins import forget_vllm
 from tests.support.serving_calls import HV, Call, K, V

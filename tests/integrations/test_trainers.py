@@ -46,7 +46,7 @@ def small(*mixers: Any) -> SlipstreamForCausalLM:
             mixers=list(mixers or ("gated_deltanet", "attention")),
             eos_token_id=0,
             pad_token_id=0,
-        ),
+        )
     )
 
 

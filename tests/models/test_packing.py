@@ -24,7 +24,7 @@ def model(mixers: list[str]) -> SlipstreamForCausalLM:
             intermediate_size=16,
             mixers=mixers,
             initializer_range=0.3,
-        ),
+        )
     )
     with torch.no_grad():
         for p in m.model.layers.parameters():

@@ -139,11 +139,7 @@ CASES: dict[str, tuple[Callable, str, str]] = {
     ),
     "log_probs": (log_probs.kind, "dtype=float32 classes=9", "dtype=bfloat16 classes=10"),
     "linear_kl_div": (distill._kind, "x=[4,8] weight=[9,8]", "weight=[10,8]"),
-    "shard of cross_entropy": (
-        shard._kind,
-        "dtype=float32 classes=9",
-        "dtype=bfloat16 classes=10",
-    ),
+    "shard of cross_entropy": (shard._kind, "dtype=float32 classes=9", "dtype=bfloat16 classes=10"),
     "cross_entropy": (
         loss.kind,
         "logits_dtype=float32 classes=9",

@@ -17,12 +17,7 @@ import torch
 from slipstream.runtime import call_replay, compilations, launch_cache, parallel_compile, token_ids
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.call_recorder import CallRecorder
-from slipstream.runtime.launch_cache import (
-    CachedKernel,
-    FusedKernel,
-    cached,
-    of_thread,
-)
+from slipstream.runtime.launch_cache import CachedKernel, FusedKernel, cached, of_thread
 from slipstream.runtime.symbolic_sizes import Size
 
 if HAVE_TRITON:

@@ -131,12 +131,7 @@ def running_means() -> list[Tensor]:
     impl = running_mean_op.chosen(None, k, v) or "eager"
     o, after = running_mean_op.running_mean(MeanInputs(k, v, w, u, start, None), impl)
     return gradients(
-        torch.cat([o, after[:, None].unflatten(2, (2, 8)).flatten(1, 2)], 1),
-        k,
-        v,
-        w,
-        u,
-        start,
+        torch.cat([o, after[:, None].unflatten(2, (2, 8)).flatten(1, 2)], 1), k, v, w, u, start
     )
 
 

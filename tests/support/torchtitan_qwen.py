@@ -132,9 +132,7 @@ def on_a_rank(rank: int, shard: int, tensor: int, backend: str, weights: str, qu
         spec = config_of(titan)
         config = titan.config
         parallelism = config.ParallelismConfig(
-            data_parallel_shard_degree=shard,
-            tensor_parallel_degree=tensor,
-            spmd_backend=backend,
+            data_parallel_shard_degree=shard, tensor_parallel_degree=tensor, spmd_backend=backend
         )
         titan.utils.set_spmd_backend(backend)
         dims = titan.distributed.ParallelDims.from_config(parallelism, 2)

@@ -19,16 +19,7 @@ from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import launches
 from tests.gluon_emulator import linear as emulator
 from tests.support.causality import with_other_future
-from tests.support.sm90_linear import (
-    SCALE,
-    C,
-    backend,
-    cut_by,
-    end_of,
-    inputs,
-    near,
-    wanted,
-)
+from tests.support.sm90_linear import SCALE, C, backend, cut_by, end_of, inputs, near, wanted
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"

@@ -8,13 +8,7 @@ import torch
 
 from slipstream.compiler import arch as arches
 from slipstream.compiler.aot import Compiled, compile_kernel
-from slipstream.kernels.matmul.config import (
-    MatmulConfig,
-    Problem,
-    check,
-    choose,
-    shared_bytes,
-)
+from slipstream.kernels.matmul.config import MatmulConfig, Problem, check, choose, shared_bytes
 from slipstream.runtime.backends import HAVE_TRITON
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
