@@ -1,20 +1,24 @@
 """The linear family's kernels for sm_90 against the reference, whole and in segments."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream import ops
 from slipstream.kernels.linear import segments
 from slipstream.kernels.linear.backend import SavedWY
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.segments import CHUNK, TILE_V
+from slipstream.kernels.linear.segments import TILE_V
 from slipstream.kernels.linear.sm90 import plan
-from tests.gpu import sm90_runs
+from slipstream.kernels.linear.sm90.delta import backend as delta
+from slipstream.kernels.linear.sm90.delta import bwd_schedule
+from slipstream.kernels.linear.sm90.dplr import backend as dplr
+from slipstream.kernels.linear.sm90.scalar_decay import backend as scalar_decay
+from slipstream.kernels.linear.sm90.vector_decay import backend as vector_decay
+from slipstream.kernels.linear.triton.delta import plan as triton_delta_plan
+from slipstream.kernels.linear.triton.dplr import backend as triton_dplr
 from tests.gpu.delta_runs import BARS, LIMIT, SIZES, channels, inputs
 from tests.gpu.sm90_runs import LENGTHS, MARKS, SCALE, expect, gradients_of_results, reference, run
 
@@ -24,60 +28,20 @@ pytestmark = MARKS
 # ---- The delta rule's scans in Gluon on sm_90: the oracle's numbers, twice the same bits.
 
 
-def scans(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-    from slipstream.kernels.linear.sm90.delta.backend import Sm90Delta
-    from slipstream.kernels.linear.triton.delta.backend import TritonDelta
-
-    class Wide(Sm90Delta):
-        def _use_2tile(self, terms: LinearInputs) -> bool:
-            return True
-
-    wy = TritonDelta().solve_tril(terms)
-    delta = Sm90Delta()
-    o, dv = torch.empty_like(do), torch.empty_like(do)
-    final, dinitial = torch.empty_like(dfinal), torch.empty_like(dfinal)
-    (HV, V), K = do.shape[2:], terms.q.shape[-1]
-    dstates = do.new_empty(do.shape[0] * do.shape[1] // CHUNK + 8, HV, V, K)
-    delta.chunk_fwd(terms, wy, SCALE, o, s_in=terms.initial_state, s_out=final)
-    ends = {"s_in": dfinal, "s_out": dinitial, "segments": None}
-    delta.chunk_dstate(terms, do, wy, SCALE, dv, dstates, **ends)
-    made = {"o": o, "final": final, "dv": dv, "dinitial": dinitial}
-    if V % (2 * TILE_V) == 0:
-        made |= {"wide o": torch.empty_like(o), "wide final": torch.empty_like(final)}
-        ends = {"s_in": terms.initial_state, "s_out": made["wide final"]}
-        Wide().chunk_fwd(terms, wy, SCALE, made["wide o"], **ends)
-    return made
-
-
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_delta_scans_match_reference(size: tuple, gated: bool) -> None:
-    torch.manual_seed(0)
-    terms = inputs(size, gated)
-    assert plan.unsupported_reason(terms) is None
-    do, dfinal = gradients_of_results(terms)
-    want = reference(terms, do, dfinal)
-    want |= {"dv": want["v"], "dinitial": want["initial_state"]}
-    want |= {"wide o": want["o"], "wide final": want["final"]}
-    expect(lambda: scans(terms, do, dfinal), want, {}, LIMIT)
-
-
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
     """The scan of two tiles of V a program: every head as it is alone, the same bits twice."""
-    from slipstream.kernels.linear.sm90.delta import backend
-
     torch.manual_seed(0)
     terms = inputs((2, 200, 40, 40, 128, 128, None), gated)
-    assert backend.Sm90Delta()._use_2tile(terms)
+    assert delta.Sm90Delta()._use_2tile(terms)
     do, dfinal = gradients_of_results(terms)
 
     def both(given: LinearInputs, heads: slice) -> dict[str, Tensor]:
-        o, final, *left = backend.forward(given, SCALE, save=True)
+        o, final, *left = delta.forward(given, SCALE, save=True)
         solved = SavedWY(*left)
         dout, dend = do[:, :, heads].contiguous(), dfinal[:, heads].contiguous()
         return {
-            "o": o, "final": final, **backend.backward(given, dout, dend, SCALE, saved=solved)
+            "o": o, "final": final, **delta.backward(given, dout, dend, SCALE, saved=solved)
         }  # fmt: skip
 
     got, again = both(terms, slice(None)), both(terms, slice(None))
@@ -90,7 +54,7 @@ def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
             if (x := getattr(terms, name)) is not None
         },
     )
-    assert not backend.Sm90Delta()._use_2tile(alone)
+    assert not delta.Sm90Delta()._use_2tile(alone)
     for name, want in both(alone, few).items():
         assert torch.equal(got[name], again[name]), name
         heads = got[name][:, few] if want.shape[1] == 2 else got[name][:, :, few]
@@ -112,8 +76,6 @@ SPLITS = {  # how strong gates are, and what cuts T
 def test_delta_segments_match_reference(
     split: tuple, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.kernels.linear.sm90.delta import backend
-
     monkeypatch.setattr(segments, "MIN_SEGMENT_CHUNKS", 1)
     monkeypatch.setattr(segments, "LAUNCH_COST", 1)
     fresh = vars(segments._delta_sm90_tokens)["__wrapped__"]  # without its cache
@@ -127,9 +89,9 @@ def test_delta_segments_match_reference(
     do, dfinal = gradients_of_results(terms)
 
     def both() -> dict[str, Tensor]:
-        o, final, *left = backend.forward(terms, SCALE, save=True)
+        o, final, *left = delta.forward(terms, SCALE, save=True)
         given = SavedWY(*left) if kept else None
-        return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, saved=given)}
+        return {"o": o, "final": final, **delta.backward(terms, do, dfinal, SCALE, saved=given)}
 
     expect(both, reference(terms, do, dfinal), {}, 2 * LIMIT)
 
@@ -137,14 +99,12 @@ def test_delta_segments_match_reference(
 @pytest.mark.parametrize(("heads", "together"), [(3, 3), (4, 4), (6, 3)])
 def test_gradients_of_shared_heads_match_reference(heads: int, together: int) -> None:
     """Three and four add theirs up by TMA; of six so do three and three, and a kernel the rest."""
-    from slipstream.kernels.linear.sm90.delta import backend
-
     torch.manual_seed(0)
     terms = inputs((1, 270, 2, 2 * heads, 128, 128, LENGTHS), False)
     terms = terms._replace(g=-0.3 * torch.rand(1, 270, 2 * heads, device="cuda"))
-    assert backend.Sm90Delta().heads_per_sum(terms) == together
+    assert delta.Sm90Delta().heads_per_sum(terms) == together
     do, dfinal = gradients_of_results(terms)
-    expect(lambda: run(backend, terms, do, dfinal), reference(terms, do, dfinal), {}, 2 * LIMIT)
+    expect(lambda: run(delta, terms, do, dfinal), reference(terms, do, dfinal), {}, 2 * LIMIT)
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["whole", "packed"])
@@ -154,15 +114,13 @@ def test_gradients_of_shared_heads_match_reference(heads: int, together: int) ->
 def test_gates_a_channel_match_reference(
     kind: str, gates: str, dtype: torch.dtype, lengths: tuple | None
 ) -> None:
-    from slipstream.kernels.linear.sm90.dplr import backend
-
     torch.manual_seed(0)
     terms = channels(kind, gates, dtype, lengths)
     do, dfinal = gradients_of_results(terms)
     assert plan.unsupported_reason(terms) is None
-    assert backend.supports_dqkg(terms, do)
+    assert dplr.supports_dqkg(terms, do)
     want = reference(terms, do, dfinal)
-    got = expect(lambda: run(backend, terms, do, dfinal), want, BARS, 8e-3)
+    got = expect(lambda: run(dplr, terms, do, dfinal), want, BARS, 8e-3)
     assert got["g"].dtype == dtype
 
 
@@ -192,8 +150,6 @@ GATES = {"none": None, "faint": 0.001, "weak": 0.1, "strong": 3.0}
 def test_parts_match_reference(
     given: tuple, strength: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.kernels.linear.sm90.delta import backend, bwd_schedule
-
     size, every, parts = given
     torch.manual_seed(0)
     terms = inputs(size, False)
@@ -205,37 +161,41 @@ def test_parts_match_reference(
     want, kept = reference(terms, do, dfinal), [True, True, False, False]
 
     def made() -> dict[str, Tensor]:
-        o, final, *left = backend.forward(terms, SCALE, save=True)
+        o, final, *left = delta.forward(terms, SCALE, save=True)
         found = SavedWY(*left) if kept.pop() else None
-        return {"o": o, "final": final, **backend.backward(terms, do, dfinal, SCALE, saved=found)}
+        return {"o": o, "final": final, **delta.backward(terms, do, dfinal, SCALE, saved=found)}
 
     expect(made, want, {}, 2 * LIMIT)
     expect(made, want, {}, 2 * LIMIT)
 
 
-ONE_SCAN = SIZES | {"shared": (3, 200, 2, 8, 128, 128, None), "narrow": (2, 90, 2, 4, 64, 64, None)}
+SHAPES = SIZES | {"shared": (3, 200, 2, 8, 128, 128, None), "narrow": (2, 90, 2, 4, 64, 64, None)}
 
 
+@pytest.mark.parametrize("way", ["one scan", "states first", "two tiles"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("size", ONE_SCAN.values(), ids=ONE_SCAN)
-def test_backward_in_one_scan_matches_reference(
-    size: tuple, gated: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", SHAPES.values(), ids=SHAPES)
+def test_delta_rule_matches_reference(
+    size: tuple, gated: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the shapes alone say, gates of -inf among them."""
-    from slipstream.kernels.linear.sm90.delta import backend
-
+    """Gates of -inf among them; backward in one scan, or behind one of the states, and forward of
+    two tiles of V a program."""
     torch.manual_seed(0)
-    monkeypatch.setattr(segments, "FUSED_BWD_MIN_HEADS", 1)
+    if way == "one scan":
+        monkeypatch.setattr(segments, "FUSED_BWD_MIN_HEADS", 1)
+    if way == "two tiles":
+        if size[5] % (2 * TILE_V):
+            pytest.skip("one tile is as wide as V")
+        monkeypatch.setattr(delta.Sm90Delta, "_use_2tile", lambda self, terms: True)
     terms = inputs(size, gated)
+    assert plan.unsupported_reason(terms) is None
     do, dfinal = gradients_of_results(terms)
     want = reference(terms, do, dfinal)
-    expect(lambda: run(backend, terms, do, dfinal), want, {}, 2 * LIMIT)
+    expect(lambda: run(delta, terms, do, dfinal), want, {}, 2 * LIMIT)
 
 
 def test_retained_graph_keeps_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Played from a record, too: the same bits each time."""
-    from slipstream.kernels.linear.sm90.delta import bwd_schedule
-
     torch.manual_seed(0)
     terms = inputs((1, 271, 2, 4, 128, 128, LENGTHS[:2] + (201,) + LENGTHS[3:]), True)
     cut, left = bwd_schedule.make_schedule(terms, 2), []
@@ -265,42 +225,19 @@ def test_retained_graph_keeps_states(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- The additive family's scans in Gluon on sm_90: the oracle's numbers, twice the same bits.
 
 
-SCALAR_SIZES = {  # B, T, H, HV, lengths of packed sequences
-    "whole": (1, 128, 1, 2, None),
-    "odd": (2, 70, 1, 3, None),
-    "packed": (1, 270, 2, 4, LENGTHS),
-}
 LIMITS = {"o": 0.005, "final": 0.005, "g": 0.02}
-
-
-def scalar_inputs(size: tuple, gated: bool, K: int) -> LinearInputs:
-    """K and V are equal."""
-    B, T, H, HV, lengths = size
-    N = B if lengths is None else len(lengths)
-    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    x = torch.rand(B, T, HV, device="cuda")
-    return LinearInputs(
-        torch.randn(B, T, H, K, **make),
-        F.normalize(torch.randn(B, T, H, K, **make), dim=-1),
-        torch.randn(B, T, HV, K, **make),
-        g=torch.where(x < 0.1, -torch.inf, -x) if gated else None,
-        initial_state=torch.randn(N, HV, K, K, device="cuda"),
-        cu_seqlens=sm90_runs.offsets(lengths),
-    )
 
 
 @pytest.mark.parametrize("K", plan.SCALAR_DECAY_WIDTHS)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("size", SCALAR_SIZES.values(), ids=SCALAR_SIZES)
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_additive_scans_match_reference(size: tuple, gated: bool, K: int) -> None:
-    from slipstream.kernels.linear.sm90.scalar_decay import backend
-
     torch.manual_seed(0)
-    terms = scalar_inputs(size, gated, K)
+    terms = inputs((*size[:4], K, K, size[6]), gated)._replace(beta=None)
     assert plan.unsupported_reason(terms) is None
     do, dfinal = gradients_of_results(terms)
     want = reference(terms, do, dfinal)
-    expect(lambda: run(backend, terms, do, dfinal), want, LIMITS, 0.008)
+    expect(lambda: run(scalar_decay, terms, do, dfinal), want, LIMITS, 0.008)
 
 
 # ---- Per-channel decay by the Gluon kernels on sm_90: the reference's numbers, the same bits
@@ -318,56 +255,36 @@ VECTOR_SIZES = {  # B, T, H, HV, lengths of packed sequences, u; K and V are 128
 def vector_inputs(size: tuple, kind: str) -> LinearInputs:
     """With strong gates some chunks need levels."""
     B, T, H, HV, lengths, before = size
-    N = B if lengths is None else len(lengths)
-    make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     x = torch.rand(B, T, HV, 128, device="cuda")
     g = -0.1 * x
     if kind == "strong":
         g = torch.where(x < 0.01, -torch.inf, torch.where(x < 0.2, -50 * x, g))
-    return LinearInputs(
-        torch.randn(B, T, H, 128, **make),
-        F.normalize(torch.randn(B, T, H, 128, **make), dim=-1),
-        torch.randn(B, T, HV, 128, **make),
-        g=g.bfloat16(),
-        u=torch.randn(HV, 128, device="cuda") if before else None,
-        initial_state=torch.randn(N, HV, 128, 128, device="cuda"),
-        cu_seqlens=sm90_runs.offsets(lengths),
-    )
+    u = torch.randn(HV, 128, device="cuda") if before else None
+    terms = inputs((B, T, H, HV, 128, 128, lengths), False)
+    return terms._replace(g=g.bfloat16(), u=u, beta=None)
 
 
-@pytest.mark.parametrize("tokens", [64, 128])
+@pytest.mark.parametrize("tokens", [None, 64, 128])
 @pytest.mark.parametrize("kind", ["weak", "strong"])
 @pytest.mark.parametrize("size", VECTOR_SIZES.values(), ids=VECTOR_SIZES)
-def test_channel_segments_match_reference(
-    size: tuple, kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+def test_channel_scans_match_reference(
+    size: tuple, kind: str, tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.kernels.linear.segments import split_into_segments
-    from slipstream.kernels.linear.sm90.vector_decay import backend
-
-    torch.manual_seed(0)
-    terms = vector_inputs(size, kind)
-    want = reference(terms, *gradients_of_results(terms))
-    monkeypatch.setattr(
-        backend.segmentation, "vector_decay_sm90", lambda x: split_into_segments(x, tokens)
-    )
-
-    def forward() -> dict[str, Tensor]:
-        return dict(zip(("o", "final"), backend.forward(terms, SCALE), strict=True))
-
-    expect(forward, want, LIMITS, 0.008)
-
-
-@pytest.mark.parametrize("kind", ["weak", "strong"])
-@pytest.mark.parametrize("size", VECTOR_SIZES.values(), ids=VECTOR_SIZES)
-def test_channel_scans_match_reference(size: tuple, kind: str) -> None:
-    from slipstream.kernels.linear.sm90.vector_decay import backend
-
+    """Forward in segments of so many tokens, too."""
     torch.manual_seed(0)
     terms = vector_inputs(size, kind)
     assert plan.unsupported_reason(terms) is None
     do, dfinal = gradients_of_results(terms)
-    want = reference(terms, do, dfinal)
-    expect(lambda: run(backend, terms, do, dfinal), want, LIMITS, 0.008)
+
+    def both() -> dict[str, Tensor]:
+        if tokens is None:
+            return run(vector_decay, terms, do, dfinal)
+        return dict(zip(("o", "final"), vector_decay.forward(terms, SCALE), strict=True))
+
+    if tokens is not None:
+        cut = segments.split_into_segments(terms, tokens)
+        monkeypatch.setattr(vector_decay.segmentation, "vector_decay_sm90", lambda x: cut)
+    expect(both, reference(terms, do, dfinal), LIMITS, 0.008)
 
 
 # ---- kda, dplr and iplr in segments, by the Gluon kernels and the portable ones: the oracle's
@@ -376,31 +293,13 @@ def test_channel_scans_match_reference(size: tuple, kind: str) -> None:
 
 # What a segment of middling gates meets counts as nothing.
 FORMS, SEGMENT_GATES = ("kda", "dplr"), ("weak", "strong", "middling")
-Way = Callable[[LinearInputs, Tensor, Tensor], dict[str, Tensor]]
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, tokens: int | None) -> None:
     """Both implementations, into segments of that length, in tokens."""
-    from slipstream.kernels.linear.segments import split_into_segments
-    from slipstream.kernels.linear.sm90.dplr import backend
-    from slipstream.kernels.linear.triton.delta import plan as triton_delta_plan
-
-    monkeypatch.setattr(
-        backend.Sm90Dplr, "choose_segments", lambda self, terms: split_into_segments(terms, tokens)
-    )
+    split = segments.split_into_segments
+    monkeypatch.setattr(dplr.Sm90Dplr, "choose_segments", lambda self, terms: split(terms, tokens))
     monkeypatch.setattr(triton_delta_plan, "delta_tokens", lambda programs, T, C: tokens)
-
-
-def gluon(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-    from slipstream.kernels.linear.sm90.dplr import backend
-
-    return run(backend, terms, do, dfinal)
-
-
-def portable(terms: LinearInputs, do: Tensor, dfinal: Tensor) -> dict[str, Tensor]:
-    from slipstream.kernels.linear.triton.dplr import backend
-
-    return run(backend, terms, do, dfinal)
 
 
 def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
@@ -426,13 +325,12 @@ def test_segments_match_reference(
     do, dfinal = gradients_of_results(terms)
     assert plan.unsupported_reason(terms) is None
     want = reference(terms, do, dfinal)
-    ways: tuple[Way, ...] = (gluon, portable)
-    for way in ways:
+    for way in (dplr, triton_dplr):
         cut(monkeypatch, None)
-        whole = errors(way(terms, do, dfinal), want)
+        whole = errors(run(way, terms, do, dfinal), want)
         for tokens in (64, 128):
             cut(monkeypatch, tokens)
-            got, again = (way(terms, do, dfinal) for _ in range(2))
+            got, again = (run(way, terms, do, dfinal) for _ in range(2))
             for name, error in errors(got, want).items():
                 limit = max(BARS.get(name, 8e-3), 1.2 * whole[name])
                 assert error <= limit, (way.__name__, tokens, name, error, whole[name])
@@ -441,13 +339,11 @@ def test_segments_match_reference(
 
 @pytest.mark.parametrize("form", ["kda", "dplr"])
 def test_segments_equal_whole_sequence(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.kernels.linear.sm90.dplr import backend
-
     torch.manual_seed(0)
     terms = channels(form, "weak", torch.float32, None, (1, 5000, 1, 2))
-    assert backend.Sm90Dplr().choose_segments(terms) is not None
+    assert dplr.Sm90Dplr().choose_segments(terms) is not None
     do, dfinal = gradients_of_results(terms)
-    got = gluon(terms, do, dfinal)
+    got = run(dplr, terms, do, dfinal)
     cut(monkeypatch, None)
-    for name, error in errors(got, gluon(terms, do, dfinal)).items():
+    for name, error in errors(got, run(dplr, terms, do, dfinal)).items():
         assert error <= 2 * BARS.get(name, 8e-3), (name, error)

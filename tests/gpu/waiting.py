@@ -1,7 +1,8 @@
-"""What may not wait for the device."""
+"""What may not wait for the device, and what a CUDA graph plays."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -16,3 +17,16 @@ def waiting_is_an_error() -> Iterator[None]:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
+
+
+def graph_of(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The call captured, behind one on another stream that compiles what it wants, and its results
+    in the graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    return graph, captured
