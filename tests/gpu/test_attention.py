@@ -14,7 +14,7 @@ from slipstream.kernels.attention.op import softmax
 from slipstream.kernels.attention.plan import sm90_unsupported_reason as unsupported_reason
 from slipstream.kernels.attention.reference import softmax_reference
 from slipstream.ops.attention import attention
-from tests.gpu.waiting import waiting_is_an_error
+from tests.gpu.waiting import graph_of, waiting_is_an_error
 from tests.support.attention_calls import CALLS, Call, check, got, incoming, want
 
 # ---- The sm_90 attention kernels on a GPU, against the float64 reference and in a CUDA graph.
@@ -83,10 +83,7 @@ def test_graph_replays_with_other_lengths(D: int) -> None:
     packed = next(x for x in SM90_CALLS if x.name == "packed")
     terms, options = on_gpu(packed, D), AttentionOptions(D**-0.5, -1, 0)
     do = torch.randn_like(terms.q)
-    got(launch, terms, options, do, None)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = got(launch, terms, options, do, None)
+    graph, captured = graph_of(lambda: got(launch, terms, options, do, None))
     assert terms.cu_q is not None
     terms.cu_q.copy_(torch.tensor([0, 300, 300, 650, 700]))
     if terms.cu_k is not None and terms.cu_k is not terms.cu_q:

@@ -19,7 +19,7 @@ from slipstream.ops.flash_attn import (
     flash_attn_with_kvcache,
 )
 from slipstream.ops.rotary import rotary_tables
-from tests.gpu.waiting import waiting_is_an_error
+from tests.gpu.waiting import graph_of, waiting_is_an_error
 
 # ---- Attention on a GPU: no host sync, no recompilation, graphs that follow new lengths, same
 # bits. Every feature of attention, forward and backward, and caches that grow, in rows and in
@@ -86,17 +86,6 @@ def without_sync(run: Callable[[], Any]) -> None:
             run()
 
 
-def graph_of(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    return graph, captured
-
-
 @every_width
 @every_feature
 def test_attention_does_not_sync_and_repeats_its_bits(name: str, D: int, DV: int) -> None:
@@ -125,24 +114,15 @@ def test_attention_in_a_graph_follows_new_lengths(name: str, D: int, DV: int) ->
             assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("D", [64])
-@every_feature
-def test_attention_compiles_fullgraph_without_recompiling(name: str, D: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "D", "backend"),
+    [*((x, 64, "aot_eager") for x in FEATURES), ("packed, window", 128, "inductor")],
+)
+def test_attention_compiles_fullgraph_without_recompiling(name: str, D: int, backend: str) -> None:
     torch.compiler.reset()
-    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=backend)
     for i, tokens in enumerate((T, 450, 210)):
         args, leaves = call_of(name, D, D, tokens)
-        with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            got = both(compiled, args, leaves)
-        for x, y in zip(got, both(attention, args, leaves), strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=0)
-
-
-def test_attention_compiles_by_inductor() -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(attention, fullgraph=True, dynamic=True)
-    for i, tokens in enumerate((T, 450)):
-        args, leaves = call_of("packed, window", 128, 128, tokens)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
             got = both(compiled, args, leaves)
         for x, y in zip(got, both(attention, args, leaves), strict=True):
@@ -383,13 +363,8 @@ def test_latent_attention_in_cuda_graph(name: str) -> None:
     def run() -> Tensor:
         return latent_attention(q, latent, lengths, width=width, scale=0.06, table=table)
 
-    run()
-    with waiting_is_an_error():
-        for _ in range(3):
-            run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    without_sync(run)
+    graph, captured = graph_of(run)
     lengths.copy_(lengths.flip(0) // 2 + 1)
     graph.replay()
     assert torch.equal(captured, run())

@@ -15,7 +15,7 @@ from slipstream.integrations.serving import prefill
 from slipstream.ops import chunk_kda
 from slipstream.runtime.token_ids import WrongId, raise_pending
 from slipstream.tools.catalog import Sample
-from tests.gpu.waiting import waiting_is_an_error
+from tests.gpu.waiting import graph_of, waiting_is_an_error
 from tests.support.formulas import wanted
 from tests.support.large_angles import check_large_angles
 from tests.support.operators import BLOCKS, Args, block_size, cast, leaves
@@ -330,10 +330,7 @@ def test_captured_prefill_reads_new_slots(dtype: torch.dtype) -> None:
     def call() -> torch.Tensor:
         return prefill(chunk_kda, *terms, states=states, slots=slots, cu_seqlens=cu)
 
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call()
+    graph, found = graph_of(call)
     for at in ([4, -1, 1], [0, 2, 5], [-1, -1, -1], [3, 0, -2]):
         slots.copy_(torch.tensor(at))
         before = states.clone()

@@ -17,6 +17,7 @@ from slipstream.ops import mixer_step, projection_step, rms_norm
 from slipstream.runtime import call_replay
 from slipstream.runtime.launch_cache import CachedKernel, FusedKernel
 from slipstream.tools.catalog import SAMPLES, Sample, Shape
+from tests.gpu.waiting import graph_of
 
 # ---- Launches that begin before the one in front has ended give the bits of launches one by one.
 
@@ -208,11 +209,35 @@ LINEAR = [x for x in SAMPLES if x.op.startswith(("chunk_", "fused_recurrent_"))]
 def results(sample: Sample, args: dict[str, Any]) -> list[Tensor]:
     """Outputs, then gradients."""
     given = {n: x.detach().clone() for n, x in args.items() if isinstance(x, Tensor)}
-    leaves = [x.requires_grad_() for x in given.values() if x.is_floating_point()]
-    outs = [x for x in sample.call({**args, **given}) if x.requires_grad]
-    loss = torch.stack([x.float().square().sum() for x in outs]).sum()
+    floating, fixed = (torch.bfloat16, torch.float32), sample.fixed.split()
+    leaves = [
+        x.requires_grad_() for n, x in given.items() if x.dtype in floating and n not in fixed
+    ]
+    outs = sample.call({**args, **given})
+    wanted = [x for x in outs if x.requires_grad]
+    if not wanted:
+        return outs
+    loss = torch.stack([x.float().square().sum() for x in wanted]).sum()
     grads = torch.autograd.grad(loss, leaves, allow_unused=True)
     return [*outs, *(x for x in grads if x is not None)]
+
+
+def played(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
+    """Its result, and the records that it played."""
+    with mock.patch.object(
+        call_replay.RecordedCall, "play", autospec=True, side_effect=_PLAY
+    ) as play:
+        return call(), [x.args[0] for x in play.call_args_list]
+
+
+def expect_as_called(call: Callable[[], list[Tensor]], what: Any = None) -> int:
+    """The same bits by records and as it is worked out; how many records were played."""
+    got, records = played(call)
+    with mock.patch.object(call_replay, "ENABLED", False):
+        want = call()
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x.nan_to_num(3.0), y.nan_to_num(3.0)), what
+    return len(records)
 
 
 @pytest.mark.parametrize("sample", LINEAR, ids=lambda x: x.op)
@@ -230,15 +255,8 @@ def check(sample: Sample, shape: Shape) -> None:
     for turn in range(4):
         torch.manual_seed(turn)
         args = sample.inputs(shape, torch.device("cuda"))
-        with mock.patch.object(
-            call_replay.RecordedCall, "play", autospec=True, side_effect=_PLAY
-        ) as play:
-            got = results(sample, args)
-        with mock.patch.object(call_replay, "ENABLED", False):
-            want = results(sample, args)
-        for x, y in zip(got, want, strict=True):
-            assert torch.equal(x, y)
-    assert play.call_count >= 2, "forward and backward are not played"
+        plays = expect_as_called(lambda args=args: results(sample, args))
+    assert plays >= 2, "forward and backward are not played"
 
 
 @pytest.mark.parametrize("op", ["chunk_gsa", "chunk_gated_delta_product"])
@@ -248,12 +266,8 @@ def test_inference_is_one_record_of_launches(op: str) -> None:
     with torch.no_grad():
         sample.call(args)
         sample.call(args)
-        with mock.patch.object(
-            call_replay.RecordedCall, "play", autospec=True, side_effect=_PLAY
-        ) as play:
-            sample.call(args)
-    record = play.call_args.args[0]
-    assert play.call_count == 1 and record.operations == 0
+        _, (record,) = played(lambda: sample.call(args))
+    assert record.operations == 0
 
 
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -284,7 +298,7 @@ def test_replayed_attention_is_the_call(name: str, D: int) -> None:
     for n in ("cu_seqlens", "key_lengths"):
         if n in options:
             options[n] = torch.tensor(options[n], device="cuda", dtype=torch.int32)
-    played = 0
+    plays = 0
     for turn in range(5):
         torch.manual_seed(turn)
         make: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
@@ -294,16 +308,8 @@ def test_replayed_attention_is_the_call(name: str, D: int) -> None:
         if "g" in options:
             options["g"] = (-torch.rand(B, T, H, device="cuda")).requires_grad_()
         leaves += [options[n] for n in ("sinks", "g") if n in options]
-        with mock.patch.object(
-            call_replay.RecordedCall, "play", autospec=True, side_effect=_PLAY
-        ) as play:
-            got = with_gradients(options, leaves)
-        played += play.call_count
-        with mock.patch.object(call_replay, "ENABLED", False):
-            want = with_gradients(options, leaves)
-        for x, y in zip(got, want, strict=True):
-            assert torch.equal(x, y)
-    assert played >= 3, "forward, or backward, is not played"
+        plays += expect_as_called(lambda leaves=leaves: with_gradients(options, leaves))
+    assert plays >= 3, "forward, or backward, is not played"
 
 
 def test_replayed_steps_are_the_calls() -> None:
@@ -326,9 +332,7 @@ def test_replay_in_a_graph() -> None:
     g = -torch.rand(1, 200, 2, device="cuda")
     for _ in range(3):
         ops.chunk_simple_gla(q, k, v, g)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = ops.chunk_simple_gla(q, k, v, g)[0]
+    graph, (got, _) = graph_of(lambda: ops.chunk_simple_gla(q, k, v, g))
     for x in (q, k, v):
         x.normal_()
     graph.replay()
@@ -341,21 +345,12 @@ def test_norms_of_a_model_are_played() -> None:
     weight = torch.nn.Parameter(torch.rand(256, device="cuda"))
     for turn in range(4):
         x, h = (torch.randn(64, 256, device="cuda", requires_grad=True) for _ in range(2))
-        found: list[list[Tensor]] = []
-        played = 0
-        for enabled in (True, False):
-            with (
-                mock.patch.object(call_replay, "ENABLED", enabled),
-                mock.patch.object(
-                    call_replay.RecordedCall, "play", autospec=True, side_effect=_PLAY
-                ) as play,
-            ):
-                y, stream = ops.rms_norm(x, weight, residual=h, prenorm=True)
-                grads = torch.autograd.grad((y * stream).sum(), (x, h, weight))
-            found.append([y, stream, *grads])
-            played += play.call_count
-        assert all(map(torch.equal, *found))
-        assert turn < 2 or played == 2
+
+        def call(x: Tensor = x, h: Tensor = h) -> list[Tensor]:
+            y, stream = ops.rms_norm(x, weight, residual=h, prenorm=True)
+            return [y, stream, *torch.autograd.grad((y * stream).sum(), (x, h, weight))]
+
+        assert expect_as_called(call) == 2 or turn < 2
 
 
 # ---- Calls of sizes not seen before are played from records, with the bits of the call as it is.
@@ -371,24 +366,6 @@ CASES = [
 ]
 
 
-def results_of_size(sample: Sample, args: dict[str, Any]) -> list[Tensor]:
-    """Outputs, then gradients."""
-    given = {n: x.detach().clone() for n, x in args.items() if isinstance(x, Tensor)}
-    floating = torch.bfloat16, torch.float32
-    leaves = [
-        x.requires_grad_()
-        for n, x in given.items()
-        if x.dtype in floating and n not in sample.fixed.split()
-    ]
-    outs = sample.call({**args, **given})
-    wanted = [x for x in outs if x.requires_grad]
-    if not wanted:
-        return outs
-    loss = torch.stack([x.float().square().sum() for x in wanted]).sum()
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return [*outs, *(x for x in grads if x is not None)]
-
-
 def shape_of(random: Random, packed: bool, turn: int) -> Shape:
     most = 2500 if turn % 3 == 2 else 400
     lengths = tuple(random.randint(1, most // 5) for _ in range(random.randint(2, 20)))
@@ -400,18 +377,11 @@ def shape_of(random: Random, packed: bool, turn: int) -> Shape:
 
 @pytest.mark.parametrize(("sample", "packed"), CASES, ids=lambda x: getattr(x, "name", str(x)))
 def test_other_sizes_are_the_call(sample: Sample, packed: bool) -> None:
-    random, played = Random(0), 0
+    random, plays = Random(0), 0
     for turn in range(TURNS):
         torch.manual_seed(turn)
         shape = shape_of(random, packed or sample.packed, turn)
         args = sample.inputs(shape, torch.device("cuda"))
-        with mock.patch.object(
-            call_replay.RecordedCall, "play", autospec=True, side_effect=_PLAY
-        ) as play:
-            got = results_of_size(sample, args)
-        played += play.call_count if turn >= WARM else 0
-        with mock.patch.object(call_replay, "ENABLED", False):
-            want = results_of_size(sample, args)
-        for x, y in zip(got, want, strict=True):
-            assert torch.equal(x.nan_to_num(3.0), y.nan_to_num(3.0)), shape
-    assert played or not sample.op.startswith(("chunk_", "attention", "rms_norm"))
+        count = expect_as_called(lambda args=args: results(sample, args), shape)
+        plays += count if turn >= WARM else 0
+    assert plays or not sample.op.startswith(("chunk_", "attention", "rms_norm"))

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.tools.catalog import OPERATORS, Sample, flat
 from tests.gpu.operator_runs import SIZES, by_name, every_operator, on_cuda, run
-from tests.gpu.waiting import waiting_is_an_error
+from tests.gpu.waiting import graph_of, waiting_is_an_error
 from tests.support.causality import CUTS, bits, changed_bits
 from tests.support.operators import LINEAR, TESTED, Size, cast, leaves, packed, relative_error
 
@@ -19,10 +19,11 @@ from tests.support.operators import LINEAR, TESTED, Size, cast, leaves, packed, 
 # graph. What a kernel may read of memory that nobody has written is NaN here.
 
 
-SHORT = {name: SIZES[name] for name in ("odd", "packed")}
 # outputs, gradients: relative RMS error
 LIMITS = {torch.float32: (1e-4, 2e-4), torch.bfloat16: (0.006, 0.02)}
 IMPLS = ("triton", "eager")
+CHUNKED = [op for op in LINEAR if op.name.startswith("chunk_")]
+every_chunked = pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
 SEQUENCES = 70_000
 # all multiprocessors at work, and loops of several turns over columns
 FULL = {
@@ -31,7 +32,7 @@ FULL = {
 }
 
 
-def supported(op: Sample, args: dict[str, Any], impl: str) -> str | None:
+def supported(op: Sample, args: dict[str, Any], impl: str | None) -> str | None:
     """impl, or None, whatever is chosen instead, where the plan knows a fault of it."""
     try:
         op(args, impl=impl)
@@ -111,9 +112,7 @@ def test_float64_on_cuda_matches_reference(op: Sample) -> None:
 
 
 @pytest.mark.parametrize("size", FULL)
-@pytest.mark.parametrize(
-    "op", [x for x in LINEAR if x.name.startswith("chunk_")], ids=lambda op: op.name
-)
+@every_chunked
 def test_portable_kernels_same_bits_under_load(op: Sample, size: str) -> None:
     """Tiles that a loop overwrites while products read them show in other bits, now and then."""
     shape = replace(FULL[size], dtype=torch.bfloat16, gate="mixed")
@@ -125,64 +124,46 @@ def test_portable_kernels_same_bits_under_load(op: Sample, size: str) -> None:
             assert torch.equal(x, y), f"{op.name} {i}: other bits"
 
 
-@every_operator
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("size", SHORT)
-def test_operator_on_cuda_never_waits_for_the_device(op: Sample, impl: str, size: str) -> None:
-    args, inputs = leaves(on_cuda(op.inputs(SIZES[size])))
-    chosen = supported(op, args, impl)
-    flat(op(args, impl=chosen))  # what is loaded or compiled at first use may wait
-    with waiting_is_an_error():
-        outputs = flat(op(args, impl=chosen))
-        total = torch.stack([x.float().sum() for x in outputs]).sum()
-        torch.autograd.grad(total, inputs)
+# ---- No wait for the device, and CUDA graphs of forward and backward with new packed lengths in
+# the same buffers; also by the kernels for sm_90, where the plan chooses them by itself.
 
 
-# ---- Kernels that the plan chooses by itself, at the widths that those for sm_90 take: no wait
-# for the device, and CUDA graphs of forward and backward with new packed lengths in the same
-# buffers.
+WIDE = Size(H=2, HV=2, K=128, V=128, dtype=torch.bfloat16)
+CHOSEN_SIZES = {"whole": replace(WIDE, B=1, T=300), "packed": packed(WIDE, 5, 0, 200, 95)}
+WAITS = [(impl, SIZES[x]) for impl in IMPLS for x in ("odd", "packed")]
+WAITS += [(None, x) for x in CHOSEN_SIZES.values()]
 
 
-WIDE = Size(H=2, HV=2, K=128, V=128)
-CHOSEN_SIZES = {
-    "whole": Size(B=1, T=300, H=2, HV=2, K=128, V=128),
-    "packed": packed(WIDE, 5, 0, 200, 95),
-}
-LENGTHS = ((5, 0, 200, 95), (130, 1, 64, 105))
-GRADIENTS = [op for op in LINEAR if op.name.startswith("chunk_")]
-
-
-def both(op: Sample, args: dict, inputs: list[Tensor]) -> list[Tensor]:
-    outputs = flat(op(args))
+def both(call: Callable[..., Any], args: dict, inputs: list[Tensor], **given: Any) -> list[Tensor]:
+    """Outputs and gradients, of an operator or of another call of it."""
+    outputs = flat(call(args, **given))
     total = torch.stack([x.float().sum() for x in outputs]).sum()
     return [*(x.detach() for x in outputs), *torch.autograd.grad(total, inputs)]
 
 
-@pytest.mark.parametrize("op", GRADIENTS, ids=lambda op: op.name)
-@pytest.mark.parametrize("size", CHOSEN_SIZES)
-def test_chosen_kernels_never_wait_for_the_device(op: Sample, size: str) -> None:
-    args, inputs = leaves(on_cuda(op.inputs(replace(CHOSEN_SIZES[size], dtype=torch.bfloat16))))
+@every_operator
+@pytest.mark.parametrize(("impl", "size"), WAITS, ids=lambda x: x if isinstance(x, str) else "")
+def test_operator_on_cuda_never_waits_for_the_device(
+    op: Sample, impl: str | None, size: Size
+) -> None:
+    args, inputs = leaves(on_cuda(op.inputs(size)))
+    chosen = supported(op, args, impl)
     for _ in range(4):  # compiled, recorded, played
-        want = both(op, args, inputs)
+        want = both(op, args, inputs, impl=chosen)
     with waiting_is_an_error():
-        got = both(op, args, inputs)
+        got = both(op, args, inputs, impl=chosen)
     for x, y in zip(got, want, strict=True):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("op", GRADIENTS, ids=lambda op: op.name)
+@every_operator
+@pytest.mark.parametrize("size", [SIZES["packed"], CHOSEN_SIZES["packed"]], ids=["64", "128"])
 # the graph is captured on another stream than the one that made the leaves, which is idle
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
-def test_chosen_kernels_in_cuda_graph_new_lengths(op: Sample) -> None:
-    args, inputs = leaves(on_cuda(op.inputs(replace(CHOSEN_SIZES["packed"], dtype=torch.bfloat16))))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        both(op, args, inputs)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both(op, args, inputs)
-    for lengths in LENGTHS:
+def test_backward_in_cuda_graph_new_lengths(op: Sample, size: Size) -> None:
+    args, inputs = leaves(on_cuda(op.inputs(replace(size, dtype=torch.bfloat16))))
+    graph, captured = graph_of(lambda: both(op, args, inputs))
+    for lengths in (size.lengths or (), (70, 1, 64, size.T - 135)):
         args["cu_seqlens"].copy_(torch.tensor([0, *lengths]).cumsum(0))
         graph.replay()
         replayed = [x.clone() for x in captured]
@@ -208,9 +189,7 @@ def test_step_in_cuda_graph_new_slots() -> None:
     with waiting_is_an_error():
         step(spare)
     captured = pool.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = step(captured)
+    graph, o = graph_of(lambda: step(captured))
     for slots_now in ([0, 3, -1, 8, 5], [1, -1, 2, 4, 7]):
         index.copy_(torch.tensor(slots_now))
         captured.copy_(pool)
@@ -231,17 +210,6 @@ CASES = [pytest.param(op, "aot_eager", id=op.name) for op in LINEAR] + [
 ]
 
 
-def gradients(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(torch.stack([x.float().sum() for x in outputs]).sum(), inputs))
-
-
-def both_compiled(
-    call: Callable[..., list[Tensor]], args: dict, inputs: list[Tensor]
-) -> list[Tensor]:
-    outputs = call(args)
-    return [*outputs, *gradients(outputs, inputs)]
-
-
 @pytest.mark.parametrize(("op", "backend"), CASES)
 @pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
 def test_operator_on_cuda_compiles_fullgraph_without_recompiling(
@@ -258,37 +226,13 @@ def test_operator_on_cuda_compiles_fullgraph_without_recompiling(
     for i, size in enumerate(sizes):
         args, inputs = leaves(on_cuda(op.inputs(replace(size, dtype=torch.bfloat16))))
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            got = both_compiled(compiled, args, inputs)
-        want = both_compiled(lambda given: flat(op(given)), args, inputs)
+            got = both(compiled, args, inputs)
+        want = both(op, args, inputs)
         for x, y in zip(got, want, strict=True):
             if backend == "aot_eager":  # the same kernels of the same inputs
                 torch.testing.assert_close(x, y, rtol=0, atol=0)
             # not element by element: what cancels shows every rounding between the kernels
             assert relative_error(x, y) <= 1e-2
-
-
-@every_operator
-# the graph is captured on another stream than the one that made the leaves, which is idle
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
-def test_backward_in_cuda_graph_new_lengths(op: Sample) -> None:
-    args, inputs = leaves(on_cuda(op.inputs(replace(SIZES["packed"], dtype=torch.bfloat16))))
-
-    def step() -> list[Tensor]:
-        return both_compiled(lambda given: flat(op(given)), args, inputs)
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for lengths in ((5, 0, 100, 65), (70, 1, 64, 35)):
-        args["cu_seqlens"].copy_(torch.tensor([0, *lengths]).cumsum(0))
-        graph.replay()
-        replayed = [x.clone() for x in captured]
-        for x, y in zip(replayed, step(), strict=True):
-            assert torch.equal(x, y)
 
 
 # ---- Errors of what the plan chooses, by tensor, at odd widths and numbers of heads: of the
@@ -318,7 +262,6 @@ SIZES_OF = {
     torch.float32: ["packed", "grouped", "one head"],
 }
 LIMIT_CASES = [(size, dtype) for dtype, sizes in SIZES_OF.items() for size in sizes]
-CHUNKED = [op for op in LINEAR if op.name.startswith("chunk_")]
 RECURRENT = [op for op in LINEAR if "recurrent" in op.name]
 # by the step kernel; and by chunks
 FEW_AND_MANY = [("few tokens", dtype) for dtype in GATE_LIMITS]
@@ -326,7 +269,7 @@ FEW_AND_MANY += [("grouped", torch.bfloat16), ("packed", torch.float32)]
 
 
 @pytest.mark.parametrize(("size", "dtype"), LIMIT_CASES, ids=str)
-@pytest.mark.parametrize("op", CHUNKED, ids=lambda op: op.name)
+@every_chunked
 def test_errors_are_within_their_limits(op: Sample, size: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     shape, gate = LIMIT_SIZES[size]

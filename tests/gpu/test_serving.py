@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slipstream.integrations import vllm
+from tests.gpu.waiting import graph_of
 from tests.support.serving_checks import CHECKS, sglang_snapshots
 from tests.support.serving_peers import mamba_calls
 
@@ -40,9 +41,7 @@ def test_mamba_states_in_a_graph(index: int) -> None:
     torch.testing.assert_close(got.cpu(), want, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(given["state"].cpu(), cpu["state"], atol=2e-5, rtol=2e-5)
     first, left = got.clone(), given["state"].clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        vllm.selective_state_update(**given, out=got)
+    graph, _ = graph_of(lambda: vllm.selective_state_update(**given, out=got))
     given["state"].copy_(pool)
     graph.replay()
     assert torch.equal(got, first) and torch.equal(given["state"], left)

@@ -15,6 +15,7 @@ from slipstream.layers import RWKV7
 from slipstream.layers import rwkv7 as layers
 from slipstream.ops import mixer_step, projection_step, rwkv7_step, token_mix_step
 from slipstream.runtime.consistent import consistent
+from tests.gpu.waiting import graph_of
 from tests.support import rwkv7_steps as steps
 from tests.support.decode_pool import HV, INDICES, KINDS, SLOTS, TOKENS, K, V, expected, make, step
 from tests.support.mixer_steps import INDICES as MIXER_INDICES
@@ -178,13 +179,7 @@ def test_captured_step_takes_other_slots() -> None:
         want = mixer_expected(args, options, other)
         before = {name: args[name].clone() for name in POOLS}
         options |= {"state_indices": at, "impl": "triton"}
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            mixer_step(**args, **options)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = mixer_step(**args, **options)
+        graph, y = graph_of(lambda: mixer_step(**args, **options))
         for name in POOLS:
             args[name].copy_(before[name])
         at.copy_(other)
@@ -249,13 +244,7 @@ def test_captured_call_reads_what_is_there_then(rows: int) -> None:
     with torch.device("cuda"):
         args = inputs(rows, 256, (96, 96), torch.bfloat16, residual=False)
     args["activation"] = "swiglu"
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        projection_step(**args, impl="triton")
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = projection_step(**args, impl="triton")
+    graph, y = graph_of(lambda: projection_step(**args, impl="triton"))
     args["x"].copy_(torch.randn_like(args["x"]))
     graph.replay()
     assert relative_error(y, formula(**args)) <= PROJECTION_LIMITS[torch.bfloat16]
@@ -302,10 +291,7 @@ def test_captured_calls_read_what_is_there_then() -> None:
         y = rwkv7_step(**args, state_indices=at, norm_eps=steps.EPS)
         return y, token_mix_step(x, mu, state=last, state_indices=at)
 
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, mixes = call()
+    graph, (y, mixes) = graph_of(call)
     args["state"].copy_(before[0])
     last.copy_(before[1])
     args["k"].copy_(torch.randn_like(args["k"]))

@@ -17,9 +17,8 @@ from slipstream.integrations.serving import prefill
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.models.cache import CACHE
 from slipstream.runtime import token_ids
-from slipstream.runtime import token_ids as guard
 from slipstream.runtime.token_ids import raise_pending, synchronize
-from tests.gpu.waiting import waiting_is_an_error
+from tests.gpu.waiting import graph_of, waiting_is_an_error
 
 # ---- Indices that are negative or too large, on a GPU: no foreign memory is read or written.
 
@@ -220,18 +219,11 @@ def test_prefill_of_an_engine_stays_in_its_pool(missing: int) -> None:
 # ---- Ids beyond the vocabulary: no device-side assert, the device goes on.
 
 
-def model_of(vocabulary: int) -> torch.nn.Module:
-    from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
-
-    config = SlipstreamConfig(
-        vocab_size=vocabulary, hidden_size=64, num_heads=2, mixers=["gated_deltanet", "attention"]
-    )
-    return SlipstreamForCausalLM(config).cuda()
-
-
 def test_token_ids_beyond_the_vocabulary() -> None:
     """Three times the vocabulary through RMSNorms: no device-side assert, the device goes on."""
-    model = model_of(50)
+    config = {"vocab_size": 50, "hidden_size": 64, "num_heads": 2}
+    mixers = ["gated_deltanet", "attention"]
+    model = SlipstreamForCausalLM(SlipstreamConfig(mixers=mixers, **config)).cuda()
     ids = torch.randint(0, 50, (2, 40), device="cuda")
     want = model(ids).logits
     ids[1, 17] = 149
@@ -288,9 +280,7 @@ def test_token_ids_in_a_graph_and_compiled() -> None:
     weight = torch.randn(50, 64, device="cuda")
     ids = torch.randint(0, 50, (2, 40), device="cuda")
     want = ops.embedding(ids, weight)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = ops.embedding(ids, weight)
+    graph, y = graph_of(lambda: ops.embedding(ids, weight))
     graph.replay()
     slipstream.synchronize()
     assert torch.equal(y, want)
@@ -305,7 +295,7 @@ def test_token_ids_in_a_graph_and_compiled() -> None:
 
 
 def test_check_sync_raises_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "SYNC", True)
+    monkeypatch.setattr(token_ids, "SYNC", True)
     with pytest.raises(ValueError, match=r"id 9 at position \(1,\)"):
         ops.embedding(torch.tensor([0, 9], device="cuda"), torch.randn(5, 4, device="cuda"))
 
