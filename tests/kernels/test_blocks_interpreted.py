@@ -169,7 +169,6 @@ def check_nan(part: str) -> None:
             if row.op == "rwkv7_step":  # whose channels are those of its heads
                 size = replace(size, D=size.H * size.V)
             faults += lost(row, row.inputs(size))
-        print(row.name, flush=True)
     assert not faults, "\n".join(faults)
 
 

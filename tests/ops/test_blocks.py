@@ -18,7 +18,7 @@ from slipstream.ops.rotary import packed_positions, rotary_embedding, rotary_tab
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.tools.catalog import Sample
 from tests.support.formulas import wanted
-from tests.support.operators import BLOCKS, EPS, block_size, cast, leaves, with_grads
+from tests.support.operators import BLOCKS, EPS, block_size, cast, with_grads
 
 every_block = pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
 
@@ -50,36 +50,6 @@ def test_block_in_16_bit_rounds_about_once(block: Sample, dtype: torch.dtype) ->
     want, want_grads = with_grads(partial(wanted, block), cast(args, torch.float64))
     assert_near(got, want, 4 * EPS[dtype])
     assert_near(grads, want_grads, 8 * EPS[dtype])
-
-
-@every_block
-def test_block_gradcheck(block: Sample) -> None:
-    args, inputs = leaves(block.inputs(block_size(5, 6, torch.float64)))
-    names = [name for name, x in args.items() if any(x is y for y in inputs)]
-    torch.autograd.gradcheck(
-        lambda *tensors: tuple(block.call({**args, **dict(zip(names, tensors))})),
-        inputs,
-        fast_mode=True,
-    )
-
-
-@every_block
-def test_block_takes_any_strides(block: Sample) -> None:
-    args = block.inputs(block_size(9, 6))
-    want, want_grads = with_grads(block.call, args)
-
-    def spread(args):
-        wide = {}
-        for name, x in args.items():
-            if isinstance(x, Tensor) and x.is_floating_point():
-                wide[name] = torch.stack([x, torch.full_like(x, torch.nan)], dim=-1)[..., 0]
-            else:
-                wide[name] = x
-        return wide
-
-    got, grads = with_grads(lambda args: block.call(spread(args)), args)
-    assert_near(got, want, 64 * EPS[torch.float32])
-    assert_near(grads, want_grads, 64 * EPS[torch.float32])
 
 
 # seconds a block: in the default run one of each Function is traced; tests/ops/test_compile.py

@@ -30,7 +30,6 @@ def check(part: str) -> None:
         gates = (("weak", "strong"), ("strong", "weak"), ("mixed", "mixed"))
         found = changed_bits(op, "triton", SIZE, (5, 21), gates[: 1 if part == "sample" else 3])
         assert not found, f"{op.name}: {found}"
-        print(op.name, "ok", flush=True)
 
 
 def check_apart() -> None:
@@ -60,7 +59,6 @@ def check_apart() -> None:
                 gates = (("weak", "strong"), ("strong", "weak"))
                 found = changed_bits(op, "triton", SIZE, (2, 10, 21), gates)
                 assert not found, f"{op.name}: {found}"
-                print(op.name, "apart ok", flush=True)
 
 
 @interpreted
@@ -158,7 +156,6 @@ def check_halves(name: str, part: str) -> None:
             future = torch.cat([g[:, :cut], later], 1)
             after = CALLS[name](q, k, v, future, unit)[0]
             assert torch.equal(before[:, :cut], after[:, :cut]), (name, strong, cut)
-    print(name, "ok", flush=True)
 
 
 def check_small_reads(name: str) -> None:
@@ -173,7 +170,6 @@ def check_small_reads(name: str) -> None:
         gates[:, 8:] = -3.0
         after = CALLS[name](*given, gates, unit[:, :32])[0][:, :8]
         assert torch.equal(before, after), (name, far)
-    print(name, "small reads ok", flush=True)
 
 
 def check_edges(name: str) -> None:
@@ -222,7 +218,6 @@ def check_rounded(name: str, part: str) -> None:
                 g = torch.cat([past[:, :cut], torch.full_like(past[:, cut:], future)], 1)
                 after = CALLS[name](q, 2.0**-28 * k, v, g, unit)[0]
                 assert torch.equal(before[:, :cut], after[:, :cut]), (name, seed, cut, future)
-    print(name, "rounded ok", flush=True)
 
 
 def check_half_sums() -> None:

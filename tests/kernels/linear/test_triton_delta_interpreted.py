@@ -96,7 +96,6 @@ def check_segments(part: str) -> None:
     plan.delta_tokens = lambda programs, T, C: 2 * C
     for size, gate, has_p, state in SEGMENTS[part]:
         check(size, gate, has_p, torch.float32, state)
-        print(size, gate, has_p, "segments ok", flush=True)
     plan.delta_tokens = kept
 
 
@@ -108,7 +107,6 @@ def check_fine(part: str) -> None:
     backend.plan.uses_split_bf16 = lambda terms: terms.q.dtype == torch.float16
     for size, gate, has_p in SPLIT_BF16[part]:
         check(size, gate, has_p, torch.float16, True)
-        print(size, gate, has_p, "fine ok", flush=True)
     backend.plan.uses_split_bf16 = kept
 
 

@@ -128,7 +128,6 @@ def check_segments(part: str) -> None:
             TritonDplr().choose_segments(make(kind, size, gate, torch.float32, state)) is not None
         )
         check(kind, size, gate, torch.float32, state)
-        print(kind, size, gate, "segments ok", flush=True)
     plan.delta_tokens = kept
 
 

@@ -123,7 +123,6 @@ def check_split(part: str) -> None:
         terms = make(form, size, gate, torch.float32, True)
         assert backend.BACKEND.choose_segments(terms, 1) is not None
         check(form, size, gate, torch.float32, True)
-        print(form, size, gate, "ok", flush=True)
     if part == "sample":
         check_wide("split, packed", "mixed")
     segments.MIN_CUT_CHUNKS, segments.ANCHOR_INTERVAL, segments.FORWARD_UNIT = kept
@@ -153,7 +152,6 @@ def check_apart() -> None:
         # what a read has of the token before it does not decay, and cancels in dg
         times = 500 if form == "u" and gate == "even" else 20
         check(form, "long", gate, torch.float32, True, times=times)
-        print(form, gate, "apart ok", flush=True)
     backend.RANGES[torch.float32] = usual
 
 

@@ -186,7 +186,6 @@ def check(name: str, size: Size) -> None:
         for i, (x, y) in enumerate(zip(found, wanted, strict=True)):
             error = relative_error(x, y)
             assert error <= 1e-5, f"{name}, {size}: {i} is off by {error:.1e}"
-    print(name, "ok", flush=True)
 
 
 def check_step(K: int, V: int) -> None:
