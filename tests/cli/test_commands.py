@@ -35,6 +35,16 @@ from tests.support.scripts import ROOT, script
 matrix, support_page = (script(f"tools/{x}") for x in ("matrix", "support_page"))
 
 
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("rich", name="rich"), ValueError("an\nerror")]
+)
+def test_errors_are_a_line_of_stderr(error: Exception, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), reported():
+        raise error
+    out, err = capfd.readouterr()
+    assert not out and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["precompile", "doctor", "explain", "convert"])
 def test_command_page_names_options(name: str) -> None:
     group: Any = typer.main.get_command(app)

@@ -230,10 +230,34 @@ def check_half_sums() -> None:
     torch.testing.assert_close(found, want)
 
 
+def check_safe_decays() -> None:
+    """A decay is safe up to its bound, past which factors of reads are 0 and of writes bounded."""
+    from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
+    from tests.support.half_sums import factors_kernel, safe_kernel
+
+    bound, shift, base_2 = 48.0, 8.0, 1 / np.log(2.0)
+    bounds = torch.tensor([(bound + 0.125) * base_2, 160, 80, bound * base_2, bound / 16])
+    given, safe = -bounds[:, None] * torch.tensor([1 - 1e-5, 1 + 1e-5]), torch.empty(5, 2)
+    safe_kernel[(2,)](given, safe, bound)
+    assert safe.tolist() == 5 * [[1.0, 0.0]]
+    for further in (1 - 1e-5, 1 + 1e-5):
+        g = torch.full((16, 16), -(bound + shift) / 16 * further)
+        read, write = torch.empty(2, 16, 16)
+        ones = gate_ones(torch.device("cpu"), 16, torch.float32)
+        factors_kernel[(1,)](g, ones, read, write, bound, shift)
+        sums = g.double().cumsum(0)
+        safe = sums >= -(bound + shift)
+        assert safe.all() == (further < 1)
+        torch.testing.assert_close(read.double(), (sums + shift).exp() * safe, rtol=1e-4, atol=0.0)
+        writes = (-sums - shift).clamp(max=bound).exp()
+        torch.testing.assert_close(write.double(), writes, rtol=1e-4, atol=0.0)
+
+
 @interpreted
 @pytest.mark.parametrize("part", PARTS)
 def test_small_inputs_keep_their_bits(part: str) -> None:
     check_half_sums()
+    check_safe_decays()
     as_in_bfloat16()
     for name in CALLS:
         check_halves(name, part)

@@ -59,6 +59,16 @@ def test_blocks_are_as_large_as_their_decay_allows(level: int) -> None:
         assert int(np.asarray(used(threads.tensor(gates), 0.0, 32.0))) == want
 
 
+def test_nothing_crosses_gates_below_their_bound() -> None:
+    """Of natural logarithms, where sums of gates have base 2; the first gate is its own sum."""
+    used = launches.module(SM90 + "delta.delta_device", False).strong_gates
+    threads._LOCAL.part = race_detector.Part(race_detector.Program(), "the program")
+    gates = np.array([-32.001, -31.999, -1.0, -32.001, -31.999])
+    sums = threads.Pointer(np.cumsum(gates) / np.log(2.0), np.array(0))
+    got = np.asarray(used(sums, threads.tensor(np.arange(5))))
+    assert got.tolist() == [True, False, False, True, False]
+
+
 def test_longest_first_gives_each_sequence_once_by_length() -> None:
     used = launches.module(SM90 + "common", False).longest_first
     threads._LOCAL.part = race_detector.Part(race_detector.Program(), "the program")
