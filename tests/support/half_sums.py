@@ -21,13 +21,15 @@ def safe_kernel(x_ptr, safe_ptr, BOUND: tl.constexpr):
     """Of values [5, 2] whether each of five decisions takes them as safe."""
     i, o = tl.program_id(0), tl.arange(0, 16)
     x = tl.load(x_ptr + i + o * 0)
-    tl.store(safe_ptr + i + o * 0, subchunk_decay.is_read_safe(x, BOUND).to(tl.float32))
+    safe = subchunk_decay.is_read_safe(x, BOUND)
+    tl.store(safe_ptr + i, tl.min(safe.to(tl.float32), 0))
     x = tl.load(x_ptr + 2 + i + o * 0)
     tl.store(safe_ptr + 2 + i, subchunk_decay.are_halves_safe(x, x * 0).to(tl.float32))
     x = tl.load(x_ptr + 4 + i + o * 0)
     tl.store(safe_ptr + 4 + i, subchunk_decay.are_quarters_safe(x[None, :]).to(tl.float32))
     x = tl.load(x_ptr + 6 + i + o * 0)
-    tl.store(safe_ptr + 6 + i + o * 0, subchunk_decay._mild(tl.exp2(x), BOUND).to(tl.float32))
+    safe = subchunk_decay._mild(tl.exp2(x), BOUND)
+    tl.store(safe_ptr + 6 + i, tl.min(safe.to(tl.float32), 0))
     x = tl.load(x_ptr + 8 + i + o * 0)[:, None] + o[None, :] * 0.0
     tl.store(safe_ptr + 8 + i, (subchunk_decay.safe_base(x, 4, BOUND) == 4).to(tl.float32))
 
