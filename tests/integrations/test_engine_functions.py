@@ -1,5 +1,6 @@
 """Functions that engines call by name, on packed prompts, tokens and drafts: their recurrences."""
 
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.integrations import sglang_functions, vllm_calls
+from tests.support.engine_plugins import forget_vllm
 from tests.support.serving_checks import near
 
 # any arguments, as engines pass them
@@ -252,9 +254,13 @@ def test_lightning_batches(decodes: int) -> None:
     offsets = torch.cat([torch.arange(decodes), decodes + OFFSETS]).int()
     lengths = torch.tensor([1] * decodes + [*LENGTHS])
     metadata = SimpleNamespace(
-        num_decodes=decodes, num_decode_tokens=decodes, num_prefills=3, num_prefill_tokens=T,
-        query_start_loc=offsets, seq_lens=lengths + torch.tensor([7] * decodes + [4, 0, 0]),
-    )  # fmt: skip
+        num_decodes=decodes,
+        num_decode_tokens=decodes,
+        num_prefills=3,
+        num_prefill_tokens=T,
+        query_start_loc=offsets,
+        seq_lens=lengths + torch.tensor([7] * decodes + [4, 0, 0]),
+    )
     VLLM.clear_new_sequences(pool, blocks, metadata)
     assert pool[1].eq(0).all() and not pool[[0, 2, 3, 4]].eq(0).any()
     before = pool.clone()
@@ -308,3 +314,117 @@ def test_mamba2_tokens(drafts: bool) -> None:
             after[slot] = states[-1]
     near(pool, after)
     assert buffer[[1, 3]].eq(0).all() and buffer[:, steps:].eq(0).all()
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@pytest.mark.parametrize("dim_first", [True, False])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("kind", ["delta_net", "kda", "kda apart", "bailing", "mamba2"])
+def test_vllm_steps(
+    kind: str, normed: bool, dim_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token of each sequence through convolution, recurrence and norm; the second has no block,
+    and behind them there is padding."""
+    for name in ("forward_context", "model_executor.layers.mamba.mamba_utils"):
+        module = SimpleNamespace(is_conv_state_dim_first=lambda: dim_first)
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", module)
+    forget_vllm()
+    from slipstream.integrations import vllm_steps
+
+    heads, keys, values = (1, K, V) if kind in ("delta_net", "mamba2") else (H, V, V)
+    sizes = [heads * keys] * 2 + [H * values]
+    sizes = sizes[::-1] if kind == "mamba2" else sizes
+    blocks, n = torch.tensor([3, 0, 1, 4], dtype=torch.int32), 3
+    x, weight, bias = torch.randn(4, sum(sizes)), torch.randn(sum(sizes), 1, W), torch.randn(99)
+    bias = bias[: sum(sizes)] if kind in ("delta_net", "mamba2") else None
+    windows, states = torch.randn(5, sum(sizes), W - 1), torch.randn(5, H, values, keys)
+    pools = windows.clone() if dim_first else windows.mT.contiguous(), states.clone()
+    per_channel = "kda" in kind or kind == "bailing"
+    a, b = torch.randn(4, H, *[keys] * per_channel), torch.randn(4, H)
+    rate, shift = torch.randn(H), torch.randn(a[0].numel())
+    A, D, z = -torch.rand(H), torch.randn(H), torch.randn(4, H, values)
+    scales = torch.randn(H * values if kind == "mamba2" else values)
+    norm: Any = SimpleNamespace(
+        weight=scales, eps=1e-5, variance_epsilon=1e-5, group_size=values, activation="sigmoid"
+    )
+    layer: Any = SimpleNamespace(
+        kv_cache=pools,
+        conv1d=SimpleNamespace(weight=weight, bias=bias),
+        activation="silu",
+        A_log=rate,
+        dt_bias=shift,
+        head_k_dim=keys,
+        norm=norm,
+        o_norm=norm,
+        norms_in_core=normed,
+        name="BailingMoeV3KimiDeltaAttention" if kind == "bailing" else "Kimi",
+        A=A,
+        D=D,
+        tped_intermediate_size=H * values,
+        tped_dt_size=H,
+        tped_conv_size=sum(sizes),
+        gate_lower_bound=-5.0,
+    )
+    parts, weights = x.split(sizes, -1), weight.split(sizes)
+    for name, part in zip("qkv", weights, strict=True):
+        setattr(layer, f"{name}_conv1d", SimpleNamespace(weight=part, bias=None))
+    metadata: Any = SimpleNamespace(
+        num_actual_tokens=n,
+        num_decode_tokens=n,
+        non_spec_state_indices_tensor=blocks,
+        state_indices_tensor_d=blocks[:, None],
+    )
+    out = torch.full((4, H, values), torch.nan)
+    try:
+        if kind == "delta_net":
+            more = {"norm_weight": scales, "norm_eps": 1e-5, "z": z, "z_activation": "sigmoid"}
+            vllm_steps.delta_net_step(layer, metadata, x, b, a, out, **more if normed else {})
+        elif kind == "mamba2":
+            given = torch.cat([z.flatten(1), x, a], -1)
+            vllm_steps._mamba2_step(layer, metadata, given, out.view(4, -1))
+        else:
+            names = [f"{x}_proj_states" for x in "qkv"]
+            apart = dict(zip(names, parts)) if kind != "kda" else {"mixed_qkv": x}
+            rates = b.sigmoid() if kind != "kda" else b
+            given = (-F.softplus(a) if kind == "bailing" else a)[None], rates[None], out[None]
+            gates = z.flatten(1) if normed else None
+            vllm_steps.delta_attention_step(layer, metadata, *given, g2=gates, **apart)
+    finally:
+        forget_vllm()
+    raw = a + shift.view(a[0].shape)
+    g = -(rate.exp()[:, None] if per_channel else rate.exp()) * F.softplus(raw)
+    if kind == "bailing":
+        g = -F.softplus(a)
+    elif per_channel:
+        g = -5.0 * torch.sigmoid(rate.exp()[:, None] * raw)
+    assert out[n:].isnan().all()
+    after = pools[0] if dim_first else pools[0].mT
+    near(after[[0, 2, 4]], windows[[0, 2, 4]])
+    near(pools[1][[0, 2, 4]], states[[0, 2, 4]])
+    for i in (0, 2):
+        block = int(blocks[i])
+        tokens = torch.cat([windows[block], x[i][:, None]], -1)
+        near(after[block], tokens[:, 1:])
+        y = F.silu((tokens * weight[:, 0]).sum(-1) + (0 if bias is None else bias))
+        first, second, third = y.split(sizes)
+        if kind == "mamba2":
+            u = first.view(1, H, values)
+            given = u, F.softplus(raw[i : i + 1]), second.view(1, 1, K), third.view(1, 1, K)
+            want, state = mamba2(*given, None, states[block], A, D)
+            if normed:
+                gated = (want * F.silu(z[i])).flatten(1)
+                want = rms(gated.view(1, H, values), scales.view(H, values), 1e-5)
+        else:
+            q, k = (
+                F.normalize(t.view(1, heads, keys), dim=-1).expand(1, H, -1)
+                for t in (first, second)
+            )
+            given = q, k, third.view(1, H, values), g[i : i + 1], b[i : i + 1].sigmoid()
+            want, state = scan(*given, states[block])
+            want = want * keys**-0.5
+            want = rms(want, scales, 1e-5) * z[i].sigmoid() if normed else want
+        near(out[i], want[0])
+        near(pools[1][block], state[0])
