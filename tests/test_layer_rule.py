@@ -37,8 +37,8 @@ EXCEPTIONS = {
 
 # plain torch, where a kernel fails, of what is a scan inside
 FAMILY_EXCEPTIONS = {
-    ("running_mean/eager.py", "slipstream.kernels.gated_scan.op"),
-    ("running_mean/eager.py", "slipstream.kernels.elementwise.token_shift"),
+    ("running_mean/op.py", "slipstream.kernels.gated_scan.op"),
+    ("running_mean/op.py", "slipstream.kernels.elementwise.token_shift"),
     # the rotation before attention, and after those of its kernels that do not rotate gradients
     ("attention/rotary.py", "slipstream.kernels.elementwise.rotary"),
     ("attention/rotary.py", "slipstream.kernels.elementwise.triton.rotary"),

@@ -23,8 +23,8 @@ from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import op as norm_op
 from slipstream.kernels.projection_step.inputs import WGMMA_COLUMNS, NormedInputs
-from slipstream.kernels.time_mix import low_rank, rwkv7
-from slipstream.kernels.time_mix.low_rank import LowRankInputs
+from slipstream.kernels.time_mix import rwkv7, rwkv7_step
+from slipstream.kernels.time_mix.rwkv7_step import LowRankInputs
 from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.runtime.consistent import BLOCK
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
@@ -113,7 +113,7 @@ def _low_rank_step(
 ) -> Tensor:
     """Of a later layer."""
     with torch.no_grad():
-        return low_rank.low_rank(LowRankInputs(x, x, g, x, up, up, g_up, up), impl)
+        return rwkv7_step.low_rank(LowRankInputs(x, x, g, x, up, up, g_up, up), impl)
 
 
 def _projection_norm(

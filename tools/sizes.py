@@ -26,7 +26,7 @@ FUNCTIONS_WITH_MANY = 23
 COMMENT_SHARE = 0.05
 # of the package's lines, those of import statements: what has been reached, rounded up to 0.1%. A
 # module in place of names that stand one a line saves lines.
-IMPORT_SHARE = 0.041
+IMPORT_SHARE = 0.04
 # lines of host code for each of device code: what has been reached, rounded up to 0.01. Small are
 # the families beside the linear one and attention, without what families share.
 HOST_PER_DEVICE = {"kernels": 1.0, "small families": 1.77}

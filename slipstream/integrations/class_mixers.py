@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.integrations.rows import Rows, rows_of
-from slipstream.ops import conv, hgrn, rwkv, simple_gla, steps
+from slipstream.ops import conv, gla, rwkv, simple_gla, steps
 from slipstream.ops._fp32 import widen
 from slipstream.ops.token_shift import token_shift
 
@@ -142,7 +142,7 @@ def recurrent_gemma(
         last = torch.addcmul(widen(x_t[:, 0]), torch.exp(g[:, 0]), h)
         o, h = last[:, None].to(x_t.dtype), last
     else:
-        o, h = hgrn.chunk_hgrn(x_t, g, rows.enter(h), True, cu_seqlens=rows.cuts)
+        o, h = gla.chunk_hgrn(x_t, g, rows.enter(h), True, cu_seqlens=rows.cuts)
     if cache is not None:
         states[self] = (rows.leave(window), rows.leave(h))
     return rows.unpack(self.linear_out(o * self.act_fn(self.linear_y(x)))), None

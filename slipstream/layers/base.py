@@ -35,7 +35,7 @@ from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear, projections, rounded
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
 from slipstream.ops import _fp32, norm
-from slipstream.runtime import autograd, consistent, context_parallel, rank_sums
+from slipstream.runtime import autograd, consistent, context_exchange, context_parallel
 
 MODES = ("chunk", "fused_recurrent", None)
 # on one CPU core at B 1, D 256, H 4 token by token is faster up to 16 tokens, chunks from 32 on
@@ -190,7 +190,7 @@ class Mixer(nn.Module):
     rounded_keys: ClassVar[tuple[str, ...]] = ()
     # of tensor parallelism (models/tensor_parallel.py): which part of the heads this rank has, and
     # whether the norm of the output is over the channels of all ranks
-    head_shard: rank_sums.HeadShard | None = None
+    head_shard: context_exchange.HeadShard | None = None
     norms_across = False
     norm_weight: Any  # of _add_norm
 
@@ -333,7 +333,7 @@ class Mixer(nn.Module):
             order: dict[str, Any] = {"norm_before_gate": norm_before_gate, "group_size": group_size}
             return norm.rms_norm_gated(o, gate, weight, eps=eps, **order)
         y = o if gate is None or norm_before_gate else _fp32.widen(o) * F.silu(_fp32.widen(gate))
-        y = rank_sums.norm_of_parts(y, eps, shard)
+        y = context_exchange.norm_of_parts(y, eps, shard)
         y = y if weight is None else y * weight
         y = y * F.silu(_fp32.widen(gate)) if gate is not None and norm_before_gate else y
         return y.to(o.dtype)

@@ -12,9 +12,8 @@ from slipstream.layers import base
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear, projections
 from slipstream.ops._fp32 import widen
-from slipstream.ops.gla import chunk_gla, fused_recurrent_gla
+from slipstream.ops.gla import chunk_gla, chunk_hgrn, fused_recurrent_gla, fused_recurrent_hgrn
 from slipstream.ops.gsa import chunk_gsa, fused_recurrent_gsa
-from slipstream.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
 
 
 class GatedLinearAttention(base.Mixer):

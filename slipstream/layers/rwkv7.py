@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.common.checks import expect_shape, expect_tensor
 from slipstream.kernels.time_mix import rwkv7, token_mix
-from slipstream.kernels.time_mix.low_rank import LowRankInputs, low_rank
+from slipstream.kernels.time_mix.rwkv7_step import LowRankInputs, low_rank
 from slipstream.layers.base import Mixer, assign, expect_first_value, heads_of
 from slipstream.layers.call import MixerCall, State
 from slipstream.nn import decoding, linear, projections, recompute

@@ -18,7 +18,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, Tenso
 from slipstream.layers import Mixer
 from slipstream.models.config import TP_STYLE, SlipstreamConfig
 from slipstream.models.head_layouts import Heads, Layout, heads_of
-from slipstream.runtime.rank_sums import HeadShard, gather_last, sum_gradients, sum_parts
+from slipstream.runtime.context_exchange import HeadShard, gather_last, sum_gradients, sum_parts
 from slipstream.runtime.token_ids import expect_ids
 
 if TYPE_CHECKING:  # a torch may have no collectives

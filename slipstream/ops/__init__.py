@@ -36,11 +36,11 @@ from slipstream.ops.gated_delta_product import (
     fused_recurrent_gated_delta_product as fused_recurrent_gated_delta_product,
 )
 from slipstream.ops.gla import chunk_gla as chunk_gla
+from slipstream.ops.gla import chunk_hgrn as chunk_hgrn
 from slipstream.ops.gla import fused_recurrent_gla as fused_recurrent_gla
+from slipstream.ops.gla import fused_recurrent_hgrn as fused_recurrent_hgrn
 from slipstream.ops.gsa import chunk_gsa as chunk_gsa
 from slipstream.ops.gsa import fused_recurrent_gsa as fused_recurrent_gsa
-from slipstream.ops.hgrn import chunk_hgrn as chunk_hgrn
-from slipstream.ops.hgrn import fused_recurrent_hgrn as fused_recurrent_hgrn
 from slipstream.ops.kda import chunk_gdn2 as chunk_gdn2
 from slipstream.ops.kda import chunk_kda as chunk_kda
 from slipstream.ops.kda import fused_recurrent_gdn2 as fused_recurrent_gdn2

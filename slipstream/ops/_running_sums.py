@@ -1,5 +1,5 @@
 """Running sums of exponentials, which rwkv4 divides by: kernels where the tokens are
-all here and on a GPU, and else kernels/running_mean/eager.py, across ranks too."""
+all here and on a GPU, and else kernels/running_mean/op.py, across ranks too."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gated_scan.op import run as gated_scan
-from slipstream.kernels.running_mean import eager, inputs, op
+from slipstream.kernels.running_mean import inputs, op
 from slipstream.ops._fp32 import result_dtype, widen
 from slipstream.ops.token_shift import token_shift
 from slipstream.runtime import context_parallel, token_ids
@@ -33,12 +33,12 @@ def running_mean(
             return op.running_mean(inputs.MeanInputs(k, v, w, u, start, packing.cu_seqlens), impl)
     wide = widen(k), widen(v)
     sums = running_sums(*wide, w, start, packing)
-    return eager.outputs(u, *wide, sums).to(result_dtype(v)), sums.final
+    return op.outputs(u, *wide, sums).to(result_dtype(v)), sums.final
 
 
 def running_sums(
     k: Tensor, v: Tensor, w: Tensor, start: Tensor, packing: Packing
-) -> eager.RunningSums:
+) -> op.RunningSums:
     """Computes eager.running_sums, across ranks too."""
     cu_seqlens, context, impl = packing
     # of a shift, which is a copy: the reference would look at the offsets
@@ -56,7 +56,7 @@ def running_sums(
         return gated_scan(x, g, before, False, False, cu_seqlens, impl, context)[0]
 
     m = running_max(k, w, start, cu_seqlens, context)
-    return eager.running_sums(k, v, w, start, m, scanned, previous)
+    return op.running_sums(k, v, w, start, m, scanned, previous)
 
 
 @torch.no_grad()
@@ -70,13 +70,13 @@ def running_max(
     """m_t = max(m_{t-1} + w, k_t) [B, T, D], from the last D columns of start [N, .]."""
     first = start[:, -k.shape[2] :].to(k.dtype)
     if context is None:
-        return eager.running_max(k, w, first, cu_seqlens)
+        return op.running_max(k, w, first, cu_seqlens)
     share, offsets = context.share(k.shape[1]), context.offsets_on(k.device)
     rows = 1 if share.packed else k.shape[0]
     nothing = k.new_full((rows, k.shape[2]), -torch.inf)
     local = share.local_states(first, nothing if share.earlier else None, rows)
     assert local is not None
-    m = eager.running_max(k, w, local, offsets)
+    m = op.running_max(k, w, local, offsets)
     if not share.crossings.any:
         return m
     every = share.gather(m[:, -1] if share.later else nothing)

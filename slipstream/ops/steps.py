@@ -16,7 +16,7 @@ from slipstream.kernels.mixer_step.op import run
 from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import inputs, op
 from slipstream.kernels.time_mix import rwkv7_step as step
-from slipstream.kernels.time_mix import token_mix_step as mixes
+from slipstream.kernels.time_mix import token_mix as mixes
 from slipstream.runtime.consistent import consistent_scope
 
 ORDERS = ("qkv", "vkq")

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from slipstream.cli.commands import app
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import SAMPLES
 from tests.support.triton_release import HAS_GLUON, INTERPRETS
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 from tests.support.drivers import Driver
 
 pytestmark = pytest.mark.skipif(

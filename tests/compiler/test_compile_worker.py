@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import slipstream
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"

@@ -14,7 +14,7 @@ import pytest
 from slipstream.compiler import compiler_state, support_matrix
 from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.compile_worker import Outcome
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 from tests.support.planted_fault import FAULT, plant
 from tests.support.scripts import script
 from tests.support.traced_in_a_thread import trace_in_a_thread

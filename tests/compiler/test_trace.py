@@ -10,7 +10,7 @@ import torch
 
 from slipstream import ops
 from slipstream.compiler import aot
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"

@@ -9,7 +9,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 from tests.support.scripts import script
 from tests.support.traced_in_a_thread import trace_in_a_thread
 

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.kernels.linear import segments
+from slipstream.kernels.linear import plan, segments
 from slipstream.kernels.linear.backend import SavedWY
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import TILE_V
-from slipstream.kernels.linear.sm90 import plan
 from slipstream.kernels.linear.sm90.delta import backend as delta
 from slipstream.kernels.linear.sm90.delta import bwd_schedule
 from slipstream.kernels.linear.sm90.dplr import backend as dplr
@@ -117,7 +116,7 @@ def test_gates_a_channel_match_reference(
     torch.manual_seed(0)
     terms = channels(kind, gates, dtype, lengths)
     do, dfinal = gradients_of_results(terms)
-    assert plan.unsupported_reason(terms) is None
+    assert plan.sm90_unsupported_reason(terms) is None
     assert dplr.supports_dqkg(terms, do)
     want = reference(terms, do, dfinal)
     got = expect(lambda: run(dplr, terms, do, dfinal), want, BARS, 8e-3)
@@ -188,7 +187,7 @@ def test_delta_rule_matches_reference(
             pytest.skip("one tile is as wide as V")
         monkeypatch.setattr(delta.Sm90Delta, "_use_2tile", lambda self, terms: True)
     terms = inputs(size, gated)
-    assert plan.unsupported_reason(terms) is None
+    assert plan.sm90_unsupported_reason(terms) is None
     do, dfinal = gradients_of_results(terms)
     want = reference(terms, do, dfinal)
     expect(lambda: run(delta, terms, do, dfinal), want, {}, 2 * LIMIT)
@@ -234,7 +233,7 @@ LIMITS = {"o": 0.005, "final": 0.005, "g": 0.02}
 def test_additive_scans_match_reference(size: tuple, gated: bool, K: int) -> None:
     torch.manual_seed(0)
     terms = inputs((*size[:4], K, K, size[6]), gated)._replace(beta=None)
-    assert plan.unsupported_reason(terms) is None
+    assert plan.sm90_unsupported_reason(terms) is None
     do, dfinal = gradients_of_results(terms)
     want = reference(terms, do, dfinal)
     expect(lambda: run(scalar_decay, terms, do, dfinal), want, LIMITS, 0.008)
@@ -273,7 +272,7 @@ def test_channel_scans_match_reference(
     """Forward in segments of so many tokens, too."""
     torch.manual_seed(0)
     terms = vector_inputs(size, kind)
-    assert plan.unsupported_reason(terms) is None
+    assert plan.sm90_unsupported_reason(terms) is None
     do, dfinal = gradients_of_results(terms)
 
     def both() -> dict[str, Tensor]:
@@ -323,7 +322,7 @@ def test_segments_match_reference(
     if form == "iplr":
         terms = terms._replace(g=None)
     do, dfinal = gradients_of_results(terms)
-    assert plan.unsupported_reason(terms) is None
+    assert plan.sm90_unsupported_reason(terms) is None
     want = reference(terms, do, dfinal)
     for way in (dplr, triton_dplr):
         cut(monkeypatch, None)

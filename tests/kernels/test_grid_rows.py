@@ -12,7 +12,7 @@ from torch import Tensor
 import slipstream
 from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.kernels.mixer_step.block_inputs import Blocks, TokenInputs, block_inputs
-from slipstream.kernels.time_mix import low_rank
+from slipstream.kernels.time_mix import rwkv7_step
 from slipstream.ops import selective_scan
 from slipstream.ops.conv import short_convolution_update
 from slipstream.runtime import backends
@@ -106,7 +106,7 @@ def prepared(channels: tuple[int, ...]) -> list[Tensor]:
 
 
 def multiplied(ranks: tuple[int, ...]) -> list[Tensor]:
-    return [low_rank.low_rank(low_rank_inputs(50, 40, ranks, torch.float32), "triton")]
+    return [rwkv7_step.low_rank(low_rank_inputs(50, 40, ranks, torch.float32), "triton")]
 
 
 CALLS: dict[str, list[Callable[[], list[Tensor]]]] = {

@@ -19,13 +19,13 @@ from slipstream.kernels.elementwise import copy_states, rotation, token_shift
 from slipstream.kernels.elementwise.triton import rotary
 from slipstream.kernels.linear import decode, inputs, segments
 from slipstream.kernels.linear import op as linear
+from slipstream.kernels.linear import plan as sm90
+from slipstream.kernels.linear import plan as triton_plan
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.modes import context, memory
-from slipstream.kernels.linear.sm90 import plan as sm90
 from slipstream.kernels.linear.sm90.delta import bwd_schedule
 from slipstream.kernels.linear.sm90.dplr.backend import supports_dqkg
 from slipstream.kernels.linear.sm90.scalar_decay import backend as scalar_sm90
-from slipstream.kernels.linear.triton import plan as triton_plan
 from slipstream.kernels.linear.triton.dplr import backend as dplr
 from slipstream.kernels.linear.triton.vector_decay import tiles as vector_decay
 from slipstream.kernels.loss import shard
@@ -91,7 +91,7 @@ def on_a_gpu(width: int, dtype: torch.dtype, capability: tuple[int, int] = (9, 0
 
 
 def by_token(T: int) -> bool:
-    with mock.patch.object(linear, "only_by_token", return_value=False):
+    with mock.patch.object(linear.plan, "only_by_token", return_value=False):
         return linear._goes_by_token(terms(T=T), SimpleNamespace(chunk=0), None)
 
 
@@ -187,11 +187,11 @@ LIMITS: dict[str, tuple[Callable[[int], Any], int] | tuple[Callable[[int], Any],
     "shifted offsets": (lambda n: token_shift._unsupported_reason(m(1, 4, 8), m(n)), 2, 1),
     "step's K": (lambda K: decode.unsupported_reason(
         (terms(K), decode.Pool(m(1, 1, K, 64), None, False))), decode.MAX_K),
-    "K": (lambda K: "at most" in (triton_plan.unsupported_reason(terms(K)) or ""),
+    "K": (lambda K: "at most" in (triton_plan.triton_unsupported_reason(terms(K)) or ""),
           inputs.MAX_HEAD_DIM),
     "a context's K": (
         lambda K: refuses(context._expect_narrow, terms(K), ""), inputs.MAX_HEAD_DIM),
-    "tokens": (lambda T: "32 bits" in (sm90.unsupported_reason(terms(128, 128, T, 2)) or ""),
+    "tokens": (lambda T: "32 bits" in (sm90.sm90_unsupported_reason(terms(128, 128, T, 2)) or ""),
                2**29 - 1),
     "gated tokens": (lambda T: sm90._channel_gates_reason(gated(T=T)), 2**29 - 1),
     "strides of gates": (lambda n: inputs.contiguous(

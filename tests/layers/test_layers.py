@@ -419,7 +419,7 @@ def test_norm_across_ranks_is_that_of_all_heads(
     one: Any = SimpleNamespace(norm_weight=torch.rand(8), norm_eps=1e-5, head_shard=None)
     ranks: Any = SimpleNamespace(**vars(one) | {"head_shard": "of one rank"}, norms_across=True)
     monkeypatch.setattr(
-        base.rank_sums, "norm_of_parts", lambda x, eps, _: F.rms_norm(x, (8,), eps=eps)
+        base.context_exchange, "norm_of_parts", lambda x, eps, _: F.rms_norm(x, (8,), eps=eps)
     )
     want, got = (
         Mixer._norm_of_all_heads(x, o, gate if gated else None, norm_before_gate=before)

@@ -15,7 +15,7 @@ from slipstream.nn import RMSNorm
 from slipstream.runtime import backends, call_replay, parallel_compile
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.consistent import consistent
-from slipstream.runtime.rank_sums import HeadShard
+from slipstream.runtime.context_exchange import HeadShard
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="launches are Triton's")
 LENGTHS = (20, 20, 33, 20, 47, 33)  # in chunks

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.kernels.linear import dispatch
-from slipstream.kernels.running_mean.eager import running_max
+from slipstream.kernels.running_mean.op import running_max
 from slipstream.ops import gsa as gsa_module
 from slipstream.runtime.dispatch import ValidationCache
 from slipstream.tools.catalog import Sample, family

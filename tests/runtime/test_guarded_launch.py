@@ -18,7 +18,7 @@ import torch
 from slipstream.compiler import compiler_state
 from slipstream.compiler.aot import FUSION
 from slipstream.compiler.known_bugs import KNOWN_BUGS, applying
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.kernel_pair import relative_error

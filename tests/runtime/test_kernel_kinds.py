@@ -34,8 +34,8 @@ from slipstream.kernels.elementwise import (
     token_shift,
 )
 from slipstream.kernels.gated_scan import op as gated_scan
+from slipstream.kernels.linear import plan as linear
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.triton import plan as linear
 from slipstream.kernels.loss import distill, shard
 from slipstream.kernels.loss import fused as loss
 from slipstream.kernels.matmul import op as matmul
@@ -51,7 +51,7 @@ from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionIn
 from slipstream.kernels.running_mean import op as running_mean
 from slipstream.kernels.selective_scan import op as selective_scan
 from slipstream.kernels.selective_scan.inputs import ScanInputs
-from slipstream.kernels.time_mix import low_rank, rwkv7, rwkv7_step, token_mix, token_mix_step
+from slipstream.kernels.time_mix import rwkv7, rwkv7_step, token_mix
 
 
 def values(text: str) -> list[tuple[str, Any]]:
@@ -220,9 +220,13 @@ CASES: dict[str, tuple[Callable, str, str]] = {
         "state=[3,2,4,4] r=[2,8] r_k=[2,4]",
         "r_k=[2,8] v_gate=[2,8]",
     ),
-    "low_rank": (of(low_rank.LowRankInputs, low_rank._kind), "w=[2,4] v=None", "v=[2,4]"),
+    "low_rank": (
+        of(rwkv7_step.LowRankInputs, rwkv7_step._low_rank_kind),
+        "w=[2,4] v=None",
+        "v=[2,4]",
+    ),
     "token_mix": (token_mix._kind, "x=[1,5,8] mu=[6,8]", "mu=[1,8]"),
-    "token_mix_step": (token_mix_step._kind, "x=[2,8] mu=[6,8] state=[3,8]", "mu=[1,8]"),
+    "token_mix_step": (token_mix._step_kind, "x=[2,8] mu=[6,8] state=[3,8]", "mu=[1,8]"),
 }
 
 # by the first word of cases, tensors whose dtype is that of another, or any

@@ -37,7 +37,7 @@ if HAVE_TRITON:
 
 
 class CFunction:
-    """In place of the one that launches; it has no closure, where launch_replay.py looks."""
+    """In place of the one that launches; it has no closure, where launch_cache.py looks."""
 
     def __init__(self, launches: list[tuple]) -> None:
         self.launches = launches

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.runtime import call_replay, dispatch, launch_replay
+from slipstream.runtime import call_replay, dispatch, launch_cache
 from slipstream.runtime.custom_op import DirectCall
 from slipstream.runtime.dispatch import ValidationCache, signature
 
@@ -121,9 +121,9 @@ def _records(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[dict, Callable
 
 
 def _maps(monkeypatch: pytest.MonkeyPatch, most: int) -> tuple[dict, Callable[[int], Any]]:
-    monkeypatch.setattr(launch_replay, "MAX_MAPS", most)
-    maps: Any = launch_replay.TensorMapCache.__new__(launch_replay.TensorMapCache)
-    maps.known, maps._tile, maps._rest = {}, launch_replay._Tile, ()
+    monkeypatch.setattr(launch_cache, "MAX_MAPS", most)
+    maps: Any = launch_cache.TensorMapCache.__new__(launch_cache.TensorMapCache)
+    maps.known, maps._tile, maps._rest = {}, launch_cache._Tile, ()
     maps._make = lambda tile: [tile.base.data_ptr() + 1]
     return maps.known, lambda i: maps(i, (1,), (1,))
 

@@ -26,7 +26,7 @@ from slipstream.kernels.projection_step.inputs import NormedInputs
 from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.running_mean.inputs import MeanInputs
 from slipstream.kernels.selective_scan import eager as selective_eager
-from slipstream.kernels.time_mix import low_rank, rwkv7, token_mix
+from slipstream.kernels.time_mix import rwkv7, rwkv7_step, token_mix
 from slipstream.tools.catalog import OPERATORS, Shape
 from tests.support import rwkv7_steps as rwkv7_args
 
@@ -160,7 +160,9 @@ def rwkv7_steps() -> list[Tensor]:
 
 def low_rank_products() -> list[Tensor]:
     return [
-        low_rank.low_rank(rwkv7_args.low_rank_inputs(3, 8, (5, 3, 4, 2), torch.get_default_dtype()))
+        rwkv7_step.low_rank(
+            rwkv7_args.low_rank_inputs(3, 8, (5, 3, 4, 2), torch.get_default_dtype())
+        )
     ]
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from slipstream.kernels.attention import cache, eager, latent
 from slipstream.kernels.linear import gated_delta_product, gsa
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
-from slipstream.kernels.matmul import eager as matmul_eager
+from slipstream.kernels.matmul import op as matmul_eager
 from slipstream.kernels.mixer_step import block_inputs
-from slipstream.kernels.projection_step import eager as projection_eager
+from slipstream.kernels.projection_step import op as projection_eager
 from slipstream.kernels.selective_scan import eager as selective_eager
 from slipstream.runtime import backends, dispatch
 from slipstream.runtime.kernel_pair import KernelPair
@@ -125,7 +125,7 @@ FAMILIES = [
     Family(
         "matmul.triton",
         calls.sampled("matmul"),
-        launches={"matmul.triton_kernels:matmul": lambda t, config: matmul_eager.matmul(t)},
+        launches={"matmul.triton_kernels:matmul": lambda t, config: matmul_eager.plain_matmul(t)},
         chooses="kernels.matmul.op",
     ),
     Family(
@@ -165,8 +165,8 @@ FAMILIES = [
     paired("token_mix", calls.token_mixes, "time_mix.token_mix"),
     paired("rwkv7", calls.rwkv7_parts, "time_mix.rwkv7"),
     Family("rwkv7_step.triton", calls.rwkv7_steps, "time_mix.rwkv7_step"),
-    paired("low_rank_step", calls.low_rank_products, "time_mix.low_rank"),
-    paired("token_mix_step", calls.token_mix_steps, "time_mix.token_mix_step"),
+    paired("low_rank_step", calls.low_rank_products, "time_mix.rwkv7_step"),
+    paired("token_mix_step", calls.token_mix_steps, "time_mix.token_mix"),
     Family(
         "projection_step.triton",
         calls.projections,

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.time_mix import low_rank
+from slipstream.kernels.time_mix import rwkv7_step as low_rank
 from slipstream.kernels.time_mix import rwkv7_step as op
-from slipstream.kernels.time_mix.low_rank import LowRankInputs
+from slipstream.kernels.time_mix.rwkv7_step import LowRankInputs
 from slipstream.layers import RWKV7
 from slipstream.layers import rwkv7 as layers
 from slipstream.nn import projections
@@ -156,7 +156,7 @@ def check_low_rank(
 ) -> None:
     t = low_rank_inputs(N, D, ranks, dtype)
     wide = LowRankInputs._make(x if x is None else x.double() for x in t)
-    want, y = low_rank.plain(wide), low_rank.low_rank(t, impl)
+    want, y = low_rank.plain_low_rank(wide), low_rank.low_rank(t, impl)
     limit = limit_of(t.w, 2e-6, impl)
     assert y.dtype == torch.float32 and error(y, want) < limit, (N, D, ranks, error(y, want))
 

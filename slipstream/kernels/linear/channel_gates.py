@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.sm90.plan import unsupported_reason
+from slipstream.kernels.linear.plan import sm90_unsupported_reason
 
 
 def takes_as_they_are(terms: LinearInputs, impl: str | None) -> bool:
@@ -29,7 +29,7 @@ def takes_as_they_are(terms: LinearInputs, impl: str | None) -> bool:
             **{n: getattr(terms, n).new_empty(()).expand(getattr(terms, n).shape).to(dtype)
                for n in names}
         )  # fmt: skip
-    return unsupported_reason(terms) is None
+    return sm90_unsupported_reason(terms) is None
 
 
 def _erase(g: Tensor, k: Tensor, erase: Tensor) -> Tensor:

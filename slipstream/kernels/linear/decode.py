@@ -15,7 +15,7 @@ from slipstream.kernels.linear import dispatch, op, probe
 from slipstream.kernels.linear.eager.recurrent import recurrent_forward
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.modes import transforms
-from slipstream.kernels.linear.triton.plan import kind
+from slipstream.kernels.linear.plan import kind
 from slipstream.runtime import autograd, backends, custom_op, guarded_launch, token_ids
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch.compiler import is_compiling
 
 from slipstream.common import checks
-from slipstream.kernels.linear import inputs, reference
+from slipstream.kernels.linear import inputs, plan, reference
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes import context, transforms, wide_heads
 from slipstream.kernels.linear.modes import context as context_mode
@@ -22,16 +22,13 @@ from slipstream.kernels.linear.modes.memory import groups_of as memory_groups_of
 from slipstream.kernels.linear.modes.prefix_states import Prefix
 from slipstream.kernels.linear.modes.wide_heads import HeadGroups, WideHeads, shapes_of_split
 from slipstream.kernels.linear.op import CONSISTENT, DEFAULT_CHUNK, Linear, call_forward, linear
-from slipstream.kernels.linear.sm90.plan import SCALAR_DECAY_WIDTHS, is_vector_decay
-from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported
-from slipstream.kernels.linear.triton.plan import unsupported_reason
 from slipstream.runtime import autograd, dispatch, token_ids
 from slipstream.runtime.consistent import consistent, consistent_scope, prefix_scope
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, ValidationCache, signature
 
 CANDIDATES = (
-    Candidate("sm90", "kernels for sm_90 and, around them, Triton's", sm90_unsupported),
-    Candidate("triton", "Triton kernels, on CUDA", unsupported_reason),
+    Candidate("sm90", "kernels for sm_90 and, around them, Triton's", plan.sm90_unsupported_reason),
+    Candidate("triton", "Triton kernels, on CUDA", plan.triton_unsupported_reason),
     Candidate("eager", "plain torch, on any device"),
     Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
 )
@@ -282,7 +279,11 @@ def choose_plan(
     # segments are another matter there
     with consistent() if asked.consistent else nullcontext():
         chosen = plan_for(terms, options.impl, groups)
-        if asked.consistent and chosen.impl == "sm90" and (reason := sm90_unsupported(given)):
+        if (
+            asked.consistent
+            and chosen.impl == "sm90"
+            and (reason := plan.sm90_unsupported_reason(given))
+        ):
             text = f"consistent: a call of this size has no such kernel ({reason})"
             raise NotImplementedError(text)
     return chosen, groups
@@ -302,17 +303,17 @@ def _groups_for_sm90(terms: LinearInputs, impl: str | None) -> HeadGroups | None
 
     Rows are not split for that: adding up their outputs costs what the kernels gain.
     """
-    if impl not in (None, "sm90") or terms.transition != "none" or is_vector_decay(terms):
+    if impl not in (None, "sm90") or terms.transition != "none" or plan.is_vector_decay(terms):
         return None
-    if sm90_unsupported(terms) is None:
+    if plan.sm90_unsupported_reason(terms) is None:
         return None
     K = terms.q.shape[-1]
-    if K not in SCALAR_DECAY_WIDTHS:
+    if K not in plan.SCALAR_DECAY_WIDTHS:
         return None
     groups = wide_heads.groups_of(terms, K)
     if groups.columns * groups.V != terms.v.shape[-1]:
         return None
-    return None if sm90_unsupported(shapes_of_split(terms, groups)) else groups
+    return None if plan.sm90_unsupported_reason(shapes_of_split(terms, groups)) else groups
 
 
 def plan_for(terms: LinearInputs, impl: str | None, groups: HeadGroups | None = None) -> Selection:

@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import channel_gates, inputs, prefix_states, probe
+from slipstream.kernels.linear import channel_gates, inputs, plan, prefix_states, probe
 from slipstream.kernels.linear.backend import Exchange, Extras
 from slipstream.kernels.linear.eager import recurrent, segments
 from slipstream.kernels.linear.eager.chunk import chunk_backward, chunk_forward
 from slipstream.kernels.linear.eager.recurrent import recurrent_backward
 from slipstream.kernels.linear.inputs import NUM_TERMS, BackwardCall, ForwardCall, LinearInputs
-from slipstream.kernels.linear.sm90.plan import is_vector_decay, per_channel
-from slipstream.kernels.linear.sm90.plan import unsupported_reason as sm90_unsupported_reason
-from slipstream.kernels.linear.triton.plan import kind, only_by_token
 from slipstream.runtime import compile_ahead, guarded_launch, launch_cache
 from slipstream.runtime.autograd import Function, Saved, needs_autograd, once_differentiable, save
 from slipstream.runtime.consistent import consistent
@@ -71,7 +68,7 @@ def forward_impl(*args: Any, extras: Extras = NO_EXTRAS) -> tuple[Any, ...]:
         guarded_launch.Guard(
             _guarded(terms, call, extras.exchange),
             terms.q.device,
-            lambda: kind(terms, first, by_token),
+            lambda: plan.kind(terms, first, by_token),
             lambda: probe.mismatch(terms, first, by_token, linear),
         ) as usable,
         consistent() if call.chunk == CONSISTENT else _AS_USUAL,
@@ -92,7 +89,7 @@ def forward_impl(*args: Any, extras: Extras = NO_EXTRAS) -> tuple[Any, ...]:
 def _goes_by_token(terms: LinearInputs, call: ForwardCall, exchange: Exchange | None) -> bool:
     """Whether Triton's fused_recurrent takes a call, which is faster up to MAX_STEP_TOKENS."""
     short = call.chunk == 0 and not _is_fixed(exchange) and terms.q.shape[1] <= MAX_STEP_TOKENS
-    return only_by_token(terms) or short
+    return plan.only_by_token(terms) or short
 
 
 def _is_fixed(exchange: Exchange | None) -> bool:
@@ -103,7 +100,7 @@ def _is_fixed(exchange: Exchange | None) -> bool:
 def _guarded(terms: LinearInputs, call: ForwardCall, exchange: Exchange | None) -> str:
     """The implementations to try: with fixed segments as backward, which takes forward's states for
     those that plain torch would leave."""
-    return "eager" if _is_fixed(exchange) and only_by_token(terms) else call.impl
+    return "eager" if _is_fixed(exchange) and plan.only_by_token(terms) else call.impl
 
 
 def _forward_by_token(
@@ -127,11 +124,11 @@ def _eager(terms: LinearInputs, scale: float, chunk: int) -> tuple[Tensor, Tenso
 def _backend(impl: str, terms: LinearInputs) -> Any:
     """The module that launches the kernels of a call in chunks; Triton is imported only here, once
     they are wanted."""
-    if per_channel(terms):
+    if plan.per_channel(terms):
         return _module(impl, "dplr")
     if terms.transition == "delta":
         return _module(impl, "delta")
-    return _module(impl, "vector_decay" if is_vector_decay(terms) else "scalar_decay")
+    return _module(impl, "vector_decay" if plan.is_vector_decay(terms) else "scalar_decay")
 
 
 @functools.cache
@@ -166,11 +163,11 @@ def backward_impl(*args: Any, extras: Extras = NO_EXTRAS) -> list[Tensor]:
         return _in_order(_empty_backward(terms, call.dfinal, extras.exchange), terms, call)
     if terms.erase is not None and first != "sm90":
         return _backward_as_dplr(terms, call, extras)
-    grads, alone = None, only_by_token(terms)
+    grads, alone = None, plan.only_by_token(terms)
     with guarded_launch.Guard(
         "eager" if alone else call.impl,
         terms.q.device,
-        lambda: kind(terms, first),
+        lambda: plan.kind(terms, first),
         lambda: probe.mismatch(terms, first, False, linear),
     ) as usable:
         if usable:
@@ -306,7 +303,7 @@ def impls_at(terms: LinearInputs, impl: str) -> str:
     """The implementations to try of terms of other sizes: another choice, where one was made."""
     if impl not in CHOSEN:
         return impl
-    return CHOSEN[sm90_unsupported_reason(terms) is not None]
+    return CHOSEN[plan.sm90_unsupported_reason(terms) is not None]
 
 
 call_forward = KernelOp(

@@ -4,6 +4,10 @@
 
 The gradient is made of the same operator, so it has gradients too. An activation that is
 differentiated is applied to z outside of the kernel, for its derivative wants z.
+
+The matmul in plain torch: as a formula, and by the library's product and float32 after it.
+
+float32 products have the precision that torch is set to; float8 ones are taken to float32.
 """
 
 from collections.abc import Iterator
@@ -18,12 +22,34 @@ from slipstream.common.checks import cast
 from slipstream.compiler import arch, known_bugs
 from slipstream.compiler import arch as arches
 from slipstream.kernels.matmul import config as configs
-from slipstream.kernels.matmul import eager
+from slipstream.kernels.matmul.config import FP8, MatmulInputs, activated, scaled
 from slipstream.runtime import autograd, custom_op, kernel_pair
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, sm90_unsupported
 from slipstream.runtime.compile_ahead import resized
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
 from slipstream.runtime.guarded_launch import Guard, known_failure
+
+
+def plain_matmul(t: MatmulInputs) -> Tensor:
+    """out [M, N]."""
+    if t.a.dtype in FP8 or t.a.dtype == torch.float64:
+        return matmul_reference(t)
+    plain = (t.scale_a, t.scale_b, t.bias, t.residual) == (None,) * 4 and not t.activation
+    z = torch.mm(t.a, t.b)
+    if plain:
+        return cast(z, t.out_dtype)
+    z = scaled(z.float(), t.scale_a, t.scale_b)
+    z = activated(z if t.bias is None else z.add_(t.bias), t.activation)
+    return cast(z if t.residual is None else z.add_(t.residual), t.out_dtype)
+
+
+def matmul_reference(t: MatmulInputs) -> Tensor:
+    """out [M, N], the oracle of the tests: each factor is taken to float64 or float32 first."""
+    compute_dtype = torch.float64 if torch.float64 in (t.a.dtype, t.out_dtype) else torch.float32
+    z = scaled(t.a.to(compute_dtype) @ t.b.to(compute_dtype), t.scale_a, t.scale_b)
+    z = activated(z if t.bias is None else z + t.bias.to(compute_dtype), t.activation)
+    return (z if t.residual is None else z + t.residual.to(compute_dtype)).to(t.out_dtype)
+
 
 # Rows between which and beyond which no other tile is chosen; with one more a number is odd.
 _ROWS = [n for power in range(4, 18) for n in (1 << power, 3 << power - 1)]
@@ -209,7 +235,7 @@ def _run(impl: str, t: configs.MatmulInputs, config: configs.MatmulConfig | None
         if usable:
             return _launch(name, t, config)
     if name in PLAIN:
-        return eager.matmul_reference(t) if name == "reference" else eager.matmul(t)
+        return matmul_reference(t) if name == "reference" else plain_matmul(t)
     return _run(others, t, config)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of a step: checks, choice, call. They have no gradient.
+"""Linear layers of a step: checks, choice, call, and plain torch. They have no gradient.
 
 slipstream::_projection_step is one launch; _projection_norm_step has the residual and the norm
 behind them, too. Of few rows and of many they are other launches: takes() says of how many this is
@@ -10,23 +10,58 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.primitives.norm_options import NormOptions
-from slipstream.kernels.projection_step import eager, inputs
-from slipstream.kernels.projection_step.inputs import (
-    MAX_WEIGHTS,
-    MMA_ROWS,
-    WGMMA_COLUMNS,
-    ProjectionInputs,
-)
+from slipstream.kernels.projection_step import inputs
+from slipstream.kernels.projection_step.inputs import MAX_WEIGHTS, MMA_ROWS, ProjectionInputs
 from slipstream.runtime import autograd, backends, consistent, guarded_launch
 from slipstream.runtime.compile_ahead import resized
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, Candidate, choose
 from slipstream.runtime.kernel_pair import Given, guarded, mismatch, random_like
+
+
+def projection_step(t: ProjectionInputs) -> Tensor:
+    x = t.x
+    if t.norm is not None and not t.normed:
+        x = normed(x, t.norm_weight, t.norm)
+    return _projection_step(t, x)
+
+
+def reference(t: ProjectionInputs) -> Tensor:
+    """In float64, rounded once."""
+    wide = t._replace(
+        x=t.x.double(),
+        weights=[w.double() for w in t.weights],
+        biases=[None if b is None else b.double() for b in t.biases],
+        norm_weight=None if t.norm_weight is None else t.norm_weight.double(),
+        residual=None if t.residual is None else t.residual.double(),
+    )
+    return projection_step(wide).to(t.out_dtype)
+
+
+def normed(x: Tensor, weight: Tensor | None, n: NormOptions) -> Tensor:
+    """In float32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x = x.to(wide)
+    x = x * (x.square().mean(-1, keepdim=True) + n.eps).rsqrt()
+    factor = n.factor(weight, wide)
+    return x if factor is None else x * factor
+
+
+def _projection_step(t: ProjectionInputs, x: Tensor) -> Tensor:
+    x = x.to(t.weights[0].dtype)
+    ys = [F.linear(x, w, None if b is None else b.to(w.dtype)) for w, b in zip(t.weights, t.biases)]
+    if t.glu:
+        y = F.silu(ys[0]) * ys[1]
+    else:
+        y = ys[0] if len(ys) == 1 else torch.cat(ys, 1)
+    return y if t.residual is None else t.residual + y.to(t.residual.dtype)
+
 
 _PLAIN_NORM = NormOptions(0.0)
 LAUNCH = "slipstream.kernels.projection_step.triton_kernels"
@@ -131,10 +166,10 @@ def _kind(t: ProjectionInputs) -> KernelKey:
 def _impl(*args: Any) -> Tensor:
     t, impl = _nested(args[:-1]), args[-1]
     if t.x.numel() == 0 or t.size == 0 or (t.is_long and impl == TRITON_OR_EAGER):
-        return eager.projection_step(t)
+        return projection_step(t)
     if impl == "reference":
-        return eager.reference(t)
-    kernel, plain = f"{LAUNCH}:projection_step", eager.projection_step
+        return reference(t)
+    kernel, plain = f"{LAUNCH}:projection_step", projection_step
     kind, mismatch = partial(_kind, t), partial(_mismatch, t)
     return guarded(impl, t.x.device, kernel, plain, (t,), kind, mismatch)
 
@@ -144,7 +179,7 @@ def _mismatch(like: ProjectionInputs) -> str | None:
     there may be several."""
     rows, K = like.x.shape
     rows = rows if rows > MMA_ROWS else min(rows, 3)
-    N = WGMMA_COLUMNS if like.is_wide else 40
+    N = inputs.WGMMA_COLUMNS if like.is_wide else 40
     sizes = (N, N) if like.glu else (N, 24) if like.residual is None else (N,)
     x = like.x
     tensors = {f"w{i}": random_like(like.weights[0], n, K) for i, n in enumerate(sizes)}
@@ -195,7 +230,7 @@ def takes(rows: int, device: torch.device) -> bool:
     """Whether shares of K are faster for so many rows; consistent models want one order of sums
     whatever the rows."""
     return (
-        inputs.MMA_ROWS < rows <= MAX_ROWS
+        MMA_ROWS < rows <= MAX_ROWS
         and not consistent.consistent_scope.on
         and backends.supports_pdl(device)
     )
@@ -228,7 +263,7 @@ def run_norm(
 
 def _norm_eager(t: inputs.NormedInputs, n: NormOptions) -> tuple[Tensor, Tensor]:
     h = t.residual + torch.nn.functional.linear(t.x, t.weight, t.bias).to(t.residual.dtype)
-    y = eager.normed(h.to(t.weight.dtype), t.norm_weight, n)
+    y = normed(h.to(t.weight.dtype), t.norm_weight, n)
     return h, y.to(t.weight.dtype)
 
 

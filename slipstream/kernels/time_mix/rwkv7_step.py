@@ -8,6 +8,12 @@
 
 of one token each of N sequences, whose states are rows of a pool, updated in place. It has no
 gradient; between its parts nothing is rounded.
+
+The second matrices of RWKV-7's low-rank layers in a decoding step: slipstream::_low_rank_step.
+
+    w = tanh(w) W_w        a = a W_a        g = sigmoid(g) W_g        v = v W_v, where there is one
+
+of one token each of N sequences, in one launch and not rounded. It has no gradient.
 """
 
 from typing import Any, NamedTuple
@@ -18,9 +24,55 @@ from torch import Tensor
 from slipstream.common import checks, pool_rows
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.time_mix import rwkv7
-from slipstream.kernels.time_mix.inputs import TOKENS, OutputInputs, StepInputs, TermsInputs
-from slipstream.runtime import autograd, backends, custom_op, guarded_launch, token_ids
+from slipstream.kernels.time_mix.inputs import (
+    TOKENS,
+    LowRankInputs,
+    OutputInputs,
+    StepInputs,
+    TermsInputs,
+)
+from slipstream.runtime import autograd, backends, custom_op, dispatch, guarded_launch, token_ids
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
+
+
+def low_rank(t: LowRankInputs, impl: str | None = None) -> Tensor:
+    """w, a, g and v [3 or 4, N, D], in float32 or float64. impl: as runtime.dispatch.choose."""
+    impls = choose(_LOW_RANK_CANDIDATES, t, impl, "low_rank_step", t.w).impls
+    return _low_rank(*t, impl=impls)
+
+
+def plain_low_rank(t: LowRankInputs) -> Tensor:
+    inner = [torch.tanh(t.w), t.a, torch.sigmoid(t.g), t.v]
+    found = [x @ up for x, up in zip(inner, t[4:]) if x is not None and up is not None]
+    return rwkv7.wide(torch.stack(found))
+
+
+def _low_rank_kind(t: LowRankInputs) -> KernelKey:
+    return ("low_rank_step.triton", t.w.dtype, t.v is not None)
+
+
+def _low_rank_unsupported(*t: Tensor | None) -> str | None:
+    inputs = LowRankInputs._make(t)
+    if inputs.w.numel() == 0:
+        return "there are no tokens"
+    if any(x is not None and x.dtype != inputs.w.dtype for x in t):
+        return "it takes tensors of one dtype"
+    return guarded_launch.known_failure(lambda: _low_rank_kind(inputs), inputs.w.device)
+
+
+_LOW_RANK_CANDIDATES = dispatch.triton_or_eager(_low_rank_unsupported)
+_low_rank = custom_op.KernelOp(
+    "low_rank_step",
+    f"({custom_op.schema_of(LowRankInputs)}, str impl) -> Tensor",
+    kernel="slipstream.kernels.time_mix.triton.rwkv7_step:low_rank",
+    plain=plain_low_rank,
+    kind=_low_rank_kind,
+    # three sequences, all matrices as they are wide
+    probe=dict.fromkeys(("w", "a", "g", "v"), (3, ...)),
+    packed={"t": LowRankInputs},
+    replay=True,
+)
+
 
 MAX_K = 1024  # all rows of a tile of columns are in one program's registers
 

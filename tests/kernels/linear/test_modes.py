@@ -21,7 +21,7 @@ from slipstream.kernels.linear.modes import prefix_states
 from slipstream.kernels.linear.modes.call import LinearOptions, Results
 from slipstream.kernels.linear.modes.transforms import Autocast, Reverse, VFirst
 from slipstream.kernels.linear.modes.wide_heads import WideHeads
-from slipstream.kernels.linear.triton.plan import kind
+from slipstream.kernels.linear.plan import kind
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.compile_ahead import AtSizes
 from slipstream.tools.samples import FILL, Making

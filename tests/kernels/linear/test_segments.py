@@ -106,7 +106,7 @@ def test_segments_cover_every_sequence(lengths: tuple | None) -> None:
 @pytest.mark.parametrize("form", ["gla", "kda", "gated_deltanet", "simple_gla"])
 def test_no_batch_has_a_plan(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On sm_90 too, where what cuts segments divides by the heads of all sequences."""
-    from slipstream.kernels.linear.sm90 import plan
+    from slipstream.kernels.linear import plan
 
     monkeypatch.setattr(plan.backends, "sm90_unsupported", lambda x: None)
     terms = LinearInputs(*(torch.empty(0, 4096, 4, 128, dtype=torch.bfloat16) for _ in "qkv"))
@@ -115,7 +115,7 @@ def test_no_batch_has_a_plan(form: str, monkeypatch: pytest.MonkeyPatch) -> None
         g=terms.q if form in ("gla", "kda") else by_token,
         beta=by_token if form in ("kda", "gated_deltanet") else None,
     )
-    assert plan.unsupported_reason(terms) == "there are no tokens"
+    assert plan.sm90_unsupported_reason(terms) == "there are no tokens"
 
 
 @pytest.mark.parametrize(("K", "asked"), [(64, [4]), (128, [4]), (256, [])])

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from slipstream import ops
-from slipstream.kernels.linear import dispatch
+from slipstream.kernels.linear import dispatch, plan
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.kernels.linear.sm90 import plan
-from slipstream.kernels.linear.sm90.plan import unsupported_reason
+from slipstream.kernels.linear.plan import sm90_unsupported_reason
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 
 traces = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler")
@@ -31,59 +30,59 @@ HEAD = torch.ones(1, 192, 2)
 @pytest.fixture
 def on_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in (terms(g=HEAD), terms(g=HEAD, beta=HEAD)):
-        assert "sm_90" in str(unsupported_reason(given))
+        assert "sm_90" in str(sm90_unsupported_reason(given))
     monkeypatch.setattr(plan.backends, "sm90_unsupported", lambda x: None)
 
 
 @pytest.mark.usefixtures("on_sm90")
 def test_delta_rule_refusals_say_why() -> None:
     given = terms(g=HEAD, beta=HEAD)
-    assert unsupported_reason(given) is None
+    assert sm90_unsupported_reason(given) is None
     wide = F.pad(given.q, (0, 8))
-    assert "one of (64, 128)" in str(unsupported_reason(given._replace(q=wide, k=wide)))
+    assert "one of (64, 128)" in str(sm90_unsupported_reason(given._replace(q=wide, k=wide)))
     for width in (96, 192, 320):
         v = torch.zeros(*given.v.shape[:3], width, dtype=given.v.dtype)
-        assert "V of (64, 128, 256)" in str(unsupported_reason(given._replace(v=v)))
-    assert "float16" in str(unsupported_reason(given._replace(q=given.q.float())))
-    assert "takes no p" in str(unsupported_reason(given._replace(p=given.k)))
+        assert "V of (64, 128, 256)" in str(sm90_unsupported_reason(given._replace(v=v)))
+    assert "float16" in str(sm90_unsupported_reason(given._replace(q=given.q.float())))
+    assert "takes no p" in str(sm90_unsupported_reason(given._replace(p=given.k)))
     columns = given._replace(gv=torch.zeros(*given.v.shape))
-    assert "takes no gv" in str(unsupported_reason(columns))
+    assert "takes no gv" in str(sm90_unsupported_reason(columns))
     channel = given._replace(g=torch.zeros(*given.v.shape))
-    assert unsupported_reason(channel) is None
+    assert sm90_unsupported_reason(channel) is None
     wide = F.pad(given.v, (0, 64))
-    assert "K and V have to be" in str(unsupported_reason(channel._replace(v=wide)))
+    assert "K and V have to be" in str(sm90_unsupported_reason(channel._replace(v=wide)))
 
 
 @pytest.mark.usefixtures("on_sm90")
 def test_scalar_decay_refusals_say_why() -> None:
     given = terms(g=HEAD)
-    assert unsupported_reason(given) is None
+    assert sm90_unsupported_reason(given) is None
     q, k, v = (x[..., :64] for x in given[:3])
-    assert "128" in str(unsupported_reason(given._replace(q=q, k=k)))
+    assert "128" in str(sm90_unsupported_reason(given._replace(q=q, k=k)))
     wider = given._replace(v=torch.cat([given.v, given.v], -1))
-    assert "both 128 or both 256" in str(unsupported_reason(wider))
-    assert "128" in str(unsupported_reason(given._replace(v=v)))
-    assert "float16" in str(unsupported_reason(given._replace(q=given.q.float())))
-    assert "one gate" in str(unsupported_reason(given._replace(u=given.k[0, 0])))
+    assert "both 128 or both 256" in str(sm90_unsupported_reason(wider))
+    assert "128" in str(sm90_unsupported_reason(given._replace(v=v)))
+    assert "float16" in str(sm90_unsupported_reason(given._replace(q=given.q.float())))
+    assert "one gate" in str(sm90_unsupported_reason(given._replace(u=given.k[0, 0])))
     # the delta rule's kernels take that
-    assert unsupported_reason(given._replace(beta=given.g)) is None
+    assert sm90_unsupported_reason(given._replace(beta=given.g)) is None
 
 
 @pytest.mark.usefixtures("on_sm90")
 def test_vector_decay_refusals_say_why() -> None:
     g = torch.zeros(1, 192, 2, 128, dtype=torch.bfloat16)
     given = terms(g=g, u=torch.ones(2, 128))
-    assert unsupported_reason(given) is None
+    assert sm90_unsupported_reason(given) is None
     narrow = {n: x[..., :64] for n, x in given._asdict().items() if n in ("q", "k", "g")}
-    assert "128" in str(unsupported_reason(given._replace(**narrow)))
-    assert "128" in str(unsupported_reason(given._replace(v=given.v[..., :64])))
+    assert "128" in str(sm90_unsupported_reason(given._replace(**narrow)))
+    assert "128" in str(sm90_unsupported_reason(given._replace(v=given.v[..., :64])))
     for name in "qkvg":
         for dtype in (torch.float16, torch.float32):
             other = given._replace(**{name: getattr(given, name).to(dtype)})
-            assert f"{name} is {dtype}" in str(unsupported_reason(other))
-    assert "one gate" in str(unsupported_reason(given._replace(g=None)))
+            assert f"{name} is {dtype}" in str(sm90_unsupported_reason(other))
+    assert "one gate" in str(sm90_unsupported_reason(given._replace(g=None)))
     few = (x[:, :1].expand(1, 2048, *x.shape[2:]) for x in (*given[:3], g))
-    assert "few heads" in str(unsupported_reason(LinearInputs(*few)))
+    assert "few heads" in str(sm90_unsupported_reason(LinearInputs(*few)))
 
 
 @pytest.mark.parametrize(

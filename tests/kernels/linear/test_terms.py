@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import probe
+from slipstream.kernels.linear import plan, probe
+from slipstream.kernels.linear import plan as sm90_plan
+from slipstream.kernels.linear import plan as triton_plan
 from slipstream.kernels.linear.channel_gates import as_dplr
 from slipstream.kernels.linear.dispatch import LinearOptions, check
 from slipstream.kernels.linear.inputs import (
@@ -18,11 +20,8 @@ from slipstream.kernels.linear.inputs import (
     not_taken,
 )
 from slipstream.kernels.linear.op import backward_impl, by_name, forward_impl
+from slipstream.kernels.linear.plan import HAVE_TRITON
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.sm90 import plan
-from slipstream.kernels.linear.sm90 import plan as sm90_plan
-from slipstream.kernels.linear.triton import plan as triton_plan
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 
 SIZES = {"B": 2, "T": 3, "H": 2, "HV": 4, "K": 5, "V": 6, "N": 2}
 
@@ -129,12 +128,12 @@ def test_sm90_refuses_other_gates(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(plan.guarded_launch, "known_failure", lambda make, device: None)
     terms = inputs(torch.bfloat16, K=64)
     terms = terms._replace(v=terms.v.repeat(1, 1, 1, 2), write=terms.write.repeat(1, 1, 1, 2))
-    assert plan.unsupported_reason(terms) is None
+    assert plan.sm90_unsupported_reason(terms) is None
     if name == "K":
         terms = inputs(torch.bfloat16, K=48)
     else:
         terms = terms._replace(**{name: getattr(terms, name).double()})
-    assert plan.unsupported_reason(terms) is not None
+    assert plan.sm90_unsupported_reason(terms) is not None
 
 
 C = 32

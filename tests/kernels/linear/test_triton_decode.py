@@ -13,8 +13,8 @@ from torch import Tensor
 from slipstream.kernels.linear import dispatch
 from slipstream.kernels.linear import op as linear_op
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
+from slipstream.kernels.linear.plan import HAVE_TRITON
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.runtime.dispatch import Candidate
 from slipstream.tools.catalog import Sample, flat
 from tests.support import decode_pool

@@ -8,7 +8,7 @@ import torch
 from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.trace import trace
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON, INTERPRETED
+from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import Shape, chosen
 
 pytestmark = pytest.mark.skipif(

@@ -10,8 +10,8 @@ from slipstream.compiler.trace import PlainTorch, trace
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.modes import wide_heads
 from slipstream.kernels.linear.modes.wide_heads import HeadGroups, groups_of, shapes_of_split
+from slipstream.kernels.linear.plan import HAVE_TRITON
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.kernels.linear.triton.plan import HAVE_TRITON
 from slipstream.runtime.call_replay import record_decision
 from slipstream.tools.catalog import Shape, chosen, flat
 from tests.support.interpreted import interpreted

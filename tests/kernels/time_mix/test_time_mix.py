@@ -12,7 +12,8 @@ from torch import Tensor
 
 from slipstream.compiler.aot import compile_kernel
 from slipstream.compiler.trace import trace
-from slipstream.kernels.time_mix import low_rank, token_mix
+from slipstream.kernels.time_mix import rwkv7_step as low_rank
+from slipstream.kernels.time_mix import token_mix
 from slipstream.layers.rwkv7 import RWKV7ChannelMix
 from slipstream.nn.decoding import sequence_starts
 from slipstream.ops import rwkv7_step, token_mix_step
@@ -126,10 +127,14 @@ def test_triton_token_mix_matches_operations() -> None:
     starts = torch.tensor([1, 0, 1], dtype=torch.uint8)
     mixes = torch.randn(3, 2, 3, 8)
     torch.library.opcheck(token_mix._forward.overload, (x, x.clone(), None, mu, "triton"))
-    torch.library.opcheck(token_mix._backward.overload, (mixes, x, x.clone(), None, mu, "triton"))
+    torch.library.opcheck(
+        token_mix._forward.backward.overload, (mixes, x, x.clone(), None, mu, "triton")
+    )
     for given in ((None, None), (None, starts)):
         torch.library.opcheck(token_mix._forward.overload, (x, *given, mu, "triton"))
-        torch.library.opcheck(token_mix._backward.overload, (mixes, x, *given, mu, "triton"))
+        torch.library.opcheck(
+            token_mix._forward.backward.overload, (mixes, x, *given, mu, "triton")
+        )
 
 
 MODULE = "slipstream.kernels.time_mix.triton.token_mix"
@@ -142,7 +147,7 @@ def test_step_has_read_a_wide_pool_when_it_writes(x: str, state: str) -> None:
     tensors = dict.fromkeys(("x_ptr", "mu_ptr", "y_ptr"), f"*{x}") | {"state_ptr": f"*{state}"}
     scalars = dict.fromkeys(("N", "slots"), "i32") | dict.fromkeys(("row_x", "row_state"), "i32:16")
     flags = {"D": 2048, "M": 6, "BD": 512}
-    name = f"{MODULE}_step:token_mix_step_kernel"
+    name = f"{MODULE}:token_mix_step_kernel"
     ir = compile_kernel(name, tensors, flags, scalars, warps=2).asm["ttir"]
     assert ("barrier" in ir) == (x != state)
 

@@ -8,7 +8,7 @@ With an erase (the delta rule, DPLR) rows cannot be split: what token t writes i
 or a^T S, a sum over all rows of the state before t. Groups of rows would have to add up [C, V]
 numbers after every chunk, before any of them can go on: no two programs of a launch can wait for
 each other for that, and launches for every chunk are what plain torch does. So K above 256 runs in
-plain torch there (triton/plan.py), which is said once.
+plain torch there (plan.py), which is said once.
 
 Cost: a copy of each gate and state for every further group; scores of a chunk once a group; for
 rows also v, and o in float32.

@@ -3,7 +3,7 @@
 A head of a sequence is one program. Where these leave multiprocessors idle, each takes a segment:
 as many as there are multiprocessors for; so it does where one of many packed sequences may be much
 longer than the others. The gradient of the state at a segment's end is made first, of all at once
-(chunk_dstate.py, segment_launch.py, state_passing.py).
+(chunk_dstate.py, segment_launch.py).
 
 A program goes back in checkpoint blocks of `interval` chunks, the last one first, so that S is in
 memory before the chunks of one block alone; forward leaves S before each block, in 16 bits as it is

@@ -132,9 +132,9 @@ def dqkv_partition(
         mbarrier.arrive(s_empty.index(0), count=1)
         if c.HAS_GATE:
             b_k *= factors.index(2 * a).load(gl.SliceLayout(1, kl))[:, None]
-        # of a chunk that decays less dg.py does not read them, and they would take a tenth longer
+        # of a chunk that decays less dg does not read them, and they would take a tenth longer
         if c.HAS_DG:
-            # with room for other orders of their sum than dg.py's (its min_chunk_gate, of base e)
+            # with room for other orders of their sum than dg's (its min_chunk_gate, of base e)
             is_strong = G_C < -8.0
             if is_strong:
                 b_row = gl.sum(ks.index(s).load(kl).to(gl.float32) * b_k, 1) * scale

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import backend, delta, inputs, prefix_states
+from slipstream.kernels.linear.plan import INTERPRETED
 from slipstream.kernels.linear.segments import Segments, num_chunks, num_sequences, sequence_args
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta import chunk, dqkg, plan, solve_tril
-from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cached
 

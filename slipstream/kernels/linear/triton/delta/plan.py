@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.plan import INTERPRETED
 from slipstream.kernels.linear.segments import Segments, delta_tokens, split_into_segments
 from slipstream.kernels.linear.triton.common.tma import tma_descriptors
-from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay import tiles
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime import backends, launch_cache

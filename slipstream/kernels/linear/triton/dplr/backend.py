@@ -9,13 +9,13 @@ from torch import Tensor
 from slipstream.kernels.linear import backend, dplr, prefix_states
 from slipstream.kernels.linear.dplr import ChunkGrads, IntraChunk, dplr_args
 from slipstream.kernels.linear.inputs import LinearInputs, pointers
+from slipstream.kernels.linear.plan import INTERPRETED
 from slipstream.kernels.linear.segments import Segments, num_sequences, scan_args, sequence_args
 from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
 from slipstream.kernels.linear.triton.common.state_passing import state_passing
 from slipstream.kernels.linear.triton.delta import plan
 from slipstream.kernels.linear.triton.dplr import chunk, dqkg, intra_safe_bwd, tiles, wy
 from slipstream.kernels.linear.triton.dplr.scores import dplr_scores_kernel
-from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cache, cached

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from slipstream.kernels.linear import prefix_states, scalar_decay
 from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.kernels.linear.plan import INTERPRETED
 from slipstream.kernels.linear.segments import Segments, num_sequences
-from slipstream.kernels.linear.triton.common.decay_state_passing import decay_state_passing
+from slipstream.kernels.linear.triton.common.state_passing import decay_state_passing
 from slipstream.kernels.linear.triton.common.tma import tma_descriptors
-from slipstream.kernels.linear.triton.plan import INTERPRETED
-from slipstream.kernels.linear.triton.scalar_decay.chunk import scalar_decay_chunk_kernel
-from slipstream.kernels.linear.triton.scalar_decay.dg import scalar_decay_dg_kernel
+from slipstream.kernels.linear.triton.scalar_decay.chunk import (
+    scalar_decay_chunk_kernel,
+    scalar_decay_dg_kernel,
+)
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, choose, family_of
 from slipstream.runtime.backends import fp32_dot_precision
 from slipstream.runtime.launch_cache import cache, cached

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import inputs, prefix_states, vector_decay
+from slipstream.kernels.linear.plan import INTERPRETED
 from slipstream.kernels.linear.segments import ANCHOR_INTERVAL, NUM_SMS, num_sequences
-from slipstream.kernels.linear.triton.common.decay_state_passing import decay_state_passing
 from slipstream.kernels.linear.triton.common.gate_ones import gate_ones
+from slipstream.kernels.linear.triton.common.state_passing import decay_state_passing
 from slipstream.kernels.linear.triton.common.tma import tma_descriptors
-from slipstream.kernels.linear.triton.plan import INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import Tile, family_of, power_of_two
 from slipstream.kernels.linear.triton.vector_decay import chunk, intra_fwd, tiles
 from slipstream.kernels.linear.triton.vector_decay.dqkg import vector_decay_dqkg_kernel

@@ -1,10 +1,81 @@
-"""Which calls the Gluon kernels take, decided without importing Triton."""
+"""Which calls the kernels in Triton and in Gluon take, decided without importing Triton."""
 
 import torch
 
-from slipstream.kernels.linear import inputs, segments
-from slipstream.kernels.linear.triton.plan import kind
+from slipstream.compiler.compiler_state import KernelKey, arch_of_device
+from slipstream.kernels.linear import segments
+from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, LinearInputs, not_taken
 from slipstream.runtime import backends, guarded_launch
+from slipstream.runtime.backends import HAVE_TRITON as HAVE_TRITON
+from slipstream.runtime.backends import INTERPRETED as INTERPRETED
+
+# Of LinearInputs. erase and write come to the kernels as a and b (channel_gates.py).
+TERMS_TAKEN = [
+    *("q", "k", "v", "g", "gv", "beta", "p", "a", "b", "u", "erase", "write"),
+    *("initial_state", "cu_seqlens"),
+]
+
+
+def triton_unsupported_reason(terms: LinearInputs) -> str | None:
+    """Why the kernels in Triton can't take a call, or None if they can."""
+    if reason := backends.triton_unsupported(terms.q, "q") or not_taken(terms, TERMS_TAKEN):
+        return reason
+    if terms.v.dtype != terms.q.dtype or terms.k.dtype != terms.q.dtype:
+        return "q, k and v differ in dtype"
+    if terms.max_head_dim > MAX_HEAD_DIM:  # not split (wide_heads.py)
+        return f"K of a recurrence that erases may be at most {MAX_HEAD_DIM}"
+    if reason := _missing_kernel_reason(terms) or _shared_memory_reason(terms):
+        return reason
+    return guarded_launch.known_failure(lambda: kind(terms), terms.q.device)
+
+
+def _missing_kernel_reason(terms: LinearInputs) -> str | None:
+    """Why no kernel in chunks takes terms of these dtypes and shapes."""
+    if only_by_token(terms):
+        return None
+    if any(x is not None and x.dtype != terms.q.dtype for x in (terms.a, terms.b)):
+        return "q, a and b differ in dtype"
+    if terms.beta is not None and terms.beta.dim() != 3:
+        return "it takes one beta a token"
+    if terms.p is not None and terms.p.dtype != terms.q.dtype:
+        return "q and p differ in dtype"
+    if terms.p is not None and terms.decay == "channel":
+        return "it has no decay per channel with p"
+    return None
+
+
+def _shared_memory_reason(terms: LinearInputs) -> str | None:
+    """Why float32 does not fit: a tile has all channels of at least 16 tokens."""
+    if INTERPRETED or terms.q.dtype != torch.float32 or only_by_token(terms):
+        return None
+    if terms.max_head_dim <= 128:
+        return None
+    arch = arch_of_device(terms.q.device)
+    if arch.shared > 1 << 16:  # sm_75 has no more, and its tiles exceed it
+        return None
+    return f"float32 of more than 128 channels wants more shared memory than {arch.name} has"
+
+
+def kind(terms: LinearInputs, impl: str = "triton", by_token: bool = False) -> KernelKey:
+    """The calls that share a verdict on the kernels."""
+    q, v = terms.q, terms.v
+    if by_token or only_by_token(terms):
+        return ("linear.step", q.dtype, v.dtype, q.shape[-1], v.shape[-1], terms.decay)
+    packed = terms.cu_seqlens is not None and "packed"
+    extra = terms.u is not None and "u", terms.gv is not None and "gv"
+    if terms.erase is not None:
+        extra = (*extra, "channel gates")
+    width = (q.dtype, q.shape[-1], v.shape[-1])
+    return (f"linear.{impl}", terms.transition, terms.decay, *width, packed, *extra)
+
+
+def only_by_token(terms: LinearInputs) -> bool:
+    """Whether only the step kernel takes these terms: no kernel takes them in chunks."""
+    if terms.beta is not None and terms.beta.dim() == 4:
+        return True
+    rest = (terms.g, terms.u, terms.beta, terms.a)
+    return terms.gv is not None and any(x is not None for x in rest)
+
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDTHS, _WIDTHS_V = (64, 128), (64, 128, 256)  # a tile of the gradients' kernel is as wide as V
@@ -16,17 +87,17 @@ VECTOR_DECAY_TERMS = [*SCALAR_DECAY_TERMS, "u"]
 TRANSITION_TERMS = [*SCALAR_DECAY_TERMS, "beta", "a", "b", "erase", "write"]
 
 
-def per_channel(terms: inputs.LinearInputs) -> bool:
+def per_channel(terms: LinearInputs) -> bool:
     """Whether the kernels of decays per channel, and of free a and b, take it."""
     return terms.transition == "dplr" or (terms.transition == "delta" and terms.decay == "channel")
 
 
-def is_vector_decay(terms: inputs.LinearInputs) -> bool:
+def is_vector_decay(terms: LinearInputs) -> bool:
     """Whether a call without a transition is one of the vector decay's kernels."""
     return terms.decay == "channel" or terms.gv is not None or terms.u is not None
 
 
-def unsupported_reason(terms: inputs.LinearInputs) -> str | None:
+def sm90_unsupported_reason(terms: LinearInputs) -> str | None:
     """Why the kernels in Gluon can't take a call, or None if they can."""
     q, v = terms.q, terms.v
     if reason := backends.sm90_unsupported(q):
@@ -41,14 +112,14 @@ def unsupported_reason(terms: inputs.LinearInputs) -> str | None:
         taken, its_reason = VECTOR_DECAY_TERMS, _vector_decay_reason
     else:
         taken, its_reason = SCALAR_DECAY_TERMS, _scalar_decay_reason
-    if reason := inputs.not_taken(terms, taken) or its_reason(terms):
+    if reason := not_taken(terms, taken) or its_reason(terms):
         return reason
     if tokens * v.shape[2] * 2 >= 2**31:
         return "it counts tokens and value heads in 32 bits"
     return guarded_launch.known_failure(lambda: kind(terms, "sm90"), q.device)
 
 
-def _transition_reason(terms: inputs.LinearInputs) -> str | None:
+def _transition_reason(terms: LinearInputs) -> str | None:
     q, v = terms.q, terms.v
     if terms.erase is not None and (reason := _channel_gates_reason(terms)):
         return reason
@@ -64,7 +135,7 @@ def _transition_reason(terms: inputs.LinearInputs) -> str | None:
     return None
 
 
-def _channel_gates_reason(terms: inputs.LinearInputs) -> str | None:
+def _channel_gates_reason(terms: LinearInputs) -> str | None:
     """The reason for erase and write, which Triton's kernels do not take: they may get no
     gradient."""
     q, g, v = terms.q, terms.g, terms.v
@@ -77,7 +148,7 @@ def _channel_gates_reason(terms: inputs.LinearInputs) -> str | None:
     return None
 
 
-def _scalar_decay_reason(terms: inputs.LinearInputs) -> str | None:
+def _scalar_decay_reason(terms: LinearInputs) -> str | None:
     """No decay, or one a token."""
     q, v = terms.q, terms.v
     if q.dtype not in _DTYPES or terms.k.dtype != q.dtype or v.dtype != q.dtype:
@@ -85,7 +156,7 @@ def _scalar_decay_reason(terms: inputs.LinearInputs) -> str | None:
     return _width_reason(terms, SCALAR_DECAY_WIDTHS)
 
 
-def _vector_decay_reason(terms: inputs.LinearInputs) -> str | None:
+def _vector_decay_reason(terms: LinearInputs) -> str | None:
     q, v, g = terms.q, terms.v, terms.g
     if g is None or terms.decay != "channel":
         return "it takes one gate a channel of K"
@@ -100,7 +171,7 @@ def _vector_decay_reason(terms: inputs.LinearInputs) -> str | None:
     return None
 
 
-def _width_reason(terms: inputs.LinearInputs, widths: tuple[int, ...]) -> str | None:
+def _width_reason(terms: LinearInputs, widths: tuple[int, ...]) -> str | None:
     K, V = terms.q.shape[-1], terms.v.shape[-1]
     if K != V or K not in widths:
         return f"K and V have to be both {' or both '.join(str(x) for x in widths)}"
