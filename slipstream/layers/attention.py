@@ -16,6 +16,7 @@ from slipstream.nn import decoding, linear, projections, rounded
 from slipstream.nn.norm import RMS_NORMS
 from slipstream.ops import _fp32, flash_attn, norm, rotary
 from slipstream.ops.attention import attention, rotary_attention
+from slipstream.runtime import token_ids
 
 
 class Attention(Mixer):
@@ -202,9 +203,15 @@ class Attention(Mixer):
 
 
 def append(new: State, state: State) -> None:
-    """Writes tokens [N, T, ...] behind each sequence's in the cache [N, S, ...], in place."""
+    """Writes tokens [N, T, ...] behind each sequence's in the cache [N, S, ...], in place.
+
+    Raises:
+        IndexError: there is no room, on a CPU. ValueError: as expect_room, on CUDA.
+    """
     first, lengths = next(iter(new.values())), state["length"]
     sequences, tokens = first.shape[:2]
+    if first.is_cuda:
+        expect_room(next(iter(new)), state, tokens)
     row = torch.arange(sequences, device=first.device)[:, None]
     index = lengths[:, None]
     if tokens != 1:
@@ -212,6 +219,22 @@ def append(new: State, state: State) -> None:
     for name, x in new.items():
         state[name].index_put_((row, index), x.to(state[name].dtype))
     lengths.add_(tokens)
+
+
+def expect_room(name: str, state: State, tokens: int) -> None:
+    """T more tokens have places behind the others; else the next call raises, for torch's own check
+    of an index on CUDA ends the process. The lengths are cut to those that leave so many.
+
+    Raises:
+        ValueError: there are fewer places, or an earlier call went past the last.
+    """
+    room, lengths = state[name].shape[1], state["length"]
+    if tokens > room:
+        text = f"state[{name!r}]: want room for {tokens} more tokens, got {room} places"
+        raise ValueError(text)
+    of = f"lengths that leave {tokens} places"
+    token_ids.expect_below("state['length']", lengths, room - tokens + 1, of)
+    lengths.clamp_(max=room - tokens)
 
 
 class InPlace(dict[str, Tensor]):

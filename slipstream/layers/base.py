@@ -261,7 +261,8 @@ class Mixer(nn.Module):
         Args:
             x: [N, T, D].
             state: as forward returned it, N rows. Tensors of a number for every token (k, v and
-                latent of softmax layers) have room for T more.
+                latent of softmax layers) have room for T more; on CUDA it may be the next call
+                that raises where they have not.
             positions: as forward. options: of RWKV7.forward, without effect on others.
 
         Returns:

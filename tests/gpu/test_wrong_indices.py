@@ -14,6 +14,7 @@ from torch import Tensor
 import slipstream
 from slipstream import ops
 from slipstream.integrations.serving import prefill
+from slipstream.layers import MLA, Attention, ForgettingAttention, Mixer
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.models.cache import CACHE
 from slipstream.runtime import token_ids
@@ -164,6 +165,30 @@ def test_slots_past_the_pool_are_reported(index: int) -> None:
         ops.short_convolution_update(token, states, weight, state_indices=indices)
     expect_flag("state_indices", index)
     assert states[1].any() and not states[[0, 2, 3]].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("kind", [Attention, ForgettingAttention, MLA])
+@torch.no_grad()
+def test_step_without_room_is_reported(kind: type[Mixer], tokens: int) -> None:
+    """By name, where torch's own check of an index would end the process; a step with room runs."""
+    layer = kind(64, 2).to("cuda", torch.bfloat16)  # which wide heads want
+    x = torch.randn(2, 5, 64, device="cuda", dtype=torch.bfloat16)
+    _, state = layer(x[:, :3], use_cache=True)
+    with unread():
+        layer.step(x[:, :tokens], state)
+    with pytest.raises(
+        ValueError, match=r"^(state\['length'\]|cache_seqlens): want less than \d, got \d at"
+    ):
+        slipstream.synchronize()
+    with pytest.raises(ValueError, match=r"^state\['\w+'\]: want room for 4 more tokens, got 3"):
+        layer.step(x[:, :1].expand(-1, 4, -1), state)
+    want, after = layer(x, use_cache=True)
+    for name in layer.token_states:
+        after[name][:, 3:] = 0
+    after["length"].fill_(3)
+    y = layer.step(x[:, 3:], after)
+    assert (y - want[:, 3:]).norm() < 0.05 * want[:, 3:].norm()
 
 
 def test_indices_that_layers_share_are_looked_at_once() -> None:

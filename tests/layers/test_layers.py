@@ -3,6 +3,7 @@
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from slipstream import layers
 from slipstream.layers import MLA, RWKV7, Attention, Mixer, base, rwkv7
+from slipstream.layers.attention import expect_room
+from slipstream.runtime import token_ids
 from tests.support.small_layers import LAYERS, D, make
 
 # seconds each: one of each kind of state, the rest are slow
@@ -265,6 +268,23 @@ def test_step_without_room_is_refused_by_name(name: str, tokens: int) -> None:
     words = rf"^state\['\w+'\]: want room for {tokens} more tokens, got 3 places, 3 of them used$"
     with pytest.raises(ValueError, match=words):
         layer.step(x[:, 3:], state)
+
+
+@torch.no_grad()
+def test_room_is_looked_for_before_a_device_would() -> None:
+    """As `append` does on CUDA, where an index past a cache ends the process."""
+    state = {"k": torch.zeros(2, 5, 1, 4), "length": torch.tensor([3, 2])}
+    expect_room("k", state, 2)
+    assert state["length"].tolist() == [3, 2]
+    with pytest.raises(
+        ValueError, match=r"^state\['k'\]: want room for 6 more tokens, got 5 places$"
+    ):
+        expect_room("k", state, 6)
+    with pytest.raises(ValueError, match=r"^state\['length'\]: want less than the 3 .* got 3$"):
+        expect_room("k", state, 3)
+    with mock.patch.object(token_ids, "expect_below"):  # whose error comes with the next call
+        expect_room("k", state, 3)
+    assert state["length"].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("name", [n for n in LAYERS if make(n).token_states])

@@ -58,7 +58,7 @@ OMITTED = ("gates", "one sequence", "channel", "drafts", "bias", "first value", 
 OMITTED += ("mean", "sum", "packed-cache")
 # what the functions of compat and integrations call the same, and what models index by torch
 ELSEWHERE = {"conv_state_indices", "indices", "slots", "into_slots"}
-ELSEWHERE |= {"state_batch_indices", "dst_state_batch_indices"}
+ELSEWHERE |= {"state_batch_indices", "dst_state_batch_indices", "state['length']"}
 ELSEWHERE |= {"beam_idx", "batch_select_indices", "logits_to_keep"}
 # of four tokens
 OFFSETS = ((0, 94, 3), (0, -100, 4), (5, 2, 1))
