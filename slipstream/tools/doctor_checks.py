@@ -144,13 +144,19 @@ def examine(
         first = progress.add_task("compiling their kernels on every core", total=None)
         _compile_first(samples, full, compiler_state.arch_of_device(device).name, thorough)
         progress.remove_task(first)
-    for sample in samples:
-        for shape in () if sample.random else shapes:
-            for check in examine_one(sample, shape, device, impls):
-                if shown is not None:
-                    shown(check)
-                yield check
-            progress.advance(task)
+    threads = torch.get_num_threads()
+    if not gpu:  # with inputs so small, threads only wait for one another
+        torch.set_num_threads(1)
+    try:
+        for sample in samples:
+            for shape in () if sample.random else shapes:
+                for check in examine_one(sample, shape, device, impls):
+                    if shown is not None:
+                        shown(check)
+                    yield check
+                progress.advance(task)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _compile_first(samples: Sequence[Sample], full: bool, arch: str, thorough: bool) -> None:
@@ -328,7 +334,8 @@ def interpreted(
     numbers, progress = [SAMPLES.index(x) for x in samples], progress or Progress(disable=True)
     task = progress.add_task("operators in Triton's interpreter", total=len(samples))
     code = f"from slipstream.tools.doctor_checks import stream; stream({numbers})"
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    # the interpreter's arrays are NumPy's, which has threads of its own
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(

@@ -90,6 +90,21 @@ def test_doctor_agrees_about_every_operator(
     assert status == 0, [x for x in text.splitlines() if x.startswith("FAIL")]
 
 
+def test_doctor_checks_small_inputs_with_one_thread() -> None:
+    """Two that share busy cores took three times as long."""
+    from slipstream.tools import doctor_checks
+    from slipstream.tools.catalog import chosen
+
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        show = lambda check: seen.append(torch.get_num_threads())  # noqa: E731
+        assert list(doctor_checks.examine(chosen(["rms_norm"]), False, show))
+        assert set(seen) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_doctor_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream import ops
 
