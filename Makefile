@@ -34,7 +34,6 @@ test: venv
 AVX2 = OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 AVX2_TESTS = tests/ops/test_consistent.py tests/models/test_consistent.py \
   tests/kernels/test_quick_interpreter.py tests/kernels/linear/test_bits_interpreted.py \
-  tests/kernels/linear/test_bits_interpreted.py tests/kernels/linear/test_bits_interpreted.py \
   tests/kernels/attention/test_triton_interpreted.py tests/parallel/test_context_bits.py
 
 test-avx2: venv

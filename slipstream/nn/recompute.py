@@ -120,9 +120,8 @@ class Recompute:
             for read in self._read:
                 read.unchanged()
             self._made, self._left = self._make(), self._count
-            if (
-                torch._C._current_graph_task_id() != -1
-            ):  # a backward of a part may not take them all
+            if torch._C._current_graph_task_id() != -1:
+                # a backward of a part may not take them all
                 torch.autograd.Variable._execution_engine.queue_callback(self._forget)
         i, size, stride, offset = saved.place
         x = self._made[i].as_strided(size, stride, offset)

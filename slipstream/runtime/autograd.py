@@ -39,6 +39,9 @@ from torch.compiler import is_compiling, is_exporting
 
 from slipstream.common.checks import autocast_dtype, caller, device_type, name_of_caller
 
+if TYPE_CHECKING:
+    from slipstream.runtime.custom_op import KernelOp
+
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
     """Whether a call on these tensors is recorded for a backward."""
@@ -230,9 +233,6 @@ def anchors(*tensors: Tensor | None) -> list[Tensor]:
         given = [x for x in tensors if x is not None and x.requires_grad]
         return [x.narrow_copy(0, 0, 0) for x in given]
 
-
-if TYPE_CHECKING:
-    from slipstream.runtime.custom_op import KernelOp
 
 _GRADIENTS: dict[Any, Callable] = {}
 

@@ -30,6 +30,11 @@ from torch.nn import Parameter
 from slipstream.compiler.aot import FUSION, common_options
 from slipstream.runtime import backends, symbolic_sizes
 
+if TYPE_CHECKING:
+    from slipstream.runtime.recording import Recorder
+
+Pick = Callable[[Any], tuple]
+
 # Descriptors that are kept of tiles of one kind.
 MAX_MAPS = 1024
 # What a descriptor tells a map for TMA, besides its memory and sizes; the last from Triton 3.7 on.
@@ -117,12 +122,6 @@ def c_launcher(run: Callable[..., Any]) -> tuple[Callable[..., Any], Sequence[An
         return run, ()
     around = getclosurevars(run).nonlocals
     return around["launcher"], around["tensordesc_meta"] or ()
-
-
-if TYPE_CHECKING:
-    from slipstream.runtime.recording import Recorder
-
-Pick = Callable[[Any], tuple]
 
 
 class _OfThread(threading.local):
