@@ -85,5 +85,5 @@ def _sample(corpus: Corpus, limit: int) -> Iterator[str]:
             for piece in corpus.pieces(file):
                 if limit <= 0:
                     return
-                limit -= len(piece.text)
+                limit -= len(piece.text.encode())
                 yield piece.text

@@ -152,9 +152,10 @@ def test_corpus_names_wrong_line(tmp_path, line: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "texts"), [(8, ["aa", "bb", "cc", "dd"]), (4, ["aa", "cc"]), (3, ["aa", "dd"])]
+    ("limit", "texts"), [(8, ["ä", "é", "ö", "ü"]), (4, ["ä", "ö"]), (3, ["ä", "ü"])]
 )
 def test_sample_of_a_tokenizer_is_even_and_bounded(limit: int, texts: list[str]) -> None:
-    files = [SimpleNamespace(size=2, text=x) for x in ("aa", "bb", "cc", "dd")]
+    """By bytes, of which each of these characters has two."""
+    files = [SimpleNamespace(size=2, text=x) for x in ("ä", "é", "ö", "ü")]
     corpus: Any = SimpleNamespace(files=files, pieces=lambda file: [file])
     assert [*tokenizer._sample(corpus, limit)] == texts
