@@ -38,7 +38,7 @@ NO_CODE = (
 )
 # the package's lines, and its module-level constants with numbers: what has been reached, with 1%
 # of room, to be lowered wherever code goes
-PACKAGE_LINES = 91_100
+PACKAGE_LINES = 90_900
 CONSTANTS = 318
 # statements that the formatter leaves as they are, such as tables whose columns line up: a limit on
 # lines is no reason for one

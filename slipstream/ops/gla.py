@@ -73,19 +73,10 @@ def chunk_gla(
     Training" (2023).
     """
     checks.expect_rank("g", g, 4, "[B, T, HV, K]")
+    options = scale, output_final_state, state_v_first, reverse, chunk_size, impl
     return run(
         LinearInputs(q, k, v, g=g, gv=gv, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        LinearOptions(
-            scale,
-            output_final_state,
-            state_v_first,
-            reverse,
-            chunk_size,
-            impl,
-            context,
-            consistent,
-            prefix_states,
-        ),
+        LinearOptions(*options, context, consistent, prefix_states),
         recurrent=False,
     )
 

@@ -102,19 +102,10 @@ def chunk_kda(
     g = channel_gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound, impl)
     if use_beta_sigmoid_in_kernel or allow_neg_eigval:
         beta = _preprocess.beta_sigmoid(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    options = scale, output_final_state, state_v_first, reverse, chunk_size, impl
     return run(
         LinearInputs(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        LinearOptions(
-            scale,
-            output_final_state,
-            state_v_first,
-            reverse,
-            chunk_size,
-            impl,
-            context,
-            consistent,
-            prefix_states,
-        ),
+        LinearOptions(*options, context, consistent, prefix_states),
         recurrent=False,
     )
 

@@ -292,19 +292,10 @@ def chunk_rwkv7(
     """
     checks.expect_lower_bound(lower_bound)
     checks.expect_rank("w", w, 4, "[B, T, HV, K]")
+    options = scale, output_final_state, state_v_first, reverse, chunk_size, impl
     return run(
         LinearInputs(r, k, v, g=w, a=a, b=b, initial_state=initial_state, cu_seqlens=cu_seqlens),
-        LinearOptions(
-            scale,
-            output_final_state,
-            state_v_first,
-            reverse,
-            chunk_size,
-            impl,
-            context,
-            consistent,
-            prefix_states,
-        ),
+        LinearOptions(*options, context, consistent, prefix_states),
         recurrent=False,
         names=_RWKV7_NAMES,
     )

@@ -72,21 +72,12 @@ def chunk_simple_gla(
     Source: Dao, Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
     Structured State Space Duality" (2024).
     """
+    options = scale, output_final_state, state_v_first, reverse, chunk_size, impl
     return run(
         inputs.LinearInputs(
             q, k, v, g=_decay(v, g, g_gamma), initial_state=initial_state, cu_seqlens=cu_seqlens
         ),
-        LinearOptions(
-            scale,
-            output_final_state,
-            state_v_first,
-            reverse,
-            chunk_size,
-            impl,
-            context,
-            consistent,
-            prefix_states,
-        ),
+        LinearOptions(*options, context, consistent, prefix_states),
         recurrent=False,
     )
 

@@ -52,6 +52,15 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
     return False
 
 
+def refuse_gradients(operator: str, *tensors: Tensor | None) -> None:
+    """
+    Raises:
+        NotImplementedError: a call on these tensors would be recorded for a backward.
+    """
+    if wants_gradient(*tensors):
+        raise NotImplementedError(f"{operator}: it has no gradients; call it under torch.no_grad()")
+
+
 def needs_autograd(*tensors: Tensor | None) -> bool:
     """Whether it is a Function that records it.
 

@@ -152,11 +152,7 @@ def run(inputs: StepInputs, options: StepOptions, out: Tensor | None, impl: str 
         key = (*key, inputs.state.stride())
     tensors = (*inputs, out)
     plan = _PLANS.get(key, lambda: _plan(inputs, options, out, impl), tensors)
-    if autograd.wants_gradient(*tensors):
-        raise NotImplementedError(
-            "mixer_step: the states are overwritten, so there are no gradients; call it under "
-            "torch.no_grad()"
-        )
+    autograd.refuse_gradients("mixer_step", *tensors)
     if out is None:
         out = inputs.q.new_empty(_output_shape(inputs, options))
     # in a graph that is captured it would be one more launch

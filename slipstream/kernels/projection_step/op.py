@@ -17,7 +17,7 @@ from slipstream.common import checks
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import inputs
-from slipstream.kernels.projection_step.inputs import MAX_WEIGHTS, MMA_ROWS, ProjectionInputs
+from slipstream.kernels.projection_step.inputs import ProjectionInputs
 from slipstream.runtime import autograd, backends, consistent, guarded_launch
 from slipstream.runtime.compile_ahead import resized
 from slipstream.runtime.custom_op import KernelOp, schema_of
@@ -66,7 +66,7 @@ def _projection_step(t: ProjectionInputs, x: Tensor) -> Tensor:
 _PLAIN_NORM = NormOptions(0.0)
 LAUNCH = "slipstream.kernels.projection_step.triton_kernels"
 # rows at which another tile begins (triton_kernels.py: tile_of), or wgmma
-_ROWS = (1, 2, 17, MMA_ROWS + 1)
+_ROWS = (1, 2, 17, inputs.MMA_ROWS + 1)
 # a row more, and each weight would be read twice
 MAX_ROWS = 64
 
@@ -101,26 +101,25 @@ CANDIDATES = (
 def run(t: ProjectionInputs, impl: str | None) -> Tensor:
     """y [M, N]."""
     _check(t)
-    if autograd.wants_gradient(t.x, *t.weights, *t.biases, t.norm_weight, t.residual):
-        raise NotImplementedError(
-            "projection_step: it has no gradients; call it under torch.no_grad()"
-        )
+    autograd.refuse_gradients(
+        "projection_step", t.x, *t.weights, *t.biases, t.norm_weight, t.residual
+    )
     impls = choose(CANDIDATES, t, impl, "projection_step", t.x).impls
     return _call(*_flat(t), impl=impls)
 
 
 def _flat(t: ProjectionInputs) -> tuple[Any, ...]:
     """Without lists, so that calls can be replayed (runtime/call_replay.py). eps None: no norm."""
-    missing = [None] * (MAX_WEIGHTS - len(t.weights))
+    missing = [None] * (inputs.MAX_WEIGHTS - len(t.weights))
     norm = (None, *_PLAIN_NORM[1:]) if t.norm is None else t.norm
     weights = (*t.weights, *missing, *t.biases, *missing)
     return (t.x, *weights, t.norm_weight, t.residual, *norm, t.glu, t.consistent, t.normed)
 
 
 def _nested(args: tuple[Any, ...]) -> ProjectionInputs:
-    x, weights, rest = args[0], args[1 : 1 + MAX_WEIGHTS], args[1 + MAX_WEIGHTS :]
+    x, weights, rest = args[0], args[1 : 1 + inputs.MAX_WEIGHTS], args[1 + inputs.MAX_WEIGHTS :]
     weights = [w for w in weights if w is not None]
-    biases, rest = [*rest[: len(weights)]], rest[MAX_WEIGHTS:]
+    biases, rest = [*rest[: len(weights)]], rest[inputs.MAX_WEIGHTS :]
     options, flags = rest[2 : 2 + len(_PLAIN_NORM)], rest[2 + len(_PLAIN_NORM) :]
     norm = None if options[0] is None else NormOptions(*options)
     return ProjectionInputs(x, weights, biases, rest[0], rest[1], norm, *flags)
@@ -129,8 +128,8 @@ def _nested(args: tuple[Any, ...]) -> ProjectionInputs:
 def _check(t: ProjectionInputs) -> None:
     checks.expect_rank("x", t.x, 2, "[M, K]")
     M, K = t.x.shape
-    if not 1 <= len(t.weights) <= MAX_WEIGHTS:
-        raise ValueError(f"weights: want 1 to {MAX_WEIGHTS}, got {len(t.weights)}")
+    if not 1 <= len(t.weights) <= inputs.MAX_WEIGHTS:
+        raise ValueError(f"weights: want 1 to {inputs.MAX_WEIGHTS}, got {len(t.weights)}")
     if len(t.biases) != len(t.weights):
         raise ValueError(f"biases: want {len(t.weights)}, one a weight, got {len(t.biases)}")
     named: dict[str, Tensor | None] = {"x": t.x}
@@ -157,7 +156,7 @@ def _check(t: ProjectionInputs) -> None:
 def _kind(t: ProjectionInputs) -> KernelKey:
     """The calls that share a verdict on the kernel."""
     M = t.x.shape[0]
-    rows = 1 if M == 1 else MMA_ROWS if M <= MMA_ROWS or t.consistent else MAX_ROWS
+    rows = 1 if M == 1 else inputs.MMA_ROWS if M <= inputs.MMA_ROWS or t.consistent else MAX_ROWS
     wide = "wide" if t.is_wide else None
     terms = (t.glu, t.normalises, t.residual is not None, rows, wide)
     return ("projection_step.triton", t.x.dtype, t.weights[0].dtype, t.x.shape[1], *terms)
@@ -178,7 +177,7 @@ def _mismatch(like: ProjectionInputs) -> str | None:
     """The probe: one row or three, or all where that decides about the tile; two weights where
     there may be several."""
     rows, K = like.x.shape
-    rows = rows if rows > MMA_ROWS else min(rows, 3)
+    rows = rows if rows > inputs.MMA_ROWS else min(rows, 3)
     N = inputs.WGMMA_COLUMNS if like.is_wide else 40
     sizes = (N, N) if like.glu else (N, 24) if like.residual is None else (N,)
     x = like.x
@@ -230,7 +229,7 @@ def takes(rows: int, device: torch.device) -> bool:
     """Whether shares of K are faster for so many rows; consistent models want one order of sums
     whatever the rows."""
     return (
-        MMA_ROWS < rows <= MAX_ROWS
+        inputs.MMA_ROWS < rows <= MAX_ROWS
         and not consistent.consistent_scope.on
         and backends.supports_pdl(device)
     )

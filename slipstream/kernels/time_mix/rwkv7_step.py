@@ -116,11 +116,7 @@ def run(t: StepInputs, call: StepCall, out: Tensor | None, impl: str | None) -> 
     key = signature((*t, state, indices, out), v_first, impl)
     key = None if key is None else (*key, state.stride())
     plan = _PLANS.get(key, lambda: _plan(t, call, out, impl), (*t, state, indices, out))
-    if autograd.wants_gradient(*t, state, out):
-        raise NotImplementedError(
-            "rwkv7_step: the states are overwritten, so there are no gradients; call it under "
-            "torch.no_grad()"
-        )
+    autograd.refuse_gradients("rwkv7_step", *t, state, out)
     out = t.r.new_empty(t.r.shape) if out is None else out
     # in a graph that is captured it would be one more launch
     if not guarded_launch.is_capturing(state.device):

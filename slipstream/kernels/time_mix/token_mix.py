@@ -172,11 +172,7 @@ def run(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None, impl: str 
     tensors = {"x": x, "mu": mu, "state": state}
     checks.expect_one_device({**tensors, "state_indices": indices})
     checks.expect_floating(tensors)
-    if autograd.wants_gradient(*tensors.values()):
-        raise NotImplementedError(
-            "token_mix_step: the state is overwritten, so there are no gradients; call it under "
-            "torch.no_grad()"
-        )
+    autograd.refuse_gradients("token_mix_step", *tensors.values())
     impls = dispatch.choose(_STEP_CANDIDATES, (x, mu, state), impl, "token_mix_step", x).impls
     # in a graph that is captured it would be one more launch
     if not guarded_launch.is_capturing(x.device):
