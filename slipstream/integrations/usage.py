@@ -15,8 +15,6 @@ from slipstream.runtime import dispatch
 F = TypeVar("F", bound=Callable[..., Any])
 # by which a function refuses a call
 REFUSALS = (NotImplementedError, TypeError, ValueError)
-
-
 # of a place, or of all that was not replaced: messages may have sizes of a call in them
 MAX_REASONS = 64
 OTHERS = "other reasons"

@@ -193,7 +193,7 @@ def forgotten_tokens(layer: Any, tokens_to_remove: int) -> int:
     seen, n = layer.seen, tokens_to_remove
     stay = n if n > 0 else seen + n
     if stay < 0:
-        raise ValueError(f"crop: want at most the {seen} tokens there are, got {-n}")
+        raise ValueError(f"crop: want at least {-seen}, all tokens that there are, got {n}")
     if stay >= seen or layer.state is None:
         return max(seen - stay, 0)
     if layer.token_states:

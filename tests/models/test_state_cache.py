@@ -27,6 +27,21 @@ def addresses(cache: StateCache) -> list[int]:
 every_kind = pytest.mark.parametrize("name", KINDS)
 
 
+@torch.no_grad()
+def test_crop_says_what_was_asked_and_changes_nothing() -> None:
+    m, ids = model("hybrid"), tokens(2, 6)
+    cache = StateCache(len(m.model.layers))
+    m(ids[:, :5], cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match=r"^crop: want at least -5, .* got -6$"):
+        cache.crop(-6)
+    with pytest.raises(RuntimeError, match=r"^crop: .* activate_past_recording\(\)"):
+        cache.crop(-1)
+    for count in (5, 9, 0):  # to so many, of which there are no more
+        cache.crop(count)
+    assert cache.get_seq_length() == 5
+    assert_same(m(ids[:, 5:], cache=cache, use_cache=True).logits, m(ids).logits[:, 5:])
+
+
 @every_kind
 @torch.no_grad()
 def test_cache_keeps_its_addresses(name: str) -> None:
