@@ -12,6 +12,7 @@ import torch
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from tests.support.byte_tokenizer import tokenizer
 from tests.support.forked import run_code
+from tests.support.language_models import small_model
 
 LOAD = """
 import sys
@@ -29,10 +30,7 @@ m.save_pretrained(Path(path).parent / "again")
 
 
 def small() -> SlipstreamForCausalLM:
-    config = SlipstreamConfig(
-        vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=["gla"]
-    )
-    return SlipstreamForCausalLM(config).eval()
+    return small_model(["gla"]).eval()
 
 
 @pytest.mark.parametrize(
@@ -87,12 +85,7 @@ def test_transformers_serve_loads_a_saved_model(tmp_path: Path) -> None:
 def test_generate_takes_a_tokenizer_for_stop_strings(options: dict[str, Any]) -> None:
     """transformers passes it on to the model's loop of steps with the model's arguments."""
     tok = tokenizer()
-    config = SlipstreamConfig(
-        vocab_size=257, hidden_size=16, num_heads=2, intermediate_size=16, mixers=["gla"],
-        pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    m = SlipstreamForCausalLM(config).eval()
+    m = small_model(["gla"], vocab_size=257, pad_token_id=0).eval()
     ids = torch.tensor([tok("the cat")["input_ids"]])
     greedy = {"do_sample": False, "max_new_tokens": 6, **options}
     want = m.generate(ids, **{**greedy, "return_dict_in_generate": True}).sequences

@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 
 from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
 from tests.support.forked import run_code
+from tests.support.language_models import small_model
 
 MODELS = {name: [name] for name in MIXERS}
 MODELS["hybrid"] = ["gated_deltanet", "rwkv7", "attention"]
@@ -28,10 +29,7 @@ def _gradients(module: nn.Module, logits: Tensor) -> dict[str, Tensor | None]:
 )
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exported_model_runs_with_gradients(name: str, strict: bool) -> None:
-    config = SlipstreamConfig(
-        vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=MODELS[name]
-    )
-    model = SlipstreamForCausalLM(config).train()
+    model = small_model(MODELS[name]).train()
     ids = torch.randint(17, (2, 7))
     assert torch.is_grad_enabled()
     program = torch.export.export(model, (ids,), strict=strict)
@@ -47,10 +45,7 @@ def test_exported_model_runs_with_gradients(name: str, strict: bool) -> None:
 
 
 def test_saved_export_loads_by_the_guides_imports(tmp_path: Path) -> None:
-    config = SlipstreamConfig(
-        vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=["gla"]
-    )
-    model, x, ids = SlipstreamForCausalLM(config).eval(), torch.randn(1, 7, 16), torch.ones(1, 7)
+    model, x, ids = small_model(["gla"]).eval(), torch.randn(1, 7, 16), torch.ones(1, 7)
     layer = model.model.layers[0].mixer
     saved = [(layer, (x,), "slipstream"), (model, (ids.long(),), "slipstream.models")]
     for module, args, name in saved:

@@ -13,17 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.nn import GatedRMSNorm, LayerNorm, RMSNorm
+from tests.support import model_ways
+from tests.support.model_ways import VOCAB, WIDTH
+from tests.support.module_changes import adapt
 
-VOCAB, WIDTH = 53, 32
-OPTIONS: dict[str, dict[str, Any]] = {
-    "mla": {"kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8},
-    "mamba2": {"state_size": 8},
-}
-MODELS = {name: [{"type": name, **OPTIONS.get(name, {})}] * 2 for name in MIXERS}
-# the first layer's value goes past a layer that does not use it
-MODELS["hybrid"] = [{"type": name} for name in ("gated_deltanet", "rwkv7", "attention", "rwkv7")]
+MODELS = {name: layers for name, layers in model_ways.MODELS.items() if name != "every"}
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -87,55 +83,17 @@ def test_model_adds_the_bias_of_a_head() -> None:
 # ---- adapters
 
 
-class Adapter(nn.Module):
-    """A linear layer or an embedding and a low-rank correction, with peft's `weight`."""
-
-    def __init__(self, base: nn.Linear | nn.Embedding) -> None:
-        super().__init__()
-        self.base = base
-        rows, columns = base.weight.shape
-        self.down = nn.Parameter(torch.randn(3, columns) * 0.3)
-        self.up = nn.Parameter(torch.randn(rows, 3) * 0.3)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return getattr(self.base, "bias", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.base, nn.Embedding):
-            return self.base(x) + self.up[x] @ self.down
-        return self.base(x) + x @ self.down.t() @ self.up.t()
-
-    def merged(self) -> Tensor:
-        return self.base.weight + self.up @ self.down
-
-
-def adapted(m: SlipstreamForCausalLM) -> list[Adapter]:
-    """Wraps every linear layer and the embedding of a model whose own weights are frozen."""
-    m.requires_grad_(False)
-    wrapped = []
-    for name, module in list(m.named_modules()):
-        if isinstance(module, nn.Linear | nn.Embedding):
-            parent, _, child = name.rpartition(".")
-            wrapped.append(Adapter(module))
-            setattr(m.get_submodule(parent), child, wrapped[-1])
-    return wrapped
-
-
 @every_model
 def test_model_with_adapters_equals_merged_weights(name: str) -> None:
     m, ids = model(name, tie_word_embeddings=False), tokens(2, 9)
-    adapters = adapted(m)
+    m.requires_grad_(False)
+    adapters = adapt(m)
     loss = m(ids, labels=ids).loss
     loss.backward()
     logits = m(ids).logits
     want = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(loss, want)
-    for adapter in adapters:
+    for adapter in adapters.values():
         for grad in (adapter.down.grad, adapter.up.grad):
             assert grad is not None
             assert grad.abs().max() > 0
@@ -143,11 +101,10 @@ def test_model_with_adapters_equals_merged_weights(name: str) -> None:
         out = m(ids[:, :7], use_cache=True)
         step = m(ids[:, 7:8], past_key_values=out.past_key_values, use_cache=True).logits
         torch.testing.assert_close(step, logits[:, 7:8], rtol=1e-4, atol=1e-4)
-        for key, adapter in list(m.named_modules()):
-            if isinstance(adapter, Adapter):
-                parent, _, child = key.rpartition(".")
-                adapter.base.weight.copy_(adapter.merged())
-                setattr(m.get_submodule(parent), child, adapter.base)
+        for key, adapter in adapters.items():
+            parent, _, child = key.rpartition(".")
+            adapter.base.weight.copy_(adapter.merged())
+            setattr(m.get_submodule(parent), child, adapter.base)
         torch.testing.assert_close(m(ids).logits, logits, rtol=1e-4, atol=1e-4)
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM, packing
+from slipstream.models import MIXERS, SlipstreamForCausalLM, packing
 from slipstream.models.cache import CACHE
+from tests.support.language_models import small_model
 
 VOCAB = 31
 LENGTHS = ((4, 1, 3), (2, 6))  # of the sequences in each of two rows
@@ -15,17 +16,7 @@ EVERY = [list(MIXERS)[i : i + 8] for i in range(0, len(MIXERS), 8)]
 
 
 def model(mixers: list[str]) -> SlipstreamForCausalLM:
-    torch.manual_seed(0)
-    m = SlipstreamForCausalLM(
-        SlipstreamConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            num_heads=2,
-            intermediate_size=16,
-            mixers=mixers,
-            initializer_range=0.3,
-        )
-    )
+    m = small_model(mixers, vocab_size=VOCAB, initializer_range=0.3)
     with torch.no_grad():
         for p in m.model.layers.parameters():
             if p.dim() > 1:

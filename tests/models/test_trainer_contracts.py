@@ -8,15 +8,12 @@ import pytest
 import torch
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
-from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.models import SlipstreamForCausalLM
+from tests.support.language_models import small_model
 
 
 def small(mixer: str = "gla") -> SlipstreamForCausalLM:
-    torch.manual_seed(0)
-    config = SlipstreamConfig(
-        vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=[mixer]
-    )
-    return SlipstreamForCausalLM(config)
+    return small_model([mixer])
 
 
 def test_trainer_predicts_and_computes_metrics(tmp_path: Path) -> None:

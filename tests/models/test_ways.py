@@ -1,7 +1,6 @@
 """Models in the ways that trainers run them, alone and together: each gives the loss and the
 gradients of the untouched model. What may be refused is a row of REFUSED, model_ways.py."""
 
-from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support import model_ways
+from tests.support import model_ways, module_changes
 from tests.support.model_ways import MODELS, TOGETHER, VOCAB, WAYS, check, gradients, make, trained
 from tests.support.processes import in_processes
 
@@ -23,14 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def process() -> Iterator[None]:
-    """A group of this process alone: parameters are DTensors all the same."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
+process = module_changes.process
 SINGLES = [
     pytest.param(
         name, way, marks=() if name == "hybrid" and way != "compiled" else pytest.mark.slow

@@ -5,7 +5,7 @@ Operators are in tests/ops/test_ways.py, whole models in tests/models/test_ways.
 import copy
 import inspect
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
@@ -17,14 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from slipstream import layers, nn
-from tests.support import small_modules
+from tests.support import module_changes, small_modules
 from tests.support.processes import in_processes
 from tests.support.small_modules import LAYERS, SUBJECTS, Later, flat, is_sample, modules, results
 
@@ -44,11 +40,6 @@ Way = Callable[[torch.nn.Module, torch.nn.Module], Call]
 
 def checkpointed(plain: torch.nn.Module, changed: torch.nn.Module, **options: Any) -> Call:
     return partial(checkpoint, changed, **options)
-
-
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    save = "mm" in str(op) or "slipstream" in str(op)
-    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compiled(plain: torch.nn.Module, changed: torch.nn.Module, **options: Any) -> Call:
@@ -72,51 +63,16 @@ def functional(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
 
 
 def hooked(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
-    """Hooks that make new tensors of what goes in and comes out, on every inner module."""
-
-    def copied(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(copied, x))
-        return x.clone() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    for module in changed.modules():
-        module.register_forward_pre_hook(lambda module, args: copied(args))
-        module.register_forward_hook(lambda module, args, y: copied(y))
+    module_changes.hook(changed.modules())
     return changed
-
-
-class Adapted(torch.nn.Module):
-    """A linear layer or an embedding and a low-rank correction, with peft's `weight`."""
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.base = base
-        n, m = base.weight.shape
-        self.correction = 0.1 * torch.randn(n, 1) @ torch.randn(1, m)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.base.weight
-
-    @property
-    def bias(self) -> Any:
-        return getattr(self.base, "bias", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.base, torch.nn.Embedding):
-            return self.base(x) + self.correction[x]
-        return self.base(x) + torch.nn.functional.linear(x, self.correction)
 
 
 def adapted(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
     """As the plain module with the corrections in its weights."""
-    for name, module in list(changed.named_modules()):
-        if isinstance(module, torch.nn.Linear | torch.nn.Embedding) and name:
-            parent, _, child = name.rpartition(".")
-            wrapped = Adapted(module)
-            setattr(changed.get_submodule(parent), child, wrapped)
-            with torch.no_grad():
-                plain.get_submodule(name).weight += wrapped.correction
+    for name, wrapped in module_changes.adapt(changed).items():
+        wrapped.requires_grad_(False).base.requires_grad_()
+        with torch.no_grad():
+            plain.get_submodule(name).weight.copy_(wrapped.merged())  # pyright: ignore
     return changed
 
 
@@ -158,39 +114,22 @@ def offloaded(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
     return changed
 
 
-def _mesh(*sizes: int, names: tuple[str, ...]) -> Any:
-    return dist.init_device_mesh("cpu", sizes, mesh_dim_names=names)
-
-
 def ddp(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
     if not any(p.requires_grad for p in changed.parameters()):
         return changed  # which DDP refuses
     return torch.nn.parallel.DistributedDataParallel(changed)
 
 
-def fsdp(plain: torch.nn.Module, changed: torch.nn.Module, copies: bool = False) -> Call:
+def fsdp(plain: torch.nn.Module, changed: torch.nn.Module, copies: int = 0) -> Call:
     """Every module that has parameters is a unit; with copies of shards, HSDP."""
-    from torch.distributed.fsdp import fully_shard
-
-    ranks = dist.get_world_size()
-    mesh = _mesh(1, ranks, names=("copy", "shard")) if copies else _mesh(ranks, names=("shard",))
-    for module in reversed(list(changed.modules())):
-        if any(True for _ in module.parameters()) or module is changed:
-            fully_shard(module, mesh=mesh)
+    units = [x for x in changed.modules() if any(True for _ in x.parameters()) or x is changed]
+    module_changes.shard(reversed(units), copies)
     return changed
 
 
 def tensor_parallel(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    plan: dict[str, Any] = {
-        name: ColwiseParallel(output_layouts=Replicate())
-        for name, module in changed.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
     if not isinstance(changed, torch.nn.Linear):
-        parallelize_module(changed, _mesh(dist.get_world_size(), names=("tp",)), plan)
+        module_changes.split_columns(changed)
     return changed
 
 
@@ -210,7 +149,7 @@ WAYS: dict[str, Way] = {
     "selective": partial(
         checkpointed,
         use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, _policy),
+        context_fn=partial(create_selective_checkpoint_contexts, module_changes.policy),
     ),
     "functional": functional,
     "hooked": hooked,
@@ -220,7 +159,7 @@ WAYS: dict[str, Way] = {
     "from meta": from_meta,
     "ddp": ddp,
     "fsdp": fsdp,
-    "hsdp": partial(fsdp, copies=True),
+    "hsdp": partial(fsdp, copies=1),
     "tensor parallel": tensor_parallel,
     "hooked, fsdp": together(hooked, fsdp),
     "fsdp, checkpointed": together(fsdp, partial(checkpointed, use_reentrant=False)),
@@ -242,14 +181,7 @@ def check(name: str, way: str) -> None:
     small_modules.assert_same(results(changed, call, given), results(plain, plain, given))
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[None]:
-    """A group of this process alone: parameters are DTensors all the same."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
+process = module_changes.process
 every_subject = pytest.mark.parametrize("name", SUBJECTS)
 
 

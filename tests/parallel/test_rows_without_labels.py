@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from slipstream.integrations.context import call_in_context
-from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.parallel import ContextParallel
 from tests.support.ignored_rows import faults, of_a_group
+from tests.support.language_models import small_model
 from tests.support.processes import in_processes
 from tests.support.transformers_context import make
 
@@ -23,11 +23,8 @@ NO_LABELS = torch.full_like(IDS, -100)
 
 
 def check(rank: int, found: Any) -> None:
-    mixers: list[Any] = ["gla", "attention"]
-    small = SlipstreamConfig(
-        vocab_size=17, hidden_size=16, num_heads=2, intermediate_size=16, mixers=mixers
-    )
-    own, llama, plan = SlipstreamForCausalLM(small), make("LlamaForCausalLM"), ContextParallel(None)
+    own, llama = small_model(["gla", "attention"]), make("LlamaForCausalLM")
+    plan = ContextParallel(None)
     losses = {
         "own": (own, own(IDS, labels=NO_LABELS, context=plan).loss),
         "llama": (llama, call_in_context(llama, plan, input_ids=IDS, labels=NO_LABELS).loss),

@@ -361,14 +361,10 @@ def replayed(rank: int, found: Any) -> None:
 def compare_models(rank: int, mixers: list[Any], cuts: list[Cut], found: Any) -> None:
     """The losses and gradients of a model, packed and in rows; the ranks' add up to the whole's,
     which one of them computes."""
-    from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+    from tests.support.language_models import small_model
 
-    torch.manual_seed(0)
-    config = SlipstreamConfig(
-        vocab_size=31, hidden_size=16, num_heads=2, intermediate_size=24, mixers=mixers,
-        initializer_range=0.2,
-    )  # fmt: skip
-    model = SlipstreamForCausalLM(config).double().train()
+    sizes = {"vocab_size": 31, "intermediate_size": 24}
+    model = small_model(mixers, initializer_range=0.2, **sizes).double().train()
     for i, cut in enumerate(cuts):
         rows, compares = 1 if cut.sequences else 2, rank == i % dist.get_world_size()
         ids = torch.randint(0, 31, (rows, sum(cut.lengths)))

@@ -8,7 +8,8 @@ from torch import nn
 
 from slipstream.layers import Mixer
 from slipstream.models import MIXERS as NAMES
-from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.models import SlipstreamForCausalLM
+from tests.support.language_models import LAYERS, small_model
 
 VOCAB, RANKS = 53, 2
 
@@ -16,7 +17,7 @@ VOCAB, RANKS = 53, 2
 MIXERS: list[Any] = [
     "gated_deltanet",
     "rwkv7",
-    {"type": "mla", "kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8},
+    LAYERS["mla"],
     "rwkv7",
 ]
 
@@ -46,17 +47,9 @@ def units(model: SlipstreamForCausalLM, which: str) -> list[Any]:
 
 
 def make(which: str, mixers: list[Any]) -> SlipstreamForCausalLM:
-    torch.manual_seed(0)
-    config = SlipstreamConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        num_heads=2,
-        intermediate_size=24,
-        mixers=mixers,
-        initializer_range=0.2,
-        tie_word_embeddings=which == "tied",
-    )
-    return SlipstreamForCausalLM(config).train()
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "intermediate_size": 24}
+    options = {"initializer_range": 0.2, "tie_word_embeddings": which == "tied"}
+    return small_model(mixers, **sizes, **options).train()
 
 
 def loss_of(model: SlipstreamForCausalLM, ids: torch.Tensor, reentrant: bool | None) -> Any:

@@ -42,6 +42,21 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "mla": {"kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8},
+    "mamba2": {"state_size": 8},
+}
+# layers of 16 channels or a few more, by their mixers
+LAYERS = {name: {"type": name, **_OPTIONS.get(name, {})} for name in MIXERS}
+
+
+def small_model(mixers: list[Any], **options: Any) -> SlipstreamForCausalLM:
+    """With the same weights each time."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 17, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    return SlipstreamForCausalLM(SlipstreamConfig(mixers=mixers, **{**sizes, **options}))
+
+
 def config(name: str, **options) -> SlipstreamConfig:
     small: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_heads": 2}
     small |= {"intermediate_size": 48, **(PARTS.get(name) or {"mixers": MODELS[name]})}

@@ -9,16 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.models import SlipstreamForCausalLM
+from tests.support import module_changes
+from tests.support.language_models import LAYERS, small_model
 
 VOCAB, WIDTH = 53, 32
-OPTIONS: dict[str, dict[str, Any]] = {
-    "mla": {"kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8},
-    "mamba2": {"state_size": 8},
-}
-MODELS: dict[str, list[Any]] = {n: [{"type": n, **OPTIONS.get(n, {})}] * 2 for n in MIXERS}
+MODELS: dict[str, list[Any]] = {name: [layer] * 2 for name, layer in LAYERS.items()}
 # RWKV-7's first value goes past layers that do not use it, and on to a last one
 MODELS["hybrid"] = ["gated_deltanet", "rwkv7", "attention", "rwkv7"]
 
@@ -33,17 +31,9 @@ MODELS["every"] = [*(layers[0] for n, layers in MODELS.items() if n != "hybrid")
 
 
 def make(name: str, device: str = "cpu", **options: Any) -> SlipstreamForCausalLM:
-    torch.manual_seed(0)
-    config = SlipstreamConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        num_heads=2,
-        intermediate_size=48,
-        mixers=MODELS[name],
-        initializer_range=0.2,
-        **options,
-    )
-    return SlipstreamForCausalLM(config).train().to(device)
+    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48}
+    model = small_model(MODELS[name], initializer_range=0.2, **sizes, **options)
+    return model.train().to(device)
 
 
 def narrow(x: Tensor) -> Tensor:
@@ -116,15 +106,8 @@ def checkpointed(model: SlipstreamForCausalLM, **options: Any) -> Step:
     return trained(model)
 
 
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keeps products and attention, as torchtitan does, and every second of the rest."""
-    name = str(op)
-    save = "mm" in name or "slipstream" in name
-    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def selective(model: SlipstreamForCausalLM) -> Step:
-    context = partial(create_selective_checkpoint_contexts, _policy)
+    context = partial(create_selective_checkpoint_contexts, module_changes.policy)
     return checkpointed(model, use_reentrant=False, context_fn=context)
 
 
@@ -148,17 +131,7 @@ def functional(model: SlipstreamForCausalLM) -> Step:
 
 
 def hooked(model: SlipstreamForCausalLM) -> Step:
-    """Hooks that make new tensors of what goes in and comes out."""
-
-    def copied(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(copied, x))
-        return x.clone() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            module.register_forward_pre_hook(lambda module, args: copied(args))
-            module.register_forward_hook(lambda module, args, y: copied(y))
+    module_changes.hook(x for x in model.modules() if isinstance(x, nn.Linear | nn.Embedding))
     return trained(model)
 
 
@@ -189,49 +162,24 @@ def staged(model: SlipstreamForCausalLM) -> Step:
     return step
 
 
-def _mesh(*sizes: int, names: tuple[str, ...]) -> Any:
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return dist.init_device_mesh(device, sizes, mesh_dim_names=names)
-
-
 def ddp(model: SlipstreamForCausalLM) -> Step:
     return trained(nn.parallel.DistributedDataParallel(model))
 
 
 def fsdp(model: SlipstreamForCausalLM) -> Step:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = _mesh(dist.get_world_size(), names=("shard",))
-    for unit in [*model.model.layers, model]:
-        fully_shard(unit, mesh=mesh)
+    module_changes.shard([*model.model.layers, model])
     return trained(model)
 
 
 def hsdp(model: SlipstreamForCausalLM) -> Step:
     """Copies of shards: two by two processes, or one by as many as there are."""
-    from torch.distributed.fsdp import fully_shard
-
-    ranks = dist.get_world_size()
-    mesh = _mesh(2, ranks // 2, names=("copy", "shard")) if ranks == 4 else _mesh(
-        1, ranks, names=("copy", "shard")
-    )  # fmt: skip
-    for unit in [*model.model.layers, model]:
-        fully_shard(unit, mesh=mesh)
+    copies = 2 if dist.get_world_size() == 4 else 1
+    module_changes.shard([*model.model.layers, model], copies)
     return trained(model)
 
 
 def tensor_parallel(model: SlipstreamForCausalLM) -> Step:
-    """DTensors in every linear layer: columns of each on one process, whose outputs are joined."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = _mesh(dist.get_world_size(), names=("tp",))
-    plan: dict[str, Any] = {
-        name: ColwiseParallel(output_layouts=Replicate())
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not model.lm_head
-    }
-    parallelize_module(model, mesh, plan)
+    module_changes.split_columns(model, whole=model.lm_head)
     return trained(model)
 
 

@@ -9,15 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
+from slipstream.models import MIXERS, SlipstreamForCausalLM
+from tests.support.language_models import LAYERS, small_model
 
 VOCAB, STEPS, ROWS, RATE = 31, 3, 4, 0.1
 LENGTHS = [9, 5, 12, 7, 11, 3, 8, 12, 6, 10, 4, 9]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "mla": {"kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8},
-    "mamba2": {"state_size": 8},
-}
-MODELS: dict[str, list[Any]] = {n: [{"type": n, **OPTIONS.get(n, {})}] * 2 for n in MIXERS}
+MODELS: dict[str, list[Any]] = {name: [layer] * 2 for name, layer in LAYERS.items()}
 # a layer of each, and one that takes RWKV-7's first value past them
 MODELS["every"] = [*(layers[0] for layers in MODELS.values()), {"type": "rwkv7"}]
 HYBRID: dict[str, list[Any]] = {
@@ -34,19 +31,9 @@ IDS = torch.arange(18).mul(7).remainder(VOCAB - 1).add(1).view(2, 9)
 
 def make(name: str, **options: Any) -> SlipstreamForCausalLM:
     """The same weights each time; no token ends a text."""
-    torch.manual_seed(0)
-    config = SlipstreamConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        num_heads=2,
-        intermediate_size=24,
-        mixers=(MODELS | PAIRS | HYBRID)[name],
-        initializer_range=0.1,
-        pad_token_id=0,
-        eos_token_id=None,
-        **options,
-    )
-    return SlipstreamForCausalLM(config)
+    options |= {"initializer_range": 0.1, "pad_token_id": 0, "eos_token_id": None}
+    mixers = (MODELS | PAIRS | HYBRID)[name]
+    return small_model(mixers, vocab_size=VOCAB, intermediate_size=24, **options)
 
 
 def rows() -> list[dict[str, Tensor]]:
