@@ -1,6 +1,5 @@
 """Patched models in calls on a cache, beside one call of all tokens."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from slipstream.integrations.patching import CACHES
-from slipstream.integrations.transformers import NAME, patch, unpatch
+from slipstream.integrations.transformers import NAME, patch
 from tests.support.linear_models import linear_classes, next_cache, own_cache, tiny
 from tests.support.tiny_models import build
 
@@ -22,12 +21,6 @@ SAMPLE = (
 )  # fmt: skip
 # of which the indexer of transformers' own chooses other keys
 NOT_ALIKE = ("Qwen4ExpForCausalLM",)
-
-
-@pytest.fixture(autouse=True)
-def _unpatched() -> Iterator[None]:
-    yield
-    unpatch()
 
 
 def _limited(config: Any) -> Any:

@@ -30,12 +30,6 @@ TOLD = ("position_ids", "seq_idx", "offsets")
 SAMPLE = ("Mamba2ForCausalLM", "Qwen3NextForCausalLM")
 
 
-@pytest.fixture(autouse=True)
-def _unpatched() -> Iterator[None]:
-    yield
-    unpatch()
-
-
 def _layers(model: nn.Module) -> list[nn.Module]:
     return [x for x in model.modules() if isinstance(x, GradientCheckpointingLayer)]
 

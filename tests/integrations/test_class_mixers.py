@@ -3,7 +3,6 @@ functions in float64 on each sequence alone and whole."""
 
 import gc
 import inspect
-from collections.abc import Iterator
 from copy import deepcopy
 from itertools import pairwise
 from typing import Any
@@ -29,12 +28,6 @@ CLASSES = (
     "xLSTMForCausalLM",
 )  # fmt: skip
 PADDED = {"left": slice(0, 4), "right": slice(-4, None), "within": slice(4, 7)}
-
-
-@pytest.fixture(autouse=True)
-def _unpatched() -> Iterator[None]:
-    yield
-    unpatch()
 
 
 def _models(name: str) -> tuple[Any, Any, Tensor]:

@@ -4,7 +4,7 @@ import inspect
 import logging
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 from unittest import mock
 
@@ -40,12 +40,6 @@ def every(names: tuple[str, ...] = SAMPLE, of: Iterable[str] | None = None) -> l
     """Those names by default, and the rest under slow."""
     rest = linear_classes() if of is None else of
     return [*names, *(pytest.param(n, marks=pytest.mark.slow) for n in rest if n not in names)]
-
-
-@pytest.fixture(autouse=True)
-def _unpatched() -> Iterator[None]:
-    yield
-    unpatch()
 
 
 @pytest.mark.parametrize("name", every())

@@ -23,34 +23,33 @@ from slipstream.training.run import train
 from slipstream.training.sample import load
 from tests.support.processes import in_processes, run_ranks
 from tests.support.slow_ranks import save_slowly
+from tests.support.training_configs import config_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
 STEPS = 6
 
 
+RUN = {
+    "model": {"hidden_size": 32, "num_heads": 2, "mixers": ["gated_deltanet", "attention"]},
+    "data": {
+        "files": ["{stdlib}/json", "{stdlib}/email"],
+        "held_out": 0.15,
+        "row_tokens": 33,
+        "eval_rows": 2,
+    },
+    "training": {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 64,
+        "save_steps": 3,
+        "eval_steps": 3,
+        "save_total_limit": 5,
+    },
+}
+
+
 def raw(out: Path, **sections: dict) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "output_dir": str(out),
-        "model": {"hidden_size": 32, "num_heads": 2, "mixers": ["gated_deltanet", "attention"]},
-        "tokenizer": {"vocab_size": 300, "train_bytes": 20000},
-        "data": {
-            "files": ["{stdlib}/json", "{stdlib}/email"],
-            "held_out": 0.15,
-            "row_tokens": 33,
-            "eval_rows": 2,
-        },
-        "training": {
-            "max_steps": STEPS,
-            "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 64,
-            "save_steps": 3,
-            "eval_steps": 3,
-            "save_total_limit": 5,
-        },
-    }
-    for name, section in sections.items():
-        made[name] = {**made.get(name, {}), **section}
-    return made
+    return config_of(out, RUN, sections)
 
 
 def started(config: dict[str, Any], folder: Path) -> subprocess.Popen:

@@ -25,31 +25,28 @@ from slipstream.training.console import COLUMNS
 from slipstream.training.ranks import Interrupt
 from slipstream.training.run import Result, train
 from slipstream.training.sample import load
+from tests.support.training_configs import CONFIG, config_of
 
 STEPS = 6
 TIMES = ("tokens_per_second", "train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 
-def raw(out: Path, **sections: dict) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "output_dir": str(out),
-        "model": {"hidden_size": 16, "num_heads": 1, "mixers": ["retention"]},
-        "tokenizer": {"vocab_size": 300, "train_bytes": 20000},
-        "data": {"files": ["{stdlib}/json"], "held_out": 0.4, "row_tokens": 16, "eval_rows": 4},
-        "training": {
-            "max_steps": STEPS,
-            "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 256,
-            "save_steps": 2,
-            "save_total_limit": 5,
-            "eval_strategy": "no",
-        },
-    }
-    return {k: {**v, **sections.get(k, {})} if isinstance(v, dict) else v for k, v in made.items()}
+RUN = {
+    "data": {"eval_rows": 4},
+    "training": {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 256,
+        "save_steps": 2,
+        "save_total_limit": 5,
+        "eval_strategy": "no",
+    },
+}
 
 
 def go(out: Path, console: Console | None = None, **sections: dict) -> Result:
-    return train(from_dict(raw(out, **sections)), Interrupt(), console or Console(quiet=True))
+    config = from_dict(config_of(out, RUN, sections))
+    return train(config, Interrupt(), console or Console(quiet=True))
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -209,24 +206,11 @@ def test_load_takes_nothing_but_the_models_own_safetensors(
         load(out)
 
 
-MODEL = {"hidden_size": 16, "num_heads": 1, "mixers": ["retention"]}
-
-
-def raw_begin(out: Path, steps: int = 2, **sections: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(out),
-        "model": MODEL,
-        "tokenizer": {"vocab_size": 300, "train_bytes": 20000},
-        "data": {"files": ["{stdlib}/json"], "held_out": 0.4, "row_tokens": 16, "eval_rows": 4},
-        "training": {
-            "max_steps": steps,
-            "per_device_train_batch_size": 2,
-            "per_device_eval_batch_size": 256,
-            "eval_strategy": "no",
-            **sections.pop("training", {}),
-        },
-        **sections,
-    }
+def raw_begin(
+    out: Path, steps: int = 2, training: dict[str, Any] | None = None, **sections: Any
+) -> dict[str, Any]:
+    """With whole sections."""
+    return config_of(out, RUN, {"training": {"max_steps": steps, **(training or {})}}) | sections
 
 
 def go_begin(config: dict[str, Any], console: Console | None = None) -> Path:
@@ -259,7 +243,9 @@ def test_beginnings_that_cannot_be(tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": {}, "tokenizer": {}, "init_from": str(tmp_path / "no")}
     with pytest.raises(FileNotFoundError, match="want a directory with a model"):
         go_begin(raw_begin(tmp_path / "out", **options))
-    SlipstreamForCausalLM(SlipstreamConfig(vocab_size=30, **MODEL)).save_pretrained(tmp_path / "no")
+    SlipstreamForCausalLM(SlipstreamConfig(vocab_size=30, **CONFIG["model"])).save_pretrained(
+        tmp_path / "no"
+    )
     with pytest.raises(ValueError, match=r"tokenizer.path: want a tokenizer"):
         go_begin(raw_begin(tmp_path / "out", **options))
     tokenizer = go_begin(raw_begin(tmp_path / "run")) / "tokenizer"

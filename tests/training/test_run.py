@@ -20,16 +20,11 @@ from slipstream.training.ranks import Interrupt
 from slipstream.training.run import arguments, train
 from slipstream.training.trainer import LMTrainer, newest_checkpoint
 from tests.support.byte_tokenizer import tokenizer
+from tests.support.training_configs import config_of
 
 
-def raw(out, **training) -> dict:
-    return {
-        "output_dir": str(out),
-        "model": {"hidden_size": 16, "num_heads": 1, "mixers": ["retention"]},
-        "tokenizer": {"vocab_size": 300, "train_bytes": 20000},
-        "data": {"files": ["{stdlib}/json"], "held_out": 0.4, "row_tokens": 16},
-        "training": training,
-    }
+def raw(out: Path, **training: Any) -> dict[str, Any]:
+    return config_of(out, {"training": training})
 
 
 def planted(directory: Path, step: int, text: str | None = None) -> Path:
@@ -206,14 +201,9 @@ def test_objects_are_frozen_from_the_second_step_on(
 
 @pytest.mark.usefixtures("_rows")
 def test_run_on_a_data_set(tmp_path: Path) -> None:
-    raw: dict[str, Any] = {
-        "output_dir": str(tmp_path / "out"),
-        "model": {"hidden_size": 16, "num_heads": 1, "mixers": ["retention"]},
-        "tokenizer": {"vocab_size": 300},
-        "data": {"datasets": "some/set", "held_out": 0.3, "row_tokens": 16, "lanes": 4},
-        "training": {"max_steps": 2, "per_device_train_batch_size": 2, "eval_strategy": "no"},
-    }
-    result = train(from_dict(raw), Interrupt(), Console(quiet=True))
+    given = raw(tmp_path / "out", max_steps=2, per_device_train_batch_size=2, eval_strategy="no")
+    given["data"] = {"datasets": "some/set", "held_out": 0.3, "row_tokens": 16, "lanes": 4}
+    result = train(from_dict(given), Interrupt(), Console(quiet=True))
     assert result.step == 2 and result.held_out is not None
 
 
