@@ -20,6 +20,7 @@ from slipstream.ops.flash_attn import (
 )
 from slipstream.ops.rotary import rotary_tables
 from tests.gpu.waiting import graph_of, waiting_is_an_error
+from tests.support.operators import relative_error
 
 # ---- Attention on a GPU: no host sync, no recompilation, graphs that follow new lengths, same
 # bits. Every feature of attention, forward and backward, and caches that grow, in rows and in
@@ -338,11 +339,6 @@ def on_gpu(name: str) -> tuple[Any, ...]:
     return tuple(x.cuda() if isinstance(x, Tensor) else x for x in inputs(name))
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    got = got.detach().cpu().double()
-    return ((got - want).square().mean().sqrt() / want.square().mean().sqrt()).item()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @every_call
 def test_latent_attention_matches_reference(name: str, dtype: torch.dtype) -> None:
@@ -352,7 +348,7 @@ def test_latent_attention_matches_reference(name: str, dtype: torch.dtype) -> No
     options = {"width": width, "scale": 0.06, "table": table}
     first, second = (latent_attention(q, latent, lengths, **options, impl="triton") for _ in "ab")
     want, _ = eager_latent_attention(q.double(), latent.double(), lengths, table, width, 0.06)
-    assert error(first, want.cpu()) <= 0.4 * torch.finfo(dtype).eps
+    assert relative_error(first, want) <= 0.4 * torch.finfo(dtype).eps
     assert torch.equal(first, second)
 
 
@@ -399,7 +395,7 @@ def test_mla_prefill_and_its_gradients_match_float64() -> None:
         y, _ = model(leaves[0])
         found.append([y, *torch.autograd.grad(y, leaves, do.to(device, dtype))])
     for want, got in zip(*found, strict=True):
-        assert error(got, want) <= 2e-2
+        assert relative_error(got.cpu(), want) <= 2e-2
 
 
 @torch.no_grad()
@@ -412,5 +408,5 @@ def test_mla_decoding_absorbed_matches_float64() -> None:
     for t in range(137, 140):
         y, state = here(x[:, t : t + 1].cuda(), state=state, use_cache=True)
         found.append(y)
-    assert error(torch.cat(found, 1), want) <= 2e-2
-    assert error(torch.cat(found[1:], 1), want[:, 137:]) <= 2e-2
+    assert relative_error(torch.cat(found, 1).cpu(), want) <= 2e-2
+    assert relative_error(torch.cat(found[1:], 1).cpu(), want[:, 137:]) <= 2e-2

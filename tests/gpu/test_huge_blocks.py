@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
+from tests.support.operators import relative_error
 
 ELEMENTS = 1 << 31
 TAIL = 150
@@ -88,12 +89,6 @@ def _gives_memory_back() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-@torch.no_grad()
-def error(got: Tensor, want: Tensor) -> float:
-    off = (got.float() - want.float()).square().mean().sqrt()
-    return float(off / want.float().square().mean().sqrt())
-
-
 @pytest.mark.parametrize("name", list(CASES))
 def test_last_of_many_rows(name: str) -> None:
     case = CASES[name]
@@ -113,9 +108,9 @@ def test_last_of_many_rows(name: str) -> None:
     tails = [x[-2 * TAIL :].detach().float().requires_grad_() for x in rows]
     want = case.call(*tails, *rest, impl="eager")
     wants = torch.autograd.grad(want, tails, dy[-2 * TAIL :].float())
-    assert error(y[-TAIL:], want[-TAIL:]) < 0.01
+    assert relative_error(y[-TAIL:], want[-TAIL:]) < 0.01
     for x, w in zip(grads, wants, strict=True):
-        assert error(x[-TAIL:], w[-TAIL:]) < 0.01
+        assert relative_error(x[-TAIL:], w[-TAIL:]) < 0.01
         assert not x[: TAIL // 2].any()
 
 
@@ -141,4 +136,4 @@ def test_states_of_a_huge_pool() -> None:
     update = partial(ops.short_convolution_update, activation="silu")
     got = update(x.bfloat16(), pool, w, state_indices=index, impl="triton")
     want = update(x.bfloat16(), few, w, impl="eager")
-    assert error(got, want) < 0.01 and torch.equal(pool[-9:], few)
+    assert relative_error(got, want) < 0.01 and torch.equal(pool[-9:], few)

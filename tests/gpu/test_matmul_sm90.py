@@ -10,6 +10,7 @@ from slipstream.kernels.matmul import op
 from slipstream.kernels.matmul.config import ACTIVATIONS, MatmulInputs
 from slipstream.ops.matmul import matmul
 from tests.gpu.waiting import waiting_is_an_error
+from tests.support.operators import relative_error
 
 # ---- The matmul on sm_90, by both of its kernels: every dtype, precision and order in memory,
 # strides that TMA takes and those that it does not, what follows the product, odd sizes; the same
@@ -42,14 +43,6 @@ def drawn(rows: int, columns: int, dtype: torch.dtype, turned: bool) -> Tensor:
     return x.t() if turned else x
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    """NaN is infinite."""
-    got, want = got.detach(), want.detach()
-    off, size = (got.double() - want).square().mean().sqrt(), want.square().mean().sqrt()
-    e = float(off / size.clamp(min=1e-300))
-    return e if e == e else float("inf")
-
-
 def names_for(a: Tensor, b: Tensor, precision: str, layout: str) -> list[str | None]:
     """The implementations that take a call, and None, whatever is chosen; of the portable one not
     each layout with each dtype, for every one is a kernel to compile."""
@@ -71,7 +64,7 @@ def test_matmul_matches_float64(
         for impl in names_for(a, b, precision, layout):
             seen.add(impl)
             got = matmul(a, b, precision=precision, impl=impl)
-            assert error(got, want) <= limit, (M, N, K, impl)
+            assert relative_error(got, want) <= limit, (M, N, K, impl)
             for _ in range(2):  # recorded, then played
                 assert torch.equal(got, matmul(a, b, precision=precision, impl=impl)), (M, N, K)
     assert ("sm90" in seen) == (dtype != FP32 or precision == "tf32")
@@ -93,7 +86,7 @@ def test_matmul_takes_strides_that_tma_does_not(dtype: torch.dtype) -> None:
     for what, (a, b) in cases.items():
         want = a.double() @ b.double()
         for impl in (None, "triton"):
-            assert error(matmul(a, b, impl=impl), want) <= limit, (what, impl)
+            assert relative_error(matmul(a, b, impl=impl), want) <= limit, (what, impl)
 
 
 @pytest.mark.parametrize("impl", ["sm90", "triton"])
@@ -126,7 +119,7 @@ def test_matmul_goes_on_with_what_follows(impl: str, dtype: torch.dtype) -> None
         want = matmul(a.double(), b.double(), **wide, impl="reference")
         got = matmul(a, b, **options, precision="tf32", impl=impl)
         assert got.dtype == options.get("out_dtype", out)
-        assert error(got, want) <= limit, list(options)
+        assert relative_error(got, want) <= limit, list(options)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
@@ -140,7 +133,7 @@ def test_matmul_has_gradients(dtype: torch.dtype, layout: str) -> None:
     wide = dy.double()
     want = wide @ b.double().t(), a.double().t() @ wide, wide.sum(0), wide
     for got, good in zip(grads, want, strict=True):
-        assert error(got, good) <= (3e-3 if dtype == BF16 else 3e-6)
+        assert relative_error(got, good) <= (3e-3 if dtype == BF16 else 3e-6)
 
 
 @every_kind
@@ -162,6 +155,6 @@ def test_matmul_of_more_than_2_to_31_elements(dtype: torch.dtype) -> None:
         pytest.skip("needs 24 GiB")
     a, b = drawn(1 << 21, 64, dtype, False), drawn(64, 1032, dtype, True)
     got = matmul(a, b)[-300:]
-    assert error(got, a[-300:].double() @ b.double()) <= 5e-3
+    assert relative_error(got, a[-300:].double() @ b.double()) <= 5e-3
     del got, a
     torch.cuda.empty_cache()

@@ -18,6 +18,7 @@ from slipstream.kernels.elementwise.rotary import rotary_reference
 from slipstream.layers import Attention
 from slipstream.ops import attention
 from slipstream.ops.rotary import rotary_heads
+from tests.support.operators import relative_error
 
 SM_90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not SM_90, reason="needs an sm_90 device")
@@ -56,13 +57,6 @@ def gradients(call: Callable[[Tensor], Tensor], qkv: Tensor, do: Tensor) -> list
     return [o.detach(), *torch.autograd.grad(o, leaf, do.to(o.dtype))]
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    off = (
-        got.double() - want.double()
-    ).square().mean().sqrt() / want.double().square().mean().sqrt()
-    return float(off.nan_to_num(float("inf")))
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_beside_float64(call: tuple, dtype: torch.dtype, calls: list[int]) -> None:
@@ -95,7 +89,7 @@ def test_beside_float64(call: tuple, dtype: torch.dtype, calls: list[int]) -> No
     assert torch.equal(got[0], other[0])
     cut = [sizes[0], sizes[1], sizes[2]]
     for x, y, z in zip(*(t[1].split(cut, 2) for t in (got, other, want))):
-        assert error(x, z) <= 1.1 * error(y, z) + 1e-4
+        assert relative_error(x, z) <= 1.1 * relative_error(y, z) + 1e-4
 
 
 @pytest.mark.parametrize("way", ["plain", "checkpoint", "selective"])
@@ -129,7 +123,7 @@ def test_layer(way: str, hooked: bool, calls: list[int], monkeypatch: pytest.Mon
     monkeypatch.setattr(layer, "_only_rotates", lambda qkv: False)
     want = run()
     assert torch.equal(got[0], want[0])
-    assert max(map(error, got, want)) < 5e-3
+    assert all(relative_error(x, y) < 5e-3 for x, y in zip(got, want, strict=True))
 
 
 def test_no_host_sync() -> None:
