@@ -1,17 +1,23 @@
 """Kernels that are there before earlier launches have ended touch no memory until these have."""
 
 import re
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from slipstream.compiler.aot import Compiled, compile_kernel
+from slipstream.compiler.aot import Compiled
 from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.trace import trace
+from slipstream.kernels.primitives.norm_options import NormOptions
+from slipstream.kernels.projection_step import op
+from slipstream.kernels.projection_step.inputs import NormedInputs
 from slipstream.ops import mixer_step, projection_step, rms_norm
 from slipstream.runtime.backends import HAVE_TRITON
-from tests.support.mixer_steps import compile_step
+from tests.support import projections
+from tests.support.mixer_steps import LARGE, job_of
 from tests.support.sass import disassemble
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
@@ -28,35 +34,38 @@ def projection(rows: int, glu: bool = False, many: bool = False) -> Compiled:
     else:
         tile = launch.tile_of(rows, N, K, 2, 2 * (1 + glu), 232_448)
     names = ("x", "y", "w0", "w1", *([] if rows > 1 else ["norm_weight"]))
-    constants = {"K": K, "ONE": rows == 1, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
-    constants |= {"NORM": rows == 1, "ZERO_CENTERED": False, "GLU": glu}
-    constants |= {"COLUMNS": K, "X_LEFT": tile.x_left, "PDL": True, "PREFETCH": not many}
-    scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
-    kernel = "slipstream.kernels.projection_step.triton_kernels:projection_step_kernel"
-    tensors = {f"{name}_ptr": "*bf16" for name in names}
-    return compile_kernel(kernel, tensors, constants, scalars, "sm_90", tile.warps, tile.stages)
+    flags = {"ONE": rows == 1, "NORM": rows == 1, "GLU": glu, "PREFETCH": not many}
+    return projections.compile_step(tile, dict.fromkeys(names, "*bf16"), PDL=True, **flags)
+
+
+def of_call(call: Callable[[Callable[..., torch.Tensor]], object], kernel: str) -> Compiled:
+    """The kernel of that name that a call launches, of tensors in bfloat16."""
+
+    def run(device: torch.device) -> None:
+        call(partial(torch.empty, device=device, dtype=torch.bfloat16))
+
+    (job,) = (x for x in trace(run, "sm_90", backward=False) if x.name == kernel)
+    assert job.constants["PDL"]
+    return job.compile()
 
 
 def sums() -> Compiled:
-    tensors = {"partial_ptr": "*fp32", "residual_ptr": "*bf16", "norm_weight_ptr": "*bf16"}
-    tensors |= {"h_ptr": "*bf16", "y_ptr": "*bf16"}
-    flags = {"N": 1024, "S": 8, "BS": 8, "BN": 1024, "ZERO_CENTERED": False, "PDL": True}
-    kernel = "slipstream.kernels.projection_step.triton_kernels:projection_sums_kernel"
-    return compile_kernel(
-        kernel, tensors, flags, {"M": "i32", "row_residual": "i32:16"}, "sm_90", 8
-    )
+    def call(make: Callable[..., torch.Tensor]) -> None:
+        given = make(64, 1024), make(1024, 1024), None, make(64, 1024), make(1024)
+        op.run_norm(NormedInputs(*given), NormOptions(1e-5), "triton")
+
+    return of_call(call, "projection_sums_kernel")
 
 
 def norm() -> Compiled:
-    flags = {"G": 1, "D": 1024, "BR": 1, "BD": 1024, "CENTRE": False, "L2": False, "LEAN": True}
-    flags |= {"ZERO_CENTERED": False, "SILU": True, "GATE_FIRST": False, "ROUND": True}
-    tensors = {f"{name}_ptr": "*bf16" for name in ("x", "w", "y")}
-    kernel = "slipstream.kernels.norm.triton_kernels:norm_fwd_kernel"
-    return compile_kernel(kernel, tensors, {**flags, "PDL": True}, {}, "sm_90", 4, 3)
+    return of_call(lambda make: rms_norm(make(1, 1024), make(1024)), "norm_fwd_kernel")
 
 
-def mixer(**options: Any) -> Compiled:
-    return compile_step(PDL=True, PREFETCH=True, **options)
+def mixer(kind: str, V: int = 128) -> Compiled:
+    """Of one sequence, whose weights are asked for before anything is read."""
+    job = job_of(kind, replace(LARGE, V=V), alone=True)
+    assert job.constants["PDL"] and job.constants["PREFETCH"]
+    return job.compile()
 
 
 KERNELS = {
@@ -67,8 +76,8 @@ KERNELS = {
     "gated projection with x on the left": (lambda: projection(64, True, True), 0),
     "sums of shares": (sums, 0),
     "norm": (norm, 0),
-    "mixer_step": (mixer, 1),
-    "mixer_step, two programs a head": (lambda: mixer(V=256, PER_CHANNEL=True), 1),
+    "mixer_step": (lambda: mixer("gated_deltanet"), 1),
+    "mixer_step, two programs a head": (lambda: mixer("kda", V=256), 1),
 }
 
 

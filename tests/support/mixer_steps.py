@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.compiler.aot import Compiled, compile_kernel
+from slipstream.compiler.aot import Job
+from slipstream.compiler.trace import trace
 from slipstream.ops import mixer_step
 from tests.support.operators import relative_error
 
@@ -191,43 +192,20 @@ def check_drafts_leave_no_trace(impl: str, n: Sizes) -> None:
     assert all(bool(x.isfinite().all()) for x in found[1])
 
 
-KERNEL = "slipstream.kernels.mixer_step.triton.step:mixer_step_kernel"
-NARROW = ("q", "k", "v", "g", "beta", "z", "y", "conv_weight", "norm_weight", "window")
-FLOATS = ("lower_bound", "normalizer", "dt_min", "dt_max")
-DTYPES = {"*fp32": torch.float32, "*bf16": torch.bfloat16}
-STRIDES = [f"stride_{x}" for x in ("state", "head", "window")]
-ROWS = ("row_q", "row_k", "row_v", "row_g", "row_beta", "row_write", "row_z", "row_y")
-ROWS += ("cache_slots",)
+# Qwen3-Next's heads
+LARGE = Sizes(H=16, HV=32, K=128, V=128, dtype=torch.bfloat16)
 
 
-def compile_step(
-    arch: str = "sm_90",
-    K: int = 128,
-    V: int = 128,
-    group: int = 1,
-    pool: str = "*fp32",
-    **constants: Any,
-) -> Compiled:
-    """Qwen3-Next's 16 and 32 heads, with the tile that a launch takes. group: V times this."""
-    from slipstream.kernels.mixer_step.triton import launch
+def job_of(kind: str, size: Sizes, arch: str = "sm_90", alone: bool = False, **more: Any) -> Job:
+    """The one kernel of a call; alone: of one sequence, whose pool has nothing else; more: its
+    options."""
+    args, options = make(KINDS[kind], size)
+    args = {n: x[:1] if alone and len(x) in (B, SLOTS) else x for n, x in args.items()}
 
-    BK, tile = launch.tile_of(K, V)
-    tensors = {f"{name}_ptr": "*bf16" for name in NARROW}
-    tensors |= {f"{name}_ptr": "*fp32" for name in ("state", "A", "dt_bias")}
-    tensors |= {"state_ptr": pool, "index_ptr": "*i32", "counter_ptr": "*i32"}
-    if group > 1 or tile.BV < V:
-        tensors["scratch_ptr"] = "*fp32"
-    flags = {
-        "H": 16, "K": K, "V": V, "W": 4, "BK": BK, "BV": tile.BV, "HEADS_PER_K": 2, "ONE": True,
-        "T": 1, "WIDTH": launch.line_of(BK, DTYPES[pool]), "THREADS": 32 * tile.warps,
-        "GROUP": group * V, "V_FIRST": False, "V_CHANNELS_FIRST": False, "CONV_SILU": True,
-        "GATE": "softplus", "PER_CHANNEL": False, "DT_SCALES_V": False, "BETA_SIGMOID": True,
-        "BETA_FACTOR": 1.0, "L2_NORM": True, "NORM": True, "NORM_BEFORE_GATE": True,
-        "WEIGHT_PER_HEAD": False, "Z_SILU": True, "stride_l": 1,
-    }  # fmt: skip
-    scalars: dict[str, str] = dict.fromkeys(FLOATS, "fp32")
-    scalars |= dict.fromkeys(ROWS, "i64")
-    scalars |= dict.fromkeys(STRIDES, "i32:16")
-    options = {} if tile.registers is None else {"maxnreg": tile.registers}
-    constants = {**flags, **constants}
-    return compile_kernel(KERNEL, tensors, constants, scalars, arch, tile.warps, options=options)
+    def call(device: torch.device) -> None:
+        given = {n: torch.empty(x.shape, dtype=x.dtype, device=device) for n, x in args.items()}
+        at = None if alone else torch.empty(B, dtype=torch.int32, device=device)
+        mixer_step(**given, **{**options, **more}, state_indices=at, impl="triton")
+
+    (job,) = (x for x in trace(call, arch, backward=False) if "mixer" in x.kernel)
+    return job

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.compiler.aot import Compiled, compile_kernel
+
 # rows of x, their width, rows of the weights
 SIZES = [(1, 40, (24,)), (1, 33, (20, 7, 70)), (1, 5000, (6, 3)), (3, 40, (24, 16, 5, 1, 64))]
 SIZES += [(20, 136, (40,))]
@@ -41,3 +43,14 @@ def formula(x: Tensor, weights: list[Tensor], biases: Any = None, **options: Any
     else:
         y = torch.cat(ys, 1)
     return y if options.get("residual") is None else y + options["residual"].double()
+
+
+def compile_step(tile: Any, tensors: dict[str, str], arch: str = "sm_90", **more: Any) -> Compiled:
+    """The kernel with a tile, of several rows of 1024 features; more: constants."""
+    flags = {"K": 1024, "ONE": False, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GLU": False}
+    flags |= {"COLUMNS": more.get("K", 1024), "X_LEFT": tile.x_left}
+    flags |= {"NORM": False, "ZERO_CENTERED": False, **more}
+    scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
+    kernel = "slipstream.kernels.projection_step.triton_kernels:projection_step_kernel"
+    pointers = {f"{name}_ptr": dtype for name, dtype in tensors.items()}
+    return compile_kernel(kernel, pointers, flags, scalars, arch, tile.warps, tile.stages)

@@ -10,6 +10,7 @@ import torch
 
 from slipstream import ops
 from slipstream.compiler.arch import ARCHS
+from slipstream.compiler.trace import trace
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionOptions
 from slipstream.kernels.attention.plan import HAVE_TRITON, INTERPRETED
@@ -42,8 +43,6 @@ def rounded_call(D: int, dtype: torch.dtype, page: int) -> Any:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_decoding_from_8_bits_compiles(arch: str, D: int, page: int, dtype: torch.dtype) -> None:
     """By few instructions a key: most of what was once converted by the compiler (decode.py)."""
-    from slipstream.compiler.trace import trace
-
     job, *_ = trace(rounded_call(D, dtype, page), arch, backward=False)
     got = job.compile()
     assert job.name == "softmax_decode_kernel"
@@ -55,8 +54,6 @@ def test_decoding_from_8_bits_compiles(arch: str, D: int, page: int, dtype: torc
 @pytest.mark.parametrize(("arch", "D"), [("sm_80", 16), ("sm_120", 32)])
 def test_decoding_from_narrow_heads_of_8_bits_compiles(arch: str, D: int) -> None:
     """A product takes a quarter of the channels, and at least 16."""
-    from slipstream.compiler.trace import trace
-
     job, *_ = trace(rounded_call(D, torch.int8, 0), arch, backward=False)
     got = job.compile()
     assert job.name == "softmax_decode_kernel"
@@ -67,8 +64,6 @@ def test_decoding_from_narrow_heads_of_8_bits_compiles(arch: str, D: int) -> Non
 @pytest.mark.parametrize(("D", "page"), [(64, 0), (62, 30)], ids=["words", "bytes"])
 def test_decoding_from_8_bits_compiles_for_amd(D: int, page: int) -> None:
     """Whose compiler reshapes no pointers."""
-    from slipstream.compiler.trace import trace
-
     job, *_ = trace(rounded_call(D, torch.int8, page), "gfx942", backward=False)
     assert job.compile().shared <= ARCHS["gfx942"].shared
 
@@ -79,8 +74,6 @@ def _attention(device: torch.device, D: int, dropout_p: float) -> torch.Tensor:
 
 
 def test_probability_is_nothing_that_kernels_are_compiled_for() -> None:
-    from slipstream.compiler.trace import trace
-
     keys = [
         {job.key for job in trace(partial(_attention, D=64, dropout_p=p), "sm_80")}
         for p in (0.1, 0.5, 0.9)

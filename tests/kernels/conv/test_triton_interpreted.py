@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.conv import eager, op
+from slipstream.kernels.conv.inputs import ConvInputs, GradInputs
 from slipstream.ops.conv import short_convolution, short_convolution_update
 from tests.support.in_bounds import in_bounds
 from tests.support.interpreted import error, interpreted
@@ -63,7 +65,6 @@ def check_neighbours() -> None:
 def check_offsets_past_the_end() -> None:
     """On a GPU nobody looks at them before; what is behind the last token is NaN here."""
     from slipstream.kernels.conv import triton_launch as launch
-    from slipstream.kernels.conv.inputs import ConvInputs, GradInputs
 
     T, D, W = 9, 6, 4
     weight, state = torch.randn(D, W), torch.randn(2, D, W)
@@ -89,9 +90,6 @@ def check_offsets_past_the_end() -> None:
 
 def check_apart(W: int, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     """Channels in tensors of their own: the bits of those in one."""
-    from slipstream.kernels.conv import op
-    from slipstream.kernels.conv.inputs import ConvInputs
-
     B, T, sizes = (1, sum(lengths), (24, 8, 16)) if lengths else (2, 21, (8, 40))
     D, N = sum(sizes), len(lengths) or B
     cu = torch.tensor([0, *lengths]).cumsum(0) if lengths else None
@@ -115,9 +113,6 @@ def check_apart(W: int, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
 def check_unit(W: int, T: int, dtype: torch.dtype, bias: bool, packed: bool = False) -> None:
     """Heads that are normalised within the convolution, against l2_norm after it. packed: four
     sequences, one of them empty, that begin with states."""
-    from slipstream.kernels.conv import eager, op
-    from slipstream.kernels.conv.inputs import ConvInputs
-
     sizes, unit = (64, 128, 24), 64
     assert op.normalises(sizes, unit)
     D, B = sum(sizes), 1 if packed else 2
@@ -178,7 +173,6 @@ def check_bounds(lengths: tuple[int, ...], extras: bool) -> None:
     """However few tiles a program has, also where its first one has no tokens and begins past all
     of them, it reads nothing outside of a tensor, and y, dx and a state's gradient are the same."""
     from slipstream.kernels.conv import triton_launch as launch
-    from slipstream.kernels.conv.inputs import ConvInputs, GradInputs
 
     T, D, W, found = sum(lengths), 5, 4, []
     x, dy, residual = torch.randn(3, 1, T + 16, D)[:, :, :T]

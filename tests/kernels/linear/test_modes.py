@@ -16,7 +16,15 @@ from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import dispatch, gated_delta_product, op, probe
 from slipstream.kernels.linear.backend import SavedWY
 from slipstream.kernels.linear.dispatch import FORBIDDEN, MODES, Asked, make_plan
-from slipstream.kernels.linear.inputs import NUM_TERMS, BackwardCall, ForwardCall, LinearInputs
+from slipstream.kernels.linear.eager import recurrent
+from slipstream.kernels.linear.eager.recurrent import recurrent_backward
+from slipstream.kernels.linear.inputs import (
+    NUM_TERMS,
+    BackwardCall,
+    ForwardCall,
+    LinearInputs,
+    contiguous,
+)
 from slipstream.kernels.linear.modes import prefix_states
 from slipstream.kernels.linear.modes.call import LinearOptions, Results
 from slipstream.kernels.linear.modes.transforms import Autocast, Reverse, VFirst
@@ -203,8 +211,6 @@ def test_portable_backward_after_gluon_forward(kind: str) -> None:
 @pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 def test_gates_far_apart_are_laid_side_by_side() -> None:
     """The portable scan counts a gate's place in 32 bits."""
-    from slipstream.kernels.linear.inputs import contiguous
-
     x = torch.empty(64, 8192, 8, 64, device="meta")
     g = torch.empty(64, 8192, 8192, device="meta")[..., :8]
     assert contiguous(LinearInputs(x, x, x, g=g)).g.is_contiguous()  # pyright: ignore
@@ -216,8 +222,6 @@ def test_gates_far_apart_are_laid_side_by_side() -> None:
 def test_tokens_that_no_sequence_has_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a place for each of them, as on a GPU, where offsets are not checked before; it was past
     all states."""
-    from slipstream.kernels.linear.eager import recurrent
-    from slipstream.kernels.linear.eager.recurrent import recurrent_backward
 
     def on_device(cu: Tensor, tokens: int, chunk: int) -> ChunkMap:
         found, none = chunk_map(cu, tokens, chunk), torch.tensor([False, False])

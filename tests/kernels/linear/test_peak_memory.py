@@ -17,17 +17,11 @@ from tests.support.memory import _K, Allocated, allowed, make
 pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
 ALONE, FOUR = (8192,), (8192,) * 4
 # kind, lengths of sequences, packed where they are several, and heads
-CASES = [
-    ("delta_rule", ALONE, 32),
-    ("gated", ALONE, 32),
-    ("kda", ALONE, 96),
-    ("dplr", ALONE, 96),
-    ("delta_rule", FOUR, 96),
-    ("gated", FOUR, 96),
+CASES: list[tuple[str, tuple[int, ...], int]] = [
+    *((kind, ALONE, 32) for kind in ("delta_rule", "gated")),
+    *((kind, ALONE, 96) for kind in ("kda", "dplr")),
+    *((kind, FOUR, 96) for kind in ("delta_rule", "gated", "kda", "iplr", "dplr")),
     ("gated", (20000, 1, 0, 3000, 9767), 64),
-    ("kda", FOUR, 96),
-    ("iplr", FOUR, 96),
-    ("dplr", FOUR, 96),
 ]
 
 
@@ -110,32 +104,21 @@ def packed(B: int, T: int, H: int, HV: int, device: torch.device) -> LinearInput
     return batch(1, B * T, H, HV, device)._replace(cu_seqlens=cu)
 
 
-SHARED_HEADS = [  # B, T, H, HV
-    (4, 8192, 16, 64),
-    (4, 8192, 16, 32),
-    (4, 8192, 8, 24),
-    (8, 1024, 16, 64),
-    (8, 1024, 16, 32),
-    (8, 1024, 8, 24),
-    (8, 8192, 16, 64),
+# B, T, H, HV
+SHARED_HEADS = [
+    (B, T, H, HV) for B, T in ((4, 8192), (8, 1024)) for H, HV in ((16, 64), (16, 32), (8, 24))
 ]
-LONG_ROWS = [
-    (1, 8192, 16, 64),
-    (1, 8192, 16, 32),
-    (1, 8192, 8, 24),
-    (1, 32768, 8, 24),
-    (1, 32768, 2, 8),
-    (1, 65536, 16, 64),
-    (1, 4096, 16, 64),
-    (1, 1024, 2, 8),
-]
+SHARED_HEADS += [(8, 8192, 16, 64)]
+LONG_ROWS = [(1, 8192, 16, 64), (1, 8192, 16, 32), (1, 8192, 8, 24), (1, 32768, 8, 24)]
+LONG_ROWS += [(1, 32768, 2, 8), (1, 65536, 16, 64), (1, 4096, 16, 64), (1, 1024, 2, 8)]
 
 
-@pytest.mark.parametrize("shape", SHARED_HEADS, ids=str)
-def test_packed_call_memory_with_shared_heads(shape: tuple[int, int, int, int]) -> None:
-    assert share(trained, packed, *shape) <= 1
-
-
-@pytest.mark.parametrize("shape", [*SHARED_HEADS, *LONG_ROWS], ids=str)
-def test_call_memory_with_shared_heads(shape: tuple[int, int, int, int]) -> None:
-    assert share(trained, batch, *shape) <= 1
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [*((packed, x) for x in SHARED_HEADS), *((batch, x) for x in [*SHARED_HEADS, *LONG_ROWS])],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_call_memory_with_shared_heads(
+    make: Callable[..., LinearInputs], shape: tuple[int, int, int, int]
+) -> None:
+    assert share(trained, make, *shape) <= 1

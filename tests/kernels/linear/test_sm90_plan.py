@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream import ops
+from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import dispatch, plan
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.plan import sm90_unsupported_reason
@@ -119,8 +120,6 @@ KDA: dict[str, tuple[tuple[int, int, int, int], dict[str, Any], bool]] = {
 @pytest.mark.parametrize("case", KDA.values(), ids=KDA)
 def test_kda_forward_goes_in_one_kernel(case: tuple[tuple, dict[str, Any], bool]) -> None:
     """With gradients too: backward makes what it needs itself."""
-    from slipstream.compiler.trace import trace
-
     (B, T, H, HV), other, want = case
     K, dtype = other.get("K", 128), other.get("dtype", torch.bfloat16)
 
@@ -150,7 +149,6 @@ def test_kda_forward_goes_in_one_kernel(case: tuple[tuple, dict[str, Any], bool]
 @pytest.mark.parametrize("heads", [64, 65])
 def test_views_of_heads_go_by_chunks(heads: int) -> None:
     """Whose kernels read them where they are."""
-    from slipstream.compiler.trace import trace
     from slipstream.kernels.linear.sm90.dplr import backend
 
     def call(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from slipstream.compiler.aot import compile_kernel
 from slipstream.kernels.conv import op as conv
 from slipstream.kernels.elementwise import copy_states, glu, place_tokens, rotary, token_shift
 from slipstream.kernels.elementwise import glu as linear
+from slipstream.kernels.elementwise.rotary import split_rotary
 from slipstream.kernels.loss import fused as loss
 from slipstream.ops.activation import geglu, glu_linear, swiglu
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
@@ -184,8 +185,6 @@ def test_triton_pointwise_takes_strides() -> None:
 
 def check_heads() -> None:
     """q, k and v of one tensor, whose gradients are written into one, against rotary_embedding."""
-    from slipstream.kernels.elementwise.rotary import split_rotary
-
     wide, sizes = torch.randn(2, 7, 3 * 6 * 12, requires_grad=True), (3, 2, 1)
     for features, rows in ((12, 1), (8, 2)):
         cos, sin = rotary_tables(torch.randint(0, 20, (rows, 7)), features)
@@ -200,21 +199,6 @@ def check_heads() -> None:
                 q, k = (rotary_embedding(x, cos, sin, impl="eager") for x in (q, k))
             found.append([q, k, v, *torch.autograd.grad((q, k, v), wide, (dq, dk, dv))])
         assert max(error(x, y) for x, y in zip(*found)) < 1e-5
-
-
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-@pytest.mark.parametrize("arch", ["sm_70", "sm_80", "sm_90", "gfx942"])
-@pytest.mark.parametrize("ids", ["*i64", "*i32"])
-@pytest.mark.sample(which=lambda arch, ids: ids == "*i64" or arch == "sm_90")
-def test_embedding_compiles(arch: str, ids: str) -> None:
-    got = compile_kernel(
-        "slipstream.kernels.elementwise.triton.embedding:embedding_kernel",
-        {"ids_ptr": ids, "weight_ptr": "*bf16", "y_ptr": "*bf16", "records_ptr": "*i64"},
-        {"D": 4096, "BR": 2, "BD": 1024},
-        scalars={"weight_stride": "i32:16"},
-        target=arch,
-    )
-    assert got.stack == 0
 
 
 SCANS = ["ids", "ids but for one", "ids counted", "indices", "some indices", "offsets"]

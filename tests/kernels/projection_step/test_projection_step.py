@@ -1,12 +1,10 @@
 """projection_step: each implementation, Triton's by its interpreter, against the formula."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 
-from slipstream.compiler.aot import compile_kernel
 from slipstream.compiler.trace import trace
 from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import op
@@ -16,7 +14,7 @@ from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.consistent import consistent
 from tests.support.interpreted import interpreted
 from tests.support.operators import relative_error
-from tests.support.projections import SIZES, formula, inputs
+from tests.support.projections import SIZES, compile_step, formula, inputs
 
 LIMIT = {torch.float32: 2e-6, torch.float16: 2e-3}
 
@@ -52,18 +50,7 @@ def test_weights_are_read_in_wide_words(rows: int) -> None:
     from slipstream.kernels.projection_step import triton_kernels as launch
 
     tile = launch.tile_of(rows, 4112, 1024, 2, 2, 232_448)
-    tensors = {f"{name}_ptr": "*bf16" for name in ("x", "y", "w0", "w1", "w2")}
-    constants = {"K": 1024, "ONE": rows == 1, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
-    constants |= {
-        "COLUMNS": 1024,
-        "X_LEFT": tile.x_left,
-        "NORM": False,
-        "ZERO_CENTERED": False,
-        "GLU": False,
-    }
-    scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
-    kernel = "slipstream.kernels.projection_step.triton_kernels:projection_step_kernel"
-    got = compile_kernel(kernel, tensors, constants, scalars, "sm_90", tile.warps, tile.stages)
+    got = compile_step(tile, dict.fromkeys(("x", "y", "w0", "w1", "w2"), "*bf16"), ONE=rows == 1)
     assert got.stack == 0
     wide = "ld.global.v4" if rows == 1 else "cp.async.cg.shared.global"
     assert got.ptx.count(wide) >= 4
@@ -77,22 +64,10 @@ def test_tiles_fit_shared_memory(bytes_each: int, shared: int) -> None:
     """GPUs have 64, 99 and 227 KiB of it."""
     from slipstream.kernels.projection_step import triton_kernels as launch
 
-    kernel = "slipstream.kernels.projection_step.triton_kernels:projection_step_kernel"
-    dtype = {2: "*bf16", 4: "*fp32"}[bytes_each]
+    tensors = dict.fromkeys(("x", "y", "w0", "w1"), {2: "*bf16", 4: "*fp32"}[bytes_each])
     for N, is_glu in ((1024, False), (2752, True)):
         tile = launch.tile_of(64, N, 1024, bytes_each, bytes_each * (1 + is_glu), shared)
-        tensors = dict.fromkeys((f"{name}_ptr" for name in ("x", "y", "w0", "w1")), dtype)
-        constants = {"K": 1024, "ONE": False, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
-        constants |= {
-            "COLUMNS": 1024,
-            "X_LEFT": tile.x_left,
-            "NORM": False,
-            "ZERO_CENTERED": False,
-            "GLU": is_glu,
-        }
-        scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
-        arch = "sm_90" if shared > 101_376 else "sm_89"
-        got = compile_kernel(kernel, tensors, constants, scalars, arch, tile.warps, tile.stages)
+        got = compile_step(tile, tensors, "sm_90" if shared > 101_376 else "sm_89", GLU=is_glu)
         assert got.shared <= shared
 
 
@@ -103,8 +78,8 @@ def test_products_of_many_rows_are_wgmma(glu: bool) -> None:
     from slipstream.kernels.projection_step import triton_kernels as launch
 
     tile = launch.tile_of_many(2752, 1024, 1 + glu, 232_448)
-    tensors = dict.fromkeys((f"{name}_ptr" for name in ("x", "y", "w0", "w1")), "*bf16")
-    got = compiled(tile, tensors, glu, 1024)
+    tensors = dict.fromkeys(("x", "y", "w0", "w1"), "*bf16")
+    got = compile_step(tile, tensors, GLU=glu, PDL=True)
     assert got.instructions["wgmma"] and not got.instructions["mma.sync"]
     assert got.ptx.count("cp.async.cg.shared.global") >= 4 and got.stack == 0
     assert got.shared <= 232_448
@@ -119,18 +94,9 @@ def test_shares_of_k_fill_the_gpu(K: int) -> None:
     tile, shares = launch.tile_of_shares(K)
     columns = -(-K // (shares * tile.BK)) * tile.BK
     assert 64 <= 1024 // tile.BN * -(-K // columns) <= 264
-    tensors = {"x_ptr": "*bf16", "w0_ptr": "*bf16", "y_ptr": "*fp32"}
-    got = compiled(tile, tensors, False, columns, K)
+    tensors = {"x": "*bf16", "w0": "*bf16", "y": "*fp32"}
+    got = compile_step(tile, tensors, K=K, COLUMNS=columns, PDL=True)
     assert got.stack == 0 and got.shared <= 232_448 // 2
-
-
-def compiled(tile: Any, tensors: dict[str, str], glu: bool, columns: int, K: int = 1024) -> Any:
-    constants = {"K": K, "ONE": False, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GLU": glu}
-    constants |= {"COLUMNS": columns, "X_LEFT": tile.x_left, "PDL": True}
-    constants |= {"NORM": False, "ZERO_CENTERED": False}
-    scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
-    kernel = "slipstream.kernels.projection_step.triton_kernels:projection_step_kernel"
-    return compile_kernel(kernel, tensors, constants, scalars, "sm_90", tile.warps, tile.stages)
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
