@@ -104,13 +104,16 @@ def passing(sizes: ModuleType, some: list[Path], limit: str) -> tuple[Any, Any, 
     if limit in ("PACKAGE_LINES", "CONSTANTS"):
         count = lines if limit == "PACKAGE_LINES" else constants
         return count, count - 1, f"at most {count - 1}\n"
+    if limit == "TEST_LINES":
+        return 0, -1, "tests: 0 lines, at most -1\n"
     if limit == "IMPORT_SHARE":
         return 1.0, 0.0, "of its lines, at most 0.0%"
     return {limit: 9.0}, {limit: 0.5}, f"{limit}: 1.7"
 
 
 @pytest.mark.parametrize(
-    "limit", ["kernels", "small families", "IMPORT_SHARE", "PACKAGE_LINES", "CONSTANTS"]
+    "limit",
+    ["kernels", "small families", "IMPORT_SHARE", "PACKAGE_LINES", "TEST_LINES", "CONSTANTS"],
 )
 def test_package_has_limits(
     sizes: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, limit: str

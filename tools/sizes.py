@@ -40,6 +40,8 @@ NO_CODE = (
 # of room, to be lowered wherever code goes
 PACKAGE_LINES = 90_900
 CONSTANTS = 318
+# the tests' lines, likewise: a test that says less than another goes when one is added
+TEST_LINES = 59_000
 # statements that the formatter leaves as they are, such as tables whose columns line up: a limit on
 # lines is no reason for one
 UNFORMATTED = {"slipstream": 444, "tests": 130}
@@ -201,6 +203,9 @@ def main() -> int:
     lines = sum(x.read_text().count("\n") for x in package)
     if lines > PACKAGE_LINES:
         found.append(f"slipstream: {lines} lines, at most {PACKAGE_LINES}")
+    tests = sum(x.read_text().count("\n") for x in paths if x.is_relative_to("tests"))
+    if tests > TEST_LINES:
+        found.append(f"tests: {tests} lines, at most {TEST_LINES}")
     constants = sum(map(numbers, package))
     if constants > CONSTANTS:
         found.append(f"slipstream: {constants} constants with numbers, at most {CONSTANTS}")
@@ -217,7 +222,6 @@ def main() -> int:
     print(
         f"sizes: host lines a device line: {', '.join(f'{x} {n:.2f}' for x, n in ratios.items())}"
     )
-    tests = sum(x.read_text().count("\n") for x in paths if x.is_relative_to("tests"))
     print(f"sizes: {lines} lines and {constants} constants with numbers in the package")
     print(f"sizes: {tests} lines of tests")
     return 1 if found else 0
