@@ -1,5 +1,6 @@
 """slipstream doctor, explain and precompile, as a user runs them on a machine without a GPU."""
 
+import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -12,9 +13,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from slipstream import ops
 from slipstream.cli.commands import app
+from slipstream.compiler import compiler_state, toolchain
 from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
+from slipstream.runtime import guarded_launch
+from slipstream.tools import doctor_checks
 from slipstream.tools.catalog import SAMPLES
+from slipstream.tools.precompile_cache import stale
 from tests.support.triton_release import HAS_GLUON, INTERPRETS
 
 needs_compiler = pytest.mark.skipif(
@@ -36,10 +42,6 @@ def invoke(*args: str) -> tuple[int, str]:
 
 def test_every_public_operator_has_a_sample() -> None:
     """But for tables of positions, and for decoding steps, which are called by name."""
-    import inspect
-
-    from slipstream import ops
-
     public = {name for name, fn in vars(ops).items() if inspect.isfunction(fn)}
     without = {x for x in public if "step" in x or "update" in x or "position" in x}
     # attention and the short convolution under other names
@@ -50,8 +52,6 @@ def test_every_public_operator_has_a_sample() -> None:
 
 
 def test_doctor_leaves_a_broken_interpreter_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.compiler import toolchain
-
     monkeypatch.setattr(toolchain, "triton_version", lambda: "3.9.0")
     status, text = invoke("doctor", "rms_norm", "--thorough")
     assert status == 0 and "interpreter-mask" in text and "none: plain torch\n" in text
@@ -106,8 +106,6 @@ def test_doctor_checks_small_inputs_with_one_thread() -> None:
 
 
 def test_doctor_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream import ops
-
     right = ops.chunk_retention
 
     def wrong(*args: object, **options: object) -> object:
@@ -122,10 +120,6 @@ def test_doctor_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_finds_missing_and_nan() -> None:
     """An oracle's NaN agrees with nothing, a result that is not there is no result."""
-    import torch
-
-    from slipstream.tools import doctor_checks
-
     one, nan = torch.ones(3, dtype=torch.float64), torch.full((3,), torch.nan, dtype=torch.float64)
     assert doctor_checks._error(one, one) == 0.0
     assert (
@@ -147,10 +141,7 @@ def test_doctor_finds_missing_and_nan() -> None:
 @pytest.fixture
 def sm90(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100 with driver 575.51.03, Triton 3.6.0 and ptxas 12.8.93."""
-    import torch
-
     from slipstream.compiler import arch, compiler_state, toolchain
-    from slipstream.runtime import guarded_launch
 
     for name, words in {"nvidia-smi": "575.51.03", "ptxas": "release 12.8, V12.8.93"}.items():
         path = tmp_path / "bin" / name
@@ -194,8 +185,6 @@ def test_doctor_reports_the_gpu_and_its_compilers(tmp_path: Path) -> None:
 def test_doctor_interprets_the_kernels_where_no_gpu_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     status, text = invoke("doctor", "swiglu", "--json")
@@ -208,8 +197,6 @@ def test_doctor_interprets_the_kernels_where_no_gpu_is(
 def test_doctor_compiles_ahead_what_it_examines(
     monkeypatch: pytest.MonkeyPatch, full: bool, thorough: bool
 ) -> None:
-    from slipstream.tools import doctor_checks
-
     compiled, examined = [], []
 
     def find_kernels(samples: Any, shapes: Any, arch: str, impls: Any) -> SimpleNamespace:
@@ -245,8 +232,6 @@ def test_doctor_compiles_ahead_what_it_examines(
 
 @needs_compiler
 def test_doctor_says_how_an_interpreter_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.tools import doctor_checks
-
     monkeypatch.setattr(doctor_checks, "SAMPLES", [*SAMPLES, SAMPLES[0].__class__("none", "q=BT")])
     checks = list(doctor_checks.interpreted([doctor_checks.SAMPLES[-1]]))
     assert len(checks) == INTERPRETS
@@ -285,10 +270,6 @@ def test_explain_says_what_was_learnt_here(
     operator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel that was demoted, or that a known fault stops, is rejected for that reason."""
-    import torch
-
-    from slipstream.compiler import compiler_state, toolchain
-
     monkeypatch.setenv("SLIPSTREAM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(toolchain, "select_ptxas", lambda *args: None)
     width = 64
@@ -342,8 +323,6 @@ def test_precompile_fills_a_cache_that_says_by_what(tmp_path: Path) -> None:
     status, text = invoke(*run)
     assert status == 0, text
     assert list(tmp_path.glob("*/scalar_decay_chunk_kernel.cubin"))
-    from slipstream.tools.precompile_cache import stale
-
     assert stale(tmp_path, "sm_80") is None
     assert "arch sm_80 there, sm_90 here" in str(stale(tmp_path, "sm_90"))
 

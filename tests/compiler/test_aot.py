@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.compiler import aot
+from slipstream.compiler.aot import common_options, compile_kernel, gpu_target, load
 from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 from tests.support.drivers import Driver
 
@@ -26,8 +28,6 @@ def test_compile_kernel_makes_what_the_jit_makes(
 ) -> None:
     """The same place in Triton's cache: a first call after it compiles nothing."""
     from triton.runtime import driver
-
-    from slipstream.compiler.aot import common_options, compile_kernel, gpu_target, load
 
     tensors = TENSORS | ({"bias_ptr": "*fp32"} if bias else {})
     ours = compile_kernel(PRODUCT, tensors, CONSTANTS)
@@ -50,7 +50,6 @@ def test_registers_are_allocated_at_the_assemblers_own_level(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For sm_90 from Triton 3.9 on, which asks for a lower one, unless the user says a level."""
-    from slipstream.compiler import aot
 
     def given(arch: str, *release: int) -> str | None:
         monkeypatch.setattr(aot, "_release", lambda: release)
@@ -72,8 +71,6 @@ def test_registers_are_allocated_at_the_assemblers_own_level(
     [("sm_75", "fma"), ("sm_80", "mma.sync"), ("sm_90", "wgmma"), ("gfx942", "mfma")],
 )
 def test_compile_kernel_says_what_it_takes(target: str, instruction: str) -> None:
-    from slipstream.compiler.aot import compile_kernel
-
     got = compile_kernel(PRODUCT, TENSORS, {"N": 64, "PRECISION": "ieee"}, target=target)
     assert got.instructions[instruction] > 0 and got.dots == 1
     assert got.registers > 16 and got.shared > 0 and got.seconds > 0
@@ -84,8 +81,6 @@ def test_compile_kernel_says_what_it_takes(target: str, instruction: str) -> Non
 
 
 def test_compile_kernel_names_what_it_was_not_given() -> None:
-    from slipstream.compiler.aot import compile_kernel
-
     with pytest.raises(ValueError, match="product_kernel: constexpr N has neither value"):
         compile_kernel(PRODUCT, TENSORS, {})
     with pytest.raises(ValueError, match="product_kernel: has no parameter WIDTH, z_ptr"):
@@ -97,8 +92,6 @@ def test_code_that_only_traps_is_refused(monkeypatch: pytest.MonkeyPatch, first:
     """Triton returns such code where tensor memory does not do: here it is put into a sound
     kernel's."""
     import triton
-
-    from slipstream.compiler.aot import compile_kernel
 
     compile_soundly = triton.compile
 

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 import slipstream
+from slipstream.compiler import compile_worker as module
+from slipstream.compiler.aot import Job
+from slipstream.compiler.compile_worker import Outcome, Worker, child_python
 from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 
 pytestmark = pytest.mark.skipif(
@@ -22,9 +25,6 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_worker_outlives_its_compiler() -> None:
-    from slipstream.compiler.aot import Job
-    from slipstream.compiler.compile_worker import Worker
-
     def job(what: str) -> Job:
         kernel = "tests.support.planted_bugs:planted_kernel"
         return Job(kernel, {"x_ptr": "*i32"}, {"WHAT": what}, {}, 1, 1, {}, "sm_80")
@@ -53,9 +53,6 @@ def test_child_imports_what_its_parent_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program may stand in a folder that has another package of that name."""
-    from slipstream.compiler.aot import Job
-    from slipstream.compiler.compile_worker import Worker, child_python
-
     for name in "slipstream", "triton":
         (tmp_path / f"{name}.py").write_text("raise ImportError('another')")
     monkeypatch.setattr(sys, "path", [os.path.abspath(x) for x in sys.path])
@@ -112,9 +109,6 @@ def _runs(pid: int) -> bool:
 
 
 def test_threads_get_the_outcome_of_their_own_job() -> None:
-    from slipstream.compiler.aot import Job
-    from slipstream.compiler.compile_worker import Outcome, Worker
-
     def job(what: str) -> Job:
         kernel = "tests.support.planted_bugs:planted_kernel"
         return Job(kernel, {"x_ptr": "*i32"}, {"WHAT": what}, {}, 1, 1, {}, "sm_80")
@@ -138,8 +132,6 @@ def test_threads_get_the_outcome_of_their_own_job() -> None:
 
 
 def test_threads_start_one_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.compiler.compile_worker import Worker
-
     steps: list[str] = []
 
     def start(self: Any) -> None:
@@ -158,9 +150,6 @@ def test_threads_start_one_child(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_worker_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.compiler import compile_worker as module
-    from slipstream.compiler.compile_worker import Worker
-
     def fails(*args: object, **options: object) -> None:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 

@@ -10,7 +10,10 @@ import torch
 
 from slipstream import ops
 from slipstream.compiler import aot
+from slipstream.compiler import trace as tracing
+from slipstream.compiler.trace import trace
 from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
+from slipstream.tools.catalog import SAMPLES, Sample, Shape
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
@@ -27,8 +30,6 @@ def gated_delta_rule(device: torch.device, T: int = 100, impl: str = "triton") -
 def test_trace_finds_what_the_jit_would_compile(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """Forward and backward; the same source, hence the same place in Triton's cache."""
     from triton.compiler import ASTSource
-
-    from slipstream.compiler import trace as tracing
 
     told: dict[str, dict] = {}
     make = aot.job_of
@@ -79,8 +80,6 @@ portable = pytest.mark.filterwarnings(
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_trace_of_no_sequences(arch: str) -> None:
     """Every chunked operator: how many programs there are divides nothing."""
-    from slipstream.compiler.trace import trace
-    from slipstream.tools.catalog import SAMPLES, Sample, Shape
 
     def call(device: torch.device, sample: Sample) -> Any:
         return sample.call(sample.inputs(Shape(B=0), device, blank=True))
@@ -94,8 +93,6 @@ def test_trace_of_no_sequences(arch: str) -> None:
 @portable
 @pytest.mark.parametrize("H", [1, 2])
 def test_trace_copies_strided_state(H: int) -> None:
-    from slipstream.compiler.trace import trace
-
     def call(device: torch.device) -> Any:
         q, k, v = (torch.empty(1, 64, H, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
         state = [torch.empty(1, n, H, 64, device=device) for n in (64, 1)]
