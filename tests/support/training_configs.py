@@ -1,5 +1,6 @@
 """A small run of training, as its configuration file has it."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ CONFIG: dict[str, Any] = {
 
 def config_of(out: Path, *changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """With sections of each of the changes, the last one's last."""
-    made = {"output_dir": str(out), **CONFIG}
+    made = {"output_dir": str(out), **copy.deepcopy(CONFIG)}
     for change in changes:
         made |= {name: made.get(name, {}) | section for name, section in change.items()}
     return made
