@@ -23,7 +23,7 @@ from slipstream.runtime.context_parallel import ContextParallel
 def per_head(v: Tensor, make: Callable[..., Tensor], *more: Any) -> Tensor:
     """make(h, *more) of the heads h = 0 .. HV - 1 of v, float64, in float32 unless v is wider.
 
-    Kept, but where a graph or a tracer would own it.
+    Kept by make, a function of a module, and more; but not where a graph or a tracer would own it.
     """
     checks.expect_rank("v", v, 4, "[B, T, HV, V]")
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
