@@ -13,6 +13,8 @@ from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOption
 from slipstream.kernels.attention.op import softmax
 from slipstream.kernels.attention.plan import sm90_unsupported_reason as unsupported_reason
 from slipstream.kernels.attention.reference import softmax_reference
+from slipstream.kernels.attention.sm90 import launch as sm90
+from slipstream.kernels.attention.triton import launch as triton
 from slipstream.ops.attention import attention
 from tests.gpu.waiting import graph_of, waiting_is_an_error
 from tests.support.attention_calls import CALLS, Call, check, got, incoming, want
@@ -46,8 +48,6 @@ def on_gpu(call: Call, D: int) -> AttentionInputs:
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("call", SM90_CALLS, ids=lambda call: call.name)
 def test_kernels_match_reference(call: Call, D: int) -> None:
-    from slipstream.kernels.attention.sm90 import launch
-
     terms = on_gpu(call, D)
     do, dlse = (
         x.cuda()
@@ -55,41 +55,37 @@ def test_kernels_match_reference(call: Call, D: int) -> None:
     )
     options = AttentionOptions(D**-0.5, *call.options[1:])
     right = want(terms, options, do, dlse)
-    found = got(launch, terms, options, do, dlse)
+    found = got(sm90, terms, options, do, dlse)
     check(found, right, 2e-2, call.name)
-    for name, x in got(launch, terms, options, do, dlse).items():
+    for name, x in got(sm90, terms, options, do, dlse).items():
         assert torch.equal(x, found[name]), f"{name} differs from run to run"
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_packed_nan_stays_in_its_sequence(D: int) -> None:
-    from slipstream.kernels.attention.sm90 import launch
-
     call = Call("pair", B=2, T=333, S=333, H=2, HKV=2, right=0)
     terms, options = on_gpu(call, D), AttentionOptions(D**-0.5, -1, 0)
     alone = AttentionInputs(*(x[:1].clone() for x in terms[:3]))
     do = torch.randn_like(terms.q)
     for x in (*terms[:3], do):
         x[1] = torch.nan
-    found = got(launch, terms, options, do, None)
-    for name, x in got(launch, alone, options, do[:1].clone(), None).items():
+    found = got(sm90, terms, options, do, None)
+    for name, x in got(sm90, alone, options, do[:1].clone(), None).items():
         assert torch.equal(found[name][:1], x), name
 
 
 @pytest.mark.parametrize("D", [128])
 def test_graph_replays_with_other_lengths(D: int) -> None:
-    from slipstream.kernels.attention.sm90 import launch
-
     packed = next(x for x in SM90_CALLS if x.name == "packed")
     terms, options = on_gpu(packed, D), AttentionOptions(D**-0.5, -1, 0)
     do = torch.randn_like(terms.q)
-    graph, captured = graph_of(lambda: got(launch, terms, options, do, None))
+    graph, captured = graph_of(lambda: got(sm90, terms, options, do, None))
     assert terms.cu_q is not None
     terms.cu_q.copy_(torch.tensor([0, 300, 300, 650, 700]))
     if terms.cu_k is not None and terms.cu_k is not terms.cu_q:
         terms.cu_k.copy_(terms.cu_q)
     graph.replay()
-    for name, x in got(launch, terms, options, do, None).items():
+    for name, x in got(sm90, terms, options, do, None).items():
         assert torch.equal(captured[name], x), name
 
 
@@ -103,16 +99,14 @@ PORTABLE_WIDTHS = [(64, 64), (80, 96), (192, 128), (64, 256), (256, 256)]
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_portable_kernels_match_reference(call: Call, D: int, DV: int) -> None:
     """Gradients of sinks, gates and lse among them; the same bits twice."""
-    from slipstream.kernels.attention.triton import launch
-
     here = Call(**{**vars(call), "D": D, "DV": DV}).terms(torch.bfloat16)
     terms = here._replace(**{n: x.cuda() for n, x in here._asdict().items() if x is not None})
     do, dlse = (x.cuda() for x in incoming(here))
     sign = -1 if call.scale < 0 else bool(call.scale)
     options = AttentionOptions(sign * D**-0.5, *call.options[1:])
-    found = got(launch, terms, options, do, dlse)
+    found = got(triton, terms, options, do, dlse)
     check(found, want(terms, options, do, dlse), 2e-2, call.name)
-    for name, x in got(launch, terms, options, do, dlse).items():
+    for name, x in got(triton, terms, options, do, dlse).items():
         assert torch.equal(x, found[name]), f"{name} differs from run to run"
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.sm90.dplr import backend
 from tests.gpu.delta_runs import BARS
 from tests.gpu.sm90_runs import MARKS, SCALE, expect, gradients_of_results, offsets, reference
 from tests.gpu.sm90_runs import run as both
@@ -29,8 +30,6 @@ ROWS, PACKED, MANY = (2, 150, 1, 2, None), (1, 349, 1, 2, LENGTHS), (2, 130, 35,
 
 @pytest.fixture(autouse=True)
 def _of_few_heads_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.kernels.linear.sm90.dplr import backend
-
     monkeypatch.setattr(backend.segmentation, "uses_fused_fwd", lambda terms: True)
 
 
@@ -47,8 +46,6 @@ def terms_of(size: tuple, gates: str) -> LinearInputs:
 
 
 def run(terms: LinearInputs) -> dict[str, Tensor]:
-    from slipstream.kernels.linear.sm90.dplr import backend
-
     return dict(zip(("o", "final"), backend.forward(terms, SCALE)))
 
 
@@ -83,8 +80,6 @@ def test_fused_kda_past_keeps_its_bits(gates: str) -> None:
 
 @pytest.mark.parametrize(("size", "gates"), [(ROWS, "to 50"), (PACKED, "-1")])
 def test_fused_kda_gradients_match_reference(size: tuple, gates: str) -> None:
-    from slipstream.kernels.linear.sm90.dplr import backend
-
     terms = terms_of(size, gates)
     ends = gradients_of_results(terms)
     expect(lambda: both(backend, terms, *ends), reference(terms, *ends), BARS, 8e-3)

@@ -23,6 +23,9 @@ from slipstream.kernels.linear.op import backward_impl, by_name, forward_impl
 from slipstream.kernels.linear.plan import HAVE_TRITON
 from slipstream.kernels.linear.reference import linear_reference
 
+if HAVE_TRITON:
+    from slipstream.kernels.linear.triton.common import gate_ones
+
 SIZES = {"B": 2, "T": 3, "H": 2, "HV": 4, "K": 5, "V": 6, "N": 2}
 
 
@@ -141,8 +144,6 @@ C = 32
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_ones_sum_gates_up_to_an_edge() -> None:
-    from slipstream.kernels.linear.triton.common import gate_ones
-
     g = torch.arange(1.0, C + 1)
     edges = [lambda t: 0, lambda t: t >> 4 << 4]
     edges += [lambda t, n=n: (t >> (n + 1) << (n + 1)) + (1 << n) for n in range(5)]
@@ -159,8 +160,6 @@ def test_ones_sum_gates_up_to_an_edge() -> None:
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_kept_ones_are_of_the_call() -> None:
-    from slipstream.kernels.linear.triton.common import gate_ones
-
     calls = [("cpu", C, torch.float32), ("meta", C, torch.float32), ("cpu", 16, torch.float32)]
     for device, size, dtype in [*calls, ("cpu", C, torch.bfloat16)]:
         for _ in range(2):
@@ -171,8 +170,6 @@ def test_kept_ones_are_of_the_call() -> None:
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_ones_of_graphs_are_not_kept() -> None:
     """Nothing would be there until its replay, nor after its end."""
-    from slipstream.kernels.linear.triton.common import gate_ones
-
     device, kept = torch.device("cuda", 0), {}
     made = mock.Mock()
     with (
@@ -188,8 +185,6 @@ def test_ones_of_graphs_are_not_kept() -> None:
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
 def test_kept_ones_are_copied_from_the_cpu() -> None:
     """That copy waits for itself: a kernel of another stream may read them at once."""
-    from slipstream.kernels.linear.triton.common import gate_ones
-
     device, made = torch.device("cuda", 0), mock.Mock()
     with mock.patch.object(gate_ones, "_cached", {}), mock.patch.object(gate_ones, "_made", made):
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):

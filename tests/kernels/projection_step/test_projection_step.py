@@ -16,6 +16,9 @@ from tests.support.interpreted import interpreted
 from tests.support.operators import relative_error
 from tests.support.projections import SIZES, compile_step, formula, inputs
 
+if HAVE_TRITON:
+    from slipstream.kernels.projection_step import triton_kernels as launch
+
 LIMIT = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 
@@ -47,8 +50,6 @@ def test_matches_the_formula(impl: str, size: tuple) -> None:
 @pytest.mark.parametrize("rows", [1, 64])
 def test_weights_are_read_in_wide_words(rows: int) -> None:
     """16 bytes a load of every weight, whichever of them a program takes, and no spills."""
-    from slipstream.kernels.projection_step import triton_kernels as launch
-
     tile = launch.tile_of(rows, 4112, 1024, 2, 2, 232_448)
     got = compile_step(tile, dict.fromkeys(("x", "y", "w0", "w1", "w2"), "*bf16"), ONE=rows == 1)
     assert got.stack == 0
@@ -62,8 +63,6 @@ def test_weights_are_read_in_wide_words(rows: int) -> None:
 @pytest.mark.parametrize("bytes_each", [2, 4])
 def test_tiles_fit_shared_memory(bytes_each: int, shared: int) -> None:
     """GPUs have 64, 99 and 227 KiB of it."""
-    from slipstream.kernels.projection_step import triton_kernels as launch
-
     tensors = dict.fromkeys(("x", "y", "w0", "w1"), {2: "*bf16", 4: "*fp32"}[bytes_each])
     for N, is_glu in ((1024, False), (2752, True)):
         tile = launch.tile_of(64, N, 1024, bytes_each, bytes_each * (1 + is_glu), shared)
@@ -75,8 +74,6 @@ def test_tiles_fit_shared_memory(bytes_each: int, shared: int) -> None:
 @pytest.mark.parametrize("glu", [False, True])
 def test_products_of_many_rows_are_wgmma(glu: bool) -> None:
     """With x on the left, loaded in words of 16 bytes; without spills, in an SM's memory."""
-    from slipstream.kernels.projection_step import triton_kernels as launch
-
     tile = launch.tile_of_many(2752, 1024, 1 + glu, 232_448)
     tensors = dict.fromkeys(("x", "y", "w0", "w1"), "*bf16")
     got = compile_step(tile, tensors, GLU=glu, PDL=True)
@@ -89,8 +86,6 @@ def test_products_of_many_rows_are_wgmma(glu: bool) -> None:
 @pytest.mark.parametrize("K", [1024, 2752])
 def test_shares_of_k_fill_the_gpu(K: int) -> None:
     """Of a weight of 1024 rows about a program for each of 132 multiprocessors."""
-    from slipstream.kernels.projection_step import triton_kernels as launch
-
     tile, shares = launch.tile_of_shares(K)
     columns = -(-K // (shares * tile.BK)) * tile.BK
     assert 64 <= 1024 // tile.BN * -(-K // columns) <= 264
@@ -145,8 +140,6 @@ def test_refuses() -> None:
 
 def check_many_rows() -> None:
     """Tiles with x on the left, and shares of K with the sum and its norm, in float16."""
-    from slipstream.kernels.projection_step import triton_kernels as launch
-
     for M, K, N, glu in ((33, 136, 40, False), (64, 72, 24, True)):
         args = inputs(M, K, (N, N) if glu else (N, 7), torch.float16, biases=True)
         given = args["x"], args["weights"], args["biases"]
