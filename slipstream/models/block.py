@@ -154,8 +154,8 @@ class Block(GradientCheckpointingLayer):
         self,
         h: Tensor,
         y: Tensor,
-        shift: Tensor | None = None,
-        use_cache: bool = False,
+        shift: Tensor | None,
+        use_cache: bool,
         layer: cache.LayerState | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:

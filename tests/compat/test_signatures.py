@@ -5,6 +5,7 @@ fla's parameters; docs/guides/migrate_fla.md is what tools/fla_page.py writes.""
 import importlib
 import inspect
 import json
+import pkgutil
 import re
 import sys
 from functools import reduce
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 import slipstream.compat.fla
+from slipstream import compat
 from slipstream.compat.fla import modules
 from slipstream.compat.fla.adaptor import CONTEXT, HINTS, REFUSED, parse_signature
 from slipstream.compat.fla.operators import OPERATORS
@@ -245,3 +247,25 @@ def test_missing_names_say_so(module: str) -> None:
     for name in MISSING_OTHERS.get(module, ()):
         with pytest.raises((ImportError, AttributeError), match=name):
             getattr(found, name)
+
+
+# of which the libraries themselves have two
+TWO_DEFAULTS = {
+    ("fla.modules.layernorm_gated", "norm_before_gate"),
+    ("mamba_ssm.ops.selective_scan_interface", "delta_softplus"),
+}
+
+
+def test_flags_of_a_module_have_one_default() -> None:
+    """As classes and the functions that they call have."""
+    defaults: dict[tuple[str, str], set[bool]] = {}
+    for found in pkgutil.walk_packages(compat.__path__, f"{compat.__name__}."):
+        module = importlib.import_module(found.name)
+        own = [x for x in vars(module).values() if getattr(x, "__module__", "") == found.name]
+        members = [y for x in own if inspect.isclass(x) for y in vars(x).values()]
+        for function in filter(inspect.isfunction, [*own, *members]):
+            for name, x in inspect.signature(function).parameters.items():
+                if isinstance(x.default, bool):
+                    where = found.name.removeprefix(f"{compat.__name__}."), name
+                    defaults.setdefault(where, set()).add(x.default)
+    assert {where for where, values in defaults.items() if len(values) > 1} == TWO_DEFAULTS

@@ -1,7 +1,8 @@
-"""What operators launch of calls of many sizes: kernels, grids, tiles, warps and stages.
+"""What operators launch of calls of many sizes: kernels, grids, tiles, warps, stages and sizes.
 
-Sizes choose among them for speed alone: no number tells. A digest of the launches of an operator is
-here: whoever changes a choice on purpose measures it, and writes the new digest.
+Much of it is chosen for speed alone: no number tells. A digest of the launches of some operators is
+here: whoever changes a choice on purpose measures it, and writes the new digest; who only gives a
+kernel other arguments writes it too.
 """
 
 from itertools import chain, product
@@ -32,16 +33,24 @@ SHAPES = [
 ]
 
 
+def described(x: Any) -> Any:
+    if isinstance(x, tuple | list):
+        return [*map(described, x)]
+    if hasattr(x, "block_shape"):
+        return x.shape, x.strides, x.block_shape
+    plain = x is None or isinstance(x, bool | int | float | str)
+    return x if plain else str(getattr(x, "dtype", type(x).__name__))
+
+
 def launches(op: str) -> list[str]:
-    """Of each launch the kernel, its grid, options and values of compile-time arguments."""
+    """Of each launch the kernel, its grid, options and arguments; of tensors the dtypes."""
     from triton import JITFunction
 
     found: list[str] = []
     run = JITFunction.run
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
-        values = [x for p, x in zip(kernel.params, args) if p.is_constexpr]
-        values += [x for name, x in named.items() if type(x) in (int, bool)]
+        values = [*map(described, (*args, *named.values()))]
         found.append(f"{kernel.__name__}{grid} {values}")
         return run(kernel, *args, grid=grid, warmup=warmup, **named)
 
@@ -53,21 +62,21 @@ def launches(op: str) -> list[str]:
 
 
 DIGESTS = {
-    "attention flash_attn_with_kvcache latent_attention": 2992830565,
-    "attnres rotary_embedding": 2012741713,
-    "rms_norm rms_norm_gated layer_norm group_norm l2_norm": 510770095,
-    "short_convolution short_convolution_update": 322288862,
-    "mixer_step recurrent_step rwkv7_step token_mix_step": 1537920406,
-    "projection_step matmul embedding": 1249026333,
-    "selective_scan token_shift": 3951572825,
-    "swiglu geglu sigmoid_glu squared_relu glu_linear": 2737008702,
-    "cross_entropy linear_cross_entropy linear_log_probs linear_kl_div": 2523584064,
-    "chunk_linear_attn chunk_simple_gla chunk_retention chunk_lightning_attn": 457601270,
-    "chunk_gla chunk_rwkv6 chunk_gsa": 1664432561,
-    "chunk_hgrn chunk_rwkv4 chunk_mamba3": 2342408371,
-    "chunk_delta_rule chunk_gated_delta_rule chunk_comba chunk_gated_delta_product": 3615647275,
-    "chunk_kda": 330015804,
-    "chunk_gdn2 chunk_dplr_delta_rule chunk_rwkv7": 340347641,
+    "attention flash_attn_with_kvcache latent_attention": 2104745409,
+    "attnres rotary_embedding": 1660449859,
+    "rms_norm rms_norm_gated layer_norm group_norm l2_norm": 1340509669,
+    "short_convolution short_convolution_update": 1973316471,
+    "mixer_step recurrent_step rwkv7_step token_mix_step": 2206144963,
+    "projection_step matmul embedding": 214551158,
+    "selective_scan token_shift": 3818295298,
+    "swiglu geglu sigmoid_glu squared_relu glu_linear": 2123202170,
+    "cross_entropy linear_cross_entropy linear_log_probs linear_kl_div": 3829016976,
+    "chunk_linear_attn chunk_simple_gla chunk_retention chunk_lightning_attn": 2326558695,
+    "chunk_gla chunk_rwkv6 chunk_gsa": 2609522173,
+    "chunk_hgrn chunk_rwkv4 chunk_mamba3": 1258516961,
+    "chunk_delta_rule chunk_gated_delta_rule chunk_comba chunk_gated_delta_product": 3908976110,
+    "chunk_kda": 2350038871,
+    "chunk_gdn2 chunk_dplr_delta_rule chunk_rwkv7": 2663301735,
 }
 
 
