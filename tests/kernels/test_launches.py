@@ -51,7 +51,8 @@ def launches(op: str) -> list[str]:
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         values = [*map(described, (*args, *named.values()))]
-        found.append(f"{kernel.__name__}{grid} {values}")
+        if kernel.__name__ != "scan_ids_kernel":  # has a number that the process gave a name
+            found.append(f"{kernel.__name__}{grid} {values}")
         return run(kernel, *args, grid=grid, warmup=warmup, **named)
 
     with mock.patch.object(JITFunction, "run", note):
@@ -62,21 +63,21 @@ def launches(op: str) -> list[str]:
 
 
 DIGESTS = {
-    "attention flash_attn_with_kvcache latent_attention": 2104745409,
+    "attention flash_attn_with_kvcache latent_attention": 370218318,
     "attnres rotary_embedding": 1660449859,
     "rms_norm rms_norm_gated layer_norm group_norm l2_norm": 1340509669,
-    "short_convolution short_convolution_update": 1973316471,
-    "mixer_step recurrent_step rwkv7_step token_mix_step": 2206144963,
+    "short_convolution short_convolution_update": 3489341265,
+    "mixer_step recurrent_step rwkv7_step token_mix_step": 3101408745,
     "projection_step matmul embedding": 214551158,
-    "selective_scan token_shift": 3818295298,
+    "selective_scan token_shift": 3002258529,
     "swiglu geglu sigmoid_glu squared_relu glu_linear": 2123202170,
-    "cross_entropy linear_cross_entropy linear_log_probs linear_kl_div": 3829016976,
-    "chunk_linear_attn chunk_simple_gla chunk_retention chunk_lightning_attn": 2326558695,
-    "chunk_gla chunk_rwkv6 chunk_gsa": 2609522173,
-    "chunk_hgrn chunk_rwkv4 chunk_mamba3": 1258516961,
-    "chunk_delta_rule chunk_gated_delta_rule chunk_comba chunk_gated_delta_product": 3908976110,
-    "chunk_kda": 2350038871,
-    "chunk_gdn2 chunk_dplr_delta_rule chunk_rwkv7": 2663301735,
+    "cross_entropy linear_cross_entropy linear_log_probs linear_kl_div": 2895697304,
+    "chunk_linear_attn chunk_simple_gla chunk_retention chunk_lightning_attn": 1334286474,
+    "chunk_gla chunk_rwkv6 chunk_gsa": 276976777,
+    "chunk_hgrn chunk_rwkv4 chunk_mamba3": 657529394,
+    "chunk_delta_rule chunk_gated_delta_rule chunk_comba chunk_gated_delta_product": 4117544456,
+    "chunk_kda": 459991515,
+    "chunk_gdn2 chunk_dplr_delta_rule chunk_rwkv7": 2169610164,
 }
 
 
