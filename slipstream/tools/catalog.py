@@ -92,6 +92,9 @@ _LINEAR = [
     _traced("chunk_delta_rule", "q=BTXK:unit k=BTXK:unit v=BTXV beta=BTX:beta", "NXKV", "heads"),
     _traced("chunk_kda", "q=BTXK:unit k=BTXK:unit v=BTXV g=BTXK:gate beta=BTX:beta", "NXKV",
             "heads"),
+    # of few heads, whose sequences are cut into segments
+    _traced("chunk_kda", "q=BTYK:unit k=BTYK:unit v=BTYV g=BTYK:gate beta=BTY:beta", "NYKV",
+            "sixteen heads"),
     *_both("gated_delta_product", "q=BTHK:unit k=BRHK:unit v=BRGV g=BTG:gate beta=BRG:beta",
            options={"num_householder": 2}),
     _tested("chunk_gla", "values", f"{QKV} g=BTGK:gate gv=BTGV:gate", STATE),

@@ -64,6 +64,7 @@ class Shape:
             "H": self.H,
             "G": self.HV or (2 * self.H if self.grouped else self.H),
             "X": 72,  # so many that a scan has more programs than an H200 multiprocessors
+            "Y": 16,  # so few that a long sequence is cut into segments
             "K": self.K,
             "V": self.V,
             "P": self.K // 2,

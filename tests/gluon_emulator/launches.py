@@ -25,7 +25,7 @@ def module(path: str, rounds: bool) -> Any:
         gl = sys.modules["slipstream.kernels.primitives.sm90"].gl
         vars(gl).update(rounding.language() if rounds else {})
         made, exp2 = importlib.import_module(path), gl.exp2
-        wide: dict[str, Any] = {"halves": halves}
+        wide: dict[str, Any] = {"halves": halves, "known_uniform": lambda n: n}
         if not rounds:
             wide |= dict.fromkeys(("exp2_by_parts", "exp2_or_least", "exp2_of_whole"), exp2)
             wide["exp2_and_inverse"] = lambda b: (exp2(b), exp2(-b))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.kernels.linear import segments
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.kernels.linear.sm90.dplr import backend
@@ -22,15 +23,21 @@ LENGTHS = (150, 64, 5, 0, 130)
 GATES = {
     n: sm90_linear.GATES[n]
     for n in ("to 0.1", "to 50", "a token of -200", "-200 and 0", "three of -inf")
-    + ("-1", "-5", "-7", "-20", "-inf")
+    + ("-1", "-5", "-7", "-20", "-inf", "by blocks")
 }
 # B, T, H, HV, lengths of packed sequences
 ROWS, PACKED, MANY = (2, 150, 1, 2, None), (1, 349, 1, 2, LENGTHS), (2, 130, 35, 70, None)
+# in segments of 128 tokens
+CUT, PACKED_CUT = (2, 1290, 2, 4, None), (1, 1700, 1, 2, (1200, 0, 100, 400))
 
 
 @pytest.fixture(autouse=True)
 def _of_few_heads_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(terms: LinearInputs) -> segments.Segments | None:
+        return segments.split_into_segments(terms, 128 if terms.v.shape[1] > 1000 else None)
+
     monkeypatch.setattr(backend.segmentation, "uses_fused_fwd", lambda terms: True)
+    monkeypatch.setattr(backend.segmentation, "fused_fwd_sm90", cut)
 
 
 def terms_of(size: tuple, gates: str) -> LinearInputs:
@@ -57,7 +64,9 @@ def check(terms: LinearInputs) -> None:
 
 
 @pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("size", [ROWS, PACKED, MANY], ids=["rows", "packed", "many"])
+@pytest.mark.parametrize(
+    "size", [ROWS, PACKED, MANY, CUT, PACKED_CUT], ids=["rows", "packed", "many", "cut", "both"]
+)
 def test_fused_kda_matches_reference(size: tuple, gates: str) -> None:
     check(terms_of(size, gates))
 
@@ -71,9 +80,12 @@ def test_fused_kda_without_state_and_of_any_beta(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("gates", GATES)
-def test_fused_kda_past_keeps_its_bits(gates: str) -> None:
-    terms = terms_of(ROWS, gates)
-    for cut, strength in itertools.product((5, 21, 70, 140), (1e-3, 1.0, 90.0)):
+@pytest.mark.parametrize(
+    ("size", "cuts"), [(ROWS, (5, 21, 70, 140)), (CUT, (70, 300, 1000))], ids=["rows", "cut"]
+)
+def test_fused_kda_past_keeps_its_bits(size: tuple, cuts: tuple, gates: str) -> None:
+    terms = terms_of(size, gates)
+    for cut, strength in itertools.product(cuts, (1e-3, 1.0, 90.0)):
         want, got = (run(x)["o"] for x in (terms, with_other_future(terms, cut, strength)))
         assert torch.equal(got[:, :cut], want[:, :cut]), (cut, strength)
 

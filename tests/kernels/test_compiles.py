@@ -91,8 +91,8 @@ STACK = {
     "dplr_wy_sm90_kernel": 48,
     # once a chunk, and with free a and b five sums of 64 x 64, read twice within 16 tokens
     "dplr_intra_safe_bwd_sm90_kernel": 112,
-    # in the launch of heads with strong gates, scores of both ways; in the other 160
-    "kda_fused_fwd_sm90_kernel": 1688,
+    # in the launch of heads with strong gates, scores of both ways; in the other 296
+    "kda_fused_fwd_sm90_kernel": 1784,
     "scalar_decay_chunk_fwd_sm90_kernel": 320,
     "scalar_decay_chunk_bwd_sm90_kernel": 320,
     "vector_decay_chunk_fwd_sm90_kernel": 144,

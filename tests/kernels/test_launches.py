@@ -76,7 +76,7 @@ DIGESTS = {
     "chunk_gla chunk_rwkv6 chunk_gsa": 276976777,
     "chunk_hgrn chunk_rwkv4 chunk_mamba3": 657529394,
     "chunk_delta_rule chunk_gated_delta_rule chunk_comba chunk_gated_delta_product": 4117544456,
-    "chunk_kda": 459991515,
+    "chunk_kda": 1116712063,
     "chunk_gdn2 chunk_dplr_delta_rule chunk_rwkv7": 2169610164,
 }
 

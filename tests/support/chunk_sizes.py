@@ -2,13 +2,14 @@
 
 from slipstream.tools.catalog import SAMPLES
 
-# Samples of X heads have a fixed number of them; the others take those kernels with many programs.
+# Samples of X or Y heads have a fixed number; the others take X's kernels with many programs.
 # The scan of hgrn has a kernel for one sequence alone, which others take too.
 SCANNING = ("chunk_hgrn", "chunk_mamba3")
+FIXED = ("q=BTX", "q=BTY")
 CHUNKED = [
     x
     for x in SAMPLES
-    if x.op.startswith("chunk_") and not x.op.startswith(SCANNING) and "BTX" not in x.tensors
+    if x.op.startswith("chunk_") and not (x.op.startswith(SCANNING) or x.tensors.startswith(FIXED))
 ]
 
 

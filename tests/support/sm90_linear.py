@@ -11,6 +11,7 @@ from torch import Tensor
 from slipstream.kernels.linear import segments
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, TOKEN_TERMS, LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
+from tests.gluon_emulator import linear as emulator
 
 C, SCALE = 64, 0.3
 SM90 = "slipstream.kernels.linear.sm90."
@@ -34,6 +35,20 @@ def cut_by(tokens: int) -> Callable[..., set[str]]:
         for kind in ("gla", "kda"):
             monkeypatch.setattr(type(backend(kind).BACKEND), "choose_segments", cut)
         return set()
+
+    return chosen
+
+
+def fused_by(tokens: int | None = None) -> Callable[..., set[str]]:
+    """KDA's forward in one kernel, in segments of so many tokens if that is given."""
+
+    def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+        cut = lambda terms: segments.split_into_segments(terms, tokens)  # noqa: E731
+        monkeypatch.setattr(segments, "uses_fused_fwd", lambda terms: True)
+        monkeypatch.setattr(segments, "fused_fwd_sm90", cut)
+        # of heads with strong gates, which the second launch repeats, the first's are not finite
+        monkeypatch.setattr(emulator, "INPUTS_HAVE_NAN", True)
+        return {"kda_fused_fwd"}
 
     return chosen
 
@@ -69,6 +84,10 @@ GATES: dict[str, Any] = {
     "resets": lambda x: torch.where(x < 0.05, -torch.inf, -0.3 * x),
     "huge": lambda x: torch.where(x < 0.02, -1e4, -0.1 * x),
     "mixed": lambda x: torch.where(x < 0.2, -250 * x, -0.1 * x),
+    # of every third 64 tokens what was before them does not count
+    "by blocks": lambda x: torch.where(
+        (torch.arange(x.shape[1]) // C % 3 == 1)[:, None, None].to(x.device), -x, -0.02 * x
+    ),
     "some 0": lambda x: torch.where(x < 0.3, 0.0, -9 * x),
     "all kinds": all_kinds,
     "a token of -200": lambda x: _tokens(0 * x, [37], -200.0),

@@ -13,7 +13,7 @@ of one scan are. Each family of kernels has its own costs, and so its own functi
     delta_tokens          Triton, delta rule and DPLR: M is [K, K]
     delta_sm90            sm_90, delta rule
     dplr_sm90             sm_90, per-channel decay, and free a and b
-    uses_fused_fwd        sm_90, KDA's forward in one kernel
+    uses_fused_fwd        sm_90, KDA's forward in one kernel, and fused_fwd_sm90
     num_fused_bwd         sm_90, the delta rule's backward in one kernel
 """
 
@@ -258,7 +258,29 @@ def uses_fused_fwd(terms: LinearInputs) -> bool:
     if g is None or (q.dtype, g.dtype) != (torch.bfloat16, torch.float32) or consistent_scope.on:
         return False
     alike = terms.sequences if terms.cu_seqlens is None else 1 + (terms.sequences >= 6)
-    return q.shape[-1] == v.shape[-1] == 128 and v.shape[2] * alike >= FUSED_FWD_MIN_PROGRAMS
+    if not q.shape[-1] == v.shape[-1] == 128:
+        return False
+    return v.shape[2] * alike >= FUSED_FWD_MIN_PROGRAMS or fused_fwd_sm90(terms) is not None
+
+
+def fused_fwd_sm90(terms: LinearInputs) -> Segments | None:
+    """Its segments where heads are few."""
+    (B, T, HV, _), packed = terms.v.shape, terms.cu_seqlens is not None
+    tokens = _fused_fwd_tokens(B * HV, T // CHUNK, terms.sequences if packed else 1)
+    return split_into_segments(terms, tokens)
+
+
+@by_sizes
+def _fused_fwd_tokens(heads: int, chunks: int, sequences: int) -> int | None:
+    """sequences: packed ones. Compared are times at weak gates, where a segment is scanned twice
+    and waits for the one before, with those of the kernels of chunks, in us."""
+    count = NUM_SMS // max(heads, 1)
+    blocks = -(-chunks // max(count, 1))
+    # then a program a head and sequence takes 20 us less, at any gates
+    whole = (1 + (sequences >= 6)) * heads >= FUSED_FWD_MIN_PROGRAMS
+    faster = 10 * blocks + 6 * count <= 60 + heads * chunks // 12
+    fits = blocks >= (64 if whole else 8) and count >= 2
+    return blocks * CHUNK if fits and faster else None
 
 
 def uses_fused_bwd(terms: LinearInputs) -> bool:

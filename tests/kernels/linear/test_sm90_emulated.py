@@ -19,7 +19,17 @@ from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import launches
 from tests.gluon_emulator import linear as emulator
 from tests.support.causality import with_other_future
-from tests.support.sm90_linear import SCALE, C, backend, cut_by, end_of, inputs, near, wanted
+from tests.support.sm90_linear import (
+    SCALE,
+    C,
+    backend,
+    cut_by,
+    end_of,
+    fused_by,
+    inputs,
+    near,
+    wanted,
+)
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"
@@ -108,13 +118,6 @@ def both_in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return one_scan(1, 2)(monkeypatch)
 
 
-def fused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    monkeypatch.setattr(segments, "uses_fused_fwd", lambda terms: True)
-    # of heads with strong gates, which the second launch repeats, the first's are not finite
-    monkeypatch.setattr(emulator, "INPUTS_HAVE_NAN", True)
-    return {"kda_fused_fwd"}
-
-
 PACKED, LONG = (5, 0, 200, 1), (5, 0, 200, 1, 64)
 DELTA, WIDE = (220, 1, 2, 64, 128), (330, 1, 2, 64, 64)
 SIMPLE: dict[str, Any] = {
@@ -157,9 +160,12 @@ WAYS = {
     "gla before, cut": Way(cut_by(2 * C), "gla", (140, 1, 1, 128, 128), 1, "mixed", True, True),
     "kda": Way(by_shapes, "kda", (150, 1, 2, 128, 64), 2),
     "kda packed": Way(by_shapes, "kda", (290, 1, 1, 64, 128), LONG),
-    "kda fused": Way(fused, "kda", (150, 1, 2, 128, 128), 2, "to 0.1"),
-    "kda fused packed": Way(fused, "kda", (210, 1, 1, 128, 128), (64, 5, 0, 130), "own"),
-    "kda fused, bound": Way(fused, "kda", (70, 1, 1, 128, 128), 1, "at the bound"),
+    "kda fused": Way(fused_by(), "kda", (150, 1, 2, 128, 128), 2, "to 0.1"),
+    "kda fused packed": Way(fused_by(), "kda", (210, 1, 1, 128, 128), (64, 5, 0, 130), "own"),
+    "kda fused, bound": Way(fused_by(), "kda", (70, 1, 1, 128, 128), 1, "at the bound"),
+    "kda fused, cut": Way(fused_by(C), "kda", (210, 1, 2, 128, 128), 1, "to 0.1"),
+    "kda fused, decayed": Way(fused_by(C), "kda", (280, 1, 1, 128, 128), (5, 0, 130, 140)),
+    "kda fused, mixed": Way(fused_by(C), "kda", (330, 1, 1, 128, 128), 1, "by blocks", False),
     "dplr": Way(by_shapes, "dplr", (150, 1, 2, 64, 64), 1, "own", False),
     "dplr packed": Way(by_shapes, "dplr", (140, 1, 1, 128, 64), PACKED[:2] + (70, 1)),
     "iplr": Way(by_shapes, "dplr", (70, 1, 1, 64, 64), 1, ""),
@@ -264,7 +270,8 @@ NAN = {
         for kind in ("kda", "dplr", "gdn2")
         for n in (0.1, 5, 90)
     },
-    **{f"fused {n}": (fused, "kda", (148, 1, 2, 128, 128), f"to {n}") for n in (0.1, 5, 90)},
+    **{f"fused {n}": (fused_by(), "kda", (148, 1, 2, 128, 128), f"to {n}") for n in (0.1, 5, 90)},
+    "fused, cut": (fused_by(C), "kda", (148, 1, 2, 128, 128), "to 0.1"),
 }
 
 
@@ -404,13 +411,15 @@ def test_bits_do_not_depend_on_the_ranks(
         assert all(torch.equal(found[name], whole[name]) for found in others), name
 
 
-def test_fused_sequences_do_not_meet_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [None, C])
+def test_fused_sequences_do_not_meet_their_neighbours(
+    tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their NaN, that is. Those past the last one are in all packed inputs here."""
     terms = WAYS["kda fused packed"].inputs()
     assert terms.cu_seqlens is not None
-    fused(monkeypatch)
+    fused_by(tokens)(monkeypatch)
     launches.as_numpy(monkeypatch)
-    monkeypatch.setattr(emulator, "INPUTS_HAVE_NAN", True)
     want, ends = backend("kda").forward(terms, SCALE)
     places = [*pairwise(terms.cu_seqlens.tolist())]
     for bad, here in enumerate(places):

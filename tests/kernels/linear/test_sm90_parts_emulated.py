@@ -1,6 +1,7 @@
 """Parts of the linear family's kernels on sm_90 as numpy: the inverse of a chunk, views of some
 heads, transitions that count as zero, blocks by levels."""
 
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -10,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.modes import memory
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import launches, race_detector, threads
-from tests.support.sm90_linear import SCALE, SM90, C, backend, cut_by, inputs, near
+from tests.support.sm90_linear import SCALE, SM90, C, backend, cut_by, fused_by, inputs, near
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"
@@ -116,11 +118,11 @@ def test_views_of_heads_equal_those_heads_alone(kind: str, monkeypatch: pytest.M
 DECAYED = {"-5 to 0": True, "-0.3": True, "-0.1": False, "swapped": False, "late": False}
 
 
-def test_transition_counts_as_zero_where_its_norm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_gates_by_head(T: int, K: int) -> LinearInputs:
     """Each head has gates of its own. Those of "swapped" add up to 2^-230 a chunk, but every key,
     erased twice, moves the state to the channel that is about to keep it. "late" decays before the
     last chunk of a segment, further back than is worth a look."""
-    T, HV, K = 384, len(DECAYED), 64
+    HV = len(DECAYED)
     terms = inputs("kda", (T, HV, HV, K, K))
     k, g, beta = terms.k, terms.g, terms.beta
     assert g is not None and beta is not None and terms.initial_state is not None
@@ -132,6 +134,11 @@ def test_transition_counts_as_zero_where_its_norm_does(monkeypatch: pytest.Monke
     g[:, 2 * C : 3 * C, 4] = g[:, 5 * C :, 4] = -1e-3
     beta /= 2
     beta[:, :, 3] = 2.0
+    return terms
+
+
+def test_transition_counts_as_zero_where_its_norm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    terms = of_gates_by_head(384, 64)
     launch, made = backend("kda"), []
     cut_by(3 * C)(monkeypatch)
     launches.as_numpy(monkeypatch)
@@ -144,6 +151,26 @@ def test_transition_counts_as_zero_where_its_norm_does(monkeypatch: pytest.Monke
     assert m_is_zero.tolist() == 2 * [[int(x) for x in DECAYED.values()]]
     assert 1 - 1e-9 < M[0, 3, 0, 0] < 1 + 1e-9  # all that this channel held is there
     for got, want in zip((o, final), linear_reference(terms, SCALE), strict=True):
+        torch.testing.assert_close(got, want, rtol=0.0, atol=2.0**-29)
+
+
+def test_segment_waits_where_its_past_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of KDA's forward in one kernel, whose programs are turned to in any order. "-0.3" leaves
+    2^-24 of 64 tokens."""
+    terms, waits = of_gates_by_head(5 * C, 128), Counter[int]()
+    fused_by(C)(monkeypatch)
+    launches.as_numpy(monkeypatch, together="kda_fused_fwd_sm90_kernel")
+    scan = launches.module(SM90 + "dplr.fused_fwd", False)
+    acquire, heads = scan.semaphore.semaphore_acquire, len(DECAYED)
+
+    def counted(p: Any) -> Any:
+        waits[(int(p.at) // 2 - heads) % heads] += 1
+        return acquire(p)
+
+    monkeypatch.setattr(scan.semaphore, "semaphore_acquire", counted)
+    found = backend("kda").forward(terms, SCALE)
+    assert [not waits[head] for head in range(heads)] == [True, False, False, False, False]
+    for got, want in zip(found, linear_reference(terms, SCALE), strict=True):
         torch.testing.assert_close(got, want, rtol=0.0, atol=2.0**-29)
 
 

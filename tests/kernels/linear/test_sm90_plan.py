@@ -100,13 +100,19 @@ FUSED = "kda_fused_fwd_sm90_kernel"
 # B, T, heads of q and of v, what is other than bfloat16 with gates of float32; whether the forward
 # is one kernel.
 KDA: dict[str, tuple[tuple[int, int, int, int], dict[str, Any], bool]] = {
-    "many heads": ((1, 1024, 64, 64), {}, True),
-    "a head less": ((1, 1024, 63, 63), {}, False),
+    "many heads": ((1, 448, 64, 64), {}, True),
+    "a head less": ((1, 448, 63, 63), {}, False),
     "shared heads": ((4, 70, 4, 16), {}, True),
     "a row less": ((3, 70, 4, 16), {}, False),
     "packed": ((1, 1024, 32, 64), {"packed": 2}, True),
     "packed of few heads": ((1, 1024, 16, 32), {"packed": 5}, False),
     "packed of some heads": ((1, 1024, 16, 32), {"packed": 8}, True),
+    "in eight segments": ((1, 4096, 16, 16), {}, True),
+    "of seven blocks": ((1, 3584, 16, 16), {}, False),
+    "in sixteen": ((1, 8192, 8, 8), {}, False),
+    "in four": ((1, 8192, 33, 33), {}, True),
+    "in three that do not fill": ((1, 8192, 34, 34), {}, False),
+    "packed in segments": ((1, 16384, 32, 32), {"packed": 4}, True),
     "float16": ((8, 70, 8, 8), {"dtype": torch.float16}, False),
     "gates of 16 bits": ((8, 70, 8, 8), {"g": torch.bfloat16}, False),
     "narrow": ((8, 70, 8, 8), {"K": 64}, False),

@@ -10,15 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear import segments
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import launches, threads
-from tests.gluon_emulator import linear as emulator
 from tests.gluon_emulator.rounding import rounded
 from tests.support.causality import with_other_future
-from tests.support.sm90_linear import GATES, SCALE, backend, end_of, in_dtype, inputs, mixed
+from tests.support.sm90_linear import (
+    GATES,
+    SCALE,
+    C,
+    backend,
+    end_of,
+    fused_by,
+    in_dtype,
+    inputs,
+    mixed,
+)
 
 pytestmark = pytest.mark.skipif(
     not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"
@@ -138,15 +146,17 @@ ERRORS |= {
     f"kda fused, {gates}": ("kda", (210, 1, 1, 128, 128), (64, 5, 0, 130), gates)
     for gates in OF_FUSED
 }
+ERRORS |= {
+    f"kda fused, cut, {gates}": ("kda", (270, 1, 1, 128, 128), 1, gates)
+    for gates in ("to 0.1", "own", "by blocks", "to 50")
+}
 
 
 @pytest.mark.parametrize("call", ERRORS.values(), ids=ERRORS)
 def test_errors_are_those_of_bfloat16(call: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, *_ = call
-    monkeypatch.setattr(segments, "uses_fused_fwd", lambda terms: True)
+    kind, (T, *_), *_ = call
+    fused_by(C if T > 210 else None)(monkeypatch)
     launches.as_numpy(monkeypatch, rounds=True)
-    # of heads with strong gates, which the second launch repeats, the first's are not finite
-    monkeypatch.setattr(emulator, "INPUTS_HAVE_NAN", kind == "kda")
     for before in (False, True)[: 1 + (kind == "gla")]:
         terms = in_dtype(inputs(*call, before=before))
         end = end_of(terms)
@@ -163,15 +173,18 @@ def test_errors_are_those_of_bfloat16(call: tuple, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("gates", "cut", "strength"), [("to 0.1", 25, 2e4), ("-20", 21, 1e-3), ("to 50", 70, 1.0)]
 )
+@pytest.mark.parametrize("tokens", [None, C])
 def test_fused_past_keeps_its_bits(
-    gates: str, cut: int, strength: float, monkeypatch: pytest.MonkeyPatch
+    tokens: int | None, gates: str, cut: int, strength: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the future's tokens and gates; chunks change from weak to strong and back."""
-    terms = in_dtype(inputs("kda", (140, 1, 1, 128, 128), 1, gates))
+    """Whatever the future's tokens and gates; chunks change from weak to strong and back, and what
+    is before a segment from what counts to what does not."""
+    T = 140 if tokens is None else 270
+    cut += T - 140
+    terms = in_dtype(inputs("kda", (T, 1, 1, 128, 128), 1, gates))
     other = in_dtype(with_other_future(terms, cut, strength))
-    monkeypatch.setattr(segments, "uses_fused_fwd", lambda terms: True)
+    fused_by(tokens)(monkeypatch)
     launches.as_numpy(monkeypatch, rounds=True)
-    monkeypatch.setattr(emulator, "INPUTS_HAVE_NAN", True)
     with rounded():
         want, got = (backend("kda").forward(x, SCALE)[0] for x in (terms, other))
     assert torch.equal(got[:, :cut], want[:, :cut])

@@ -35,15 +35,24 @@ class Sm90Dplr(TritonDplr):
         if not segmentation.uses_fused_fwd(terms) or not terms.v.is_contiguous():
             return False
         (HV, V), (H, K) = terms.v.shape[2:], terms.q.shape[2:]
-        programs = HV * terms.sequences
+        segments = segmentation.fused_fwd_sm90(terms)
+        programs = HV * segmentation.num_sequences(terms, segments)
+        words, ends, r = o.new_empty, None, o
+        if segments is not None:
+            # of words several programs write one, and wait for it
+            words, r = o.new_zeros, torch.empty_like(o)
+            ends = o.new_empty(segments.count, HV, V, K, dtype=torch.float32)
         run: Any = cached(kda_fused_fwd_sm90_kernel)[(programs,)]
         args: dict[str, Any] = {
             **{f"{name}_desc": tma.token_tiles(getattr(terms, name), 64) for name in "qkvg"},
             "o_desc": tma.token_tiles(o, 64),
             "o_ptr": o,
+            "r_desc": tma.token_tiles(r, 64),
+            "r_ptr": r,
             "g_ptr": terms.g,
             "beta_ptr": terms.beta,
-            "strong_ptr": o.new_empty(programs, 2, dtype=torch.int32),
+            "strong_ptr": words(2 * (HV * terms.sequences + programs), dtype=torch.int32),
+            "ends_ptr": ends,
             "s_in_ptr": terms.initial_state,
             "s_out_ptr": final,
             "scale": scale,
@@ -51,6 +60,8 @@ class Sm90Dplr(TritonDplr):
             "K": K,
             "V": V,
             "C": segmentation.CHUNK,
+            "segment": terms.v.shape[1] if segments is None else segments.tokens,
+            "SPLIT": segments is not None,
             "HAS_S_IN": terms.initial_state is not None,
             "HAS_S_OUT": True,
             **segmentation.sequence_args(terms),

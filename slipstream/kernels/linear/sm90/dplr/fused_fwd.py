@@ -12,10 +12,11 @@ goes through tensor cores.
 
 Sums of 16 gates of -5 each, -115 in base 2, leave a, r and b normal numbers of bf16, and exp2(G_C)
 one of float32. A head with a sum below LIMIT is done again by a second launch, with STRONG, where
-the others have nothing to do. There rows of A and P whose own sums are below it come from halves of
-8 tokens (strong_scores); in such a chunk and channel W is set to 0 first and b is made from
-exp2(G_C - G) for its sum with W: no choice depends on a later token than its result. Other bits are
-those of the first launch, as no products and sums are fused but by gl.fma.
+the others have nothing to do; with such a sum in its first chunk the first launch leaves it at
+once. There rows of A and P whose own sums are below it come from halves of 8 tokens
+(strong_scores); in such a chunk and channel W is set to 0 first and b is made from exp2(G_C - G)
+for its sum with W: no choice depends on a later token than its result. Other bits are those of the
+first launch, as no products and sums are fused but by gl.fma.
 
     prepare_partition, 4 warps, of even, of odd blocks      scan_partition, 4 warps, of 64 columns
     loads q, k, g, beta                                     of V: loads v, one block ahead
@@ -29,6 +30,19 @@ those of the first launch, as no products and sums are fused but by gl.fma.
     v, of each scan_partition          2                  1 (TMA) / its threads' barrier
     g, the second 64 channels          1                  1 (TMA) / 1
 The first 64 channels of g come to where b goes. With STRONG, threads load gates by themselves.
+
+With SPLIT a program has a segment of a sequence, after which W is S_out = M S_in + E. It scans the
+64 tokens before the segment twice: from the unit matrix, which makes their M, and with v from 0. If
+M's norm is below 2^-32 nothing else of the past counts, and the scan goes on. If not, it scans the
+segment from 0, which makes E, and from the unit matrix, which makes M and, in the place of o, R;
+then it waits for W of the program before, hands on its own, and adds R S_in to o. The second of a
+sequence just waits and scans from there. All of this is of tokens before. Programs wait for those
+of smaller numbers alone, which have begun.
+
+    ring of blocks      -1 (twice)   0 .. n - 1                           nothing counts, or waits
+                        -1 (twice)   0 .. n - 1 for E, for M              else
+    decided, joined     both scan_partitions: M's norm is there; thrice: R is stored and M may be to
+                            where q and k are, M is stored there, M has been read
 """
 
 from collections import namedtuple
@@ -37,11 +51,12 @@ from typing import Any, NamedTuple
 from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.common import BASE, NB, by_blocks, substitute
 from slipstream.kernels.linear.sm90.delta import delta_device, solve_tril
-from slipstream.kernels.primitives import sm90
+from slipstream.kernels.primitives import semaphore, sm90
 from slipstream.kernels.primitives.device import LOG2E
 from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
+from slipstream.kernels.primitives.sm90_device import halves
 
-Constants = namedtuple("Constants", "K V C ST STRONG HAS_S_IN HAS_S_OUT")
+Constants = namedtuple("Constants", "K V C ST STRONG SPLIT HAS_S_IN HAS_S_OUT")
 APART = gl.constexpr(57.0)
 # W is so much smaller than S: b^T u, up to 2^96 u, does not leave float32
 LOWERED = gl.constexpr(30.0)
@@ -66,6 +81,7 @@ class Tiles(NamedTuple):
     lines: Any  # [2, 2 * NB, 16], float32: 2^27 beta, then d
     far: Any  # STRONG: [2 * 2, 64, 64], of each prepare_partition, b of channels whose W becomes 0
     keep: Any  # STRONG: as total, 0 for those
+    norms: Any  # SPLIT: [2, 64], float32: squares of M's columns, by scan_partition
 
 
 class Barriers(NamedTuple):
@@ -75,10 +91,13 @@ class Barriers(NamedTuple):
     v_full: Any  # [2 * 2]
     g_full: Any  # [2]
     g_empty: Any
+    decided: Any  # SPLIT, by both scan_partitions: `norms` are there
+    joined: Any  # the past is added
 
 
 class Sequence(NamedTuple):
-    """Rows of a program's sequence, its columns of q and k, g, and v, and whether it has work."""
+    """Rows of a program's sequence or segment, its columns of q and k, g, and v; whether (1) a
+    segment comes before it, none follows, and it is the second."""
 
     row: Any
     length: Any
@@ -86,7 +105,20 @@ class Sequence(NamedTuple):
     k_col: Any
     g_col: Any
     v_col: Any
-    wanted: Any
+    lead: Any
+    last: Any
+    waits: Any
+
+
+class Ends(NamedTuple):
+    """SPLIT: W after the segment before, and after the program's own, [V, K]; by scan_partition
+    what becomes `done` once they are there: `ready`, `signal`."""
+
+    before: Any
+    after: Any
+    ready: Any
+    signal: Any
+    done: Any
 
 
 @gluon.jit
@@ -106,11 +138,64 @@ def half_of(b, s, h, layout: gl.constexpr):
 
 
 @gluon.jit
+def block_of(seq, i, c):
+    """The block that comes i-th; the one before a segment is -1."""
+    if c.SPLIT:
+        i -= seq.lead
+        i = gl.where(i < seq.n, i, i - seq.n)
+    return i
+
+
+@gluon.jit
+def known_uniform(n):
+    """n, which is the same in all threads, so that ptxas knows it and keeps addresses once a warp:
+    14% of the loops' instructions."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
+        "=r,r",
+        [n],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def past_counts(norms, layout: gl.constexpr):
+    """Whether (1) anything is left of what was 64 tokens before the segment."""
+    b = gl.sum(norms.index(0).load(layout) + norms.index(1).load(layout), 0)
+    gl.thread_barrier()  # nothing is stored there again, but no arrival is to come before a load
+    return known_uniform(gl.where(b < 2.0**-64, 0, 1))  # squares: of 2^-32
+
+
+@gluon.jit
+def comes(tiles, barriers, seq, i, layout: gl.constexpr, c):
+    """Whether there is an i-th block: a segment is scanned twice where its past counts."""
+    n = seq.lead + seq.n
+    more = i < n
+    if c.SPLIT and (i >= n) & (i < n + seq.n) & (seq.lead > seq.waits):
+        mbarrier.wait(barriers.decided, 0)
+        more = past_counts(tiles.norms, layout) > 0
+    return more
+
+
+@gluon.jit
+def begins_strong(p_g, stride, rows, K: gl.constexpr):
+    """Whether the first chunk has strong gates. Most strong heads are known by it, and are left to
+    the other launch at once."""
+    layout: gl.constexpr = gl.BlockedLayout([BASE, 1], [1, 32], [1, 4], [1, 0])
+    o_t = gl.arange(0, BASE, gl.SliceLayout(1, layout))[:, None]
+    o_k = gl.arange(0, K, gl.SliceLayout(0, layout))[None, :]
+    b_g = gl.load(p_g + o_t * stride + o_k, mask=o_t < rows, other=0.0)
+    return gl.min(gl.sum(b_g, 0), 0) < LIMIT
+
+
+@gluon.jit
 def load_rows(descs, tiles, barriers, seq, i, c):
     q_desc, k_desc, g_desc = descs
     s = i % c.ST
     full = barriers.full.index(s)
-    t = seq.row + i * 64
+    t = seq.row + block_of(seq, i, c) * 64
     if c.STRONG:
         mbarrier.expect(full, 4 * q_desc.block_type.nbytes)
     else:
@@ -123,11 +208,11 @@ def load_rows(descs, tiles, barriers, seq, i, c):
 
 
 @gluon.jit
-def load_values(v_desc, tiles, barriers, seq, i, tile: gl.constexpr):
+def load_values(v_desc, tiles, barriers, seq, i, row, tile: gl.constexpr):
     at = 2 * tile + i % 2
     v_full = barriers.v_full.index(at)
     mbarrier.expect(v_full, v_desc.block_type.nbytes)
-    sm90.copy_in(v_desc, [seq.row + i * 64, seq.v_col + 64 * tile], v_full, tiles.v.index(at))
+    sm90.copy_in(v_desc, [row, seq.v_col + 64 * tile], v_full, tiles.v.index(at))
 
 
 @gluon.jit
@@ -156,14 +241,15 @@ def load_chunks(tile, flat: gl.constexpr):
 @gluon.jit
 def take_gates(g_desc, tiles, barriers, seq, i, h, half: gl.constexpr, flat: gl.constexpr, c):
     """As load_gates; the first half's turn asks for the second's."""
-    rows = seq.length - i * c.C
+    t = block_of(seq, i, c) * c.C
+    rows = seq.length - t
     if h == 0:
         # first, so that they come while this half's operands are made
         g_full = barriers.g_full.index(half)
         mbarrier.wait(barriers.g_empty, (i & 1) ^ 1)
         gl.thread_barrier()
         mbarrier.expect(g_full, g_desc.block_type.nbytes)
-        sm90.copy_in(g_desc, [seq.row + i * c.C, seq.g_col + 64], g_full, tiles.g)
+        sm90.copy_in(g_desc, [seq.row + t, seq.g_col + 64], g_full, tiles.g)
         tile = first_gates(g_desc, tiles, i % c.ST)
         if rows < c.C:
             clear_after(tile, rows, c)
@@ -281,6 +367,17 @@ def put_far(tiles, s, half, strong, b_like, flat: gl.constexpr, layout: gl.const
 
 
 @gluon.jit
+def say_strong(p_strong, b_low, c):
+    """b_low: the smallest sums of a chunk's gates."""
+    strong = gl.min(gl.min(b_low, 1), 0) < LIMIT
+    if c.SPLIT:  # several programs of a head write, and nothing but this
+        if strong:
+            gl.store(p_strong, 1)
+    else:  # whether there were blocks or not: the memory was not cleared
+        gl.store(p_strong, strong.to(gl.int32))
+
+
+@gluon.jit
 def prepare_partition(
     descs, p_g, p_beta, p_strong, tiles, barriers, HV, seq, half: gl.constexpr, c
 ):  # fmt: skip
@@ -303,20 +400,20 @@ def prepare_partition(
     stride = HV * c.K
     k_layout: gl.constexpr = descs[1].layout
     g_desc = descs[2]
+    along: gl.constexpr = gl.SliceLayout(0, al)
     i = seq.n * 0 + half
-    more = i < seq.n
+    more = comes(tiles, barriers, seq, i, along, c)
     if more:
         load_rows(descs, tiles, barriers, seq, i, c)
-    # with a `for`, or with the condition here, ptxas does not know that i is the same in all
-    # threads, which takes 14% more instructions
     while more:
         s = i % c.ST
         phase = (i // c.ST) & 1
-        rows = seq.length - i * c.C
+        t = block_of(seq, i, c) * c.C
+        rows = seq.length - t
         block = tiles.mp.index(half)._reinterpret(gl.float32, [BASE, NB, BASE], plain)
         mp = tiles.mp.index(half)._reinterpret(tiles.mp.dtype, [2, c.C, BASE], small)
         lines = tiles.lines.index(half)._reinterpret(gl.float32, [2, NB, BASE], line)
-        b_rows = gl.load(p_beta + (i * c.C + o_r) * HV, mask=o_r < rows, other=0.0).to(gl.float32)
+        b_rows = gl.load(p_beta + (t + o_r) * HV, mask=o_r < rows, other=0.0).to(gl.float32)
         mbarrier.wait(barriers.full.index(s), phase)
         if rows < c.C:
             for h in gl.static_range(2):
@@ -328,7 +425,7 @@ def prepare_partition(
         b_least = gl.sum(b_zero, 2)
         strong = 0
         if c.STRONG:
-            p_gates = p_g + (i * c.C).to(gl.int64) * stride
+            p_gates = p_g + t.to(gl.int64) * stride
             for h in gl.static_range(2):
                 b_all = gl.sum(load_gates(p_gates + 64 * h, stride, rows, flat, c), 1)
                 strong += (gl.min(gl.min(b_all, 1), 0) < LIMIT).to(gl.int32)
@@ -368,8 +465,7 @@ def prepare_partition(
             b_d = gl.where(weak, b_d, b_a)
         if c.ST > 2 and i >= 2:  # the block before has left `mp` and `lines`
             mbarrier.wait(barriers.empty.index((i - 2) % c.ST), ((i - 2) // c.ST) & 1)
-        # racecheck names this and where it is loaded: `made` and `empty` order the two, at each of
-        # which one thread arrives for 128 that have met (arrives_early of tests/support/sass.py)
+        # racecheck names this and its loads: at `made`, `empty` one thread arrives for 128 that met
         lines.index(0).store(b_rows * LIFT)
         b_x = substitute(gl.where(o_i > o_j, b_d * b_rows[:, :, None], 0.0), block)
         b_d = scores(tiles.q, y_0, y_1, s, zero, wl)
@@ -384,48 +480,50 @@ def prepare_partition(
         sm90.fence_async_shared()
         mbarrier.arrive(barriers.made.index(s), count=1)
         i += 2
-        more = i < seq.n
+        more = comes(tiles, barriers, seq, i, along, c)
         if more:
             n = i - c.ST  # the last block to have this place
             if n >= 0:
                 mbarrier.wait(barriers.empty.index(n % c.ST), (n // c.ST) & 1)
             load_rows(descs, tiles, barriers, seq, i, c)
-    # both write, whether they had blocks or not: the memory was not cleared
     if not c.STRONG:
-        gl.store(p_strong + half, (gl.min(gl.min(b_low, 1), 0) < LIMIT).to(gl.int32))
+        say_strong(p_strong + half, b_low, c)
 
 
 @gluon.jit
-def scan_partition(
-    v_desc, o_desc, o_ptr, tiles, barriers, state_refs, o_row, seq, scale, tile: gl.constexpr, c
-):  # fmt: skip
-    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+def scan_blocks(
+    v_desc, outputs, tiles, barriers, o_row, seq, scale, b_s0, b_s1, place, tile: gl.constexpr, c
+):
+    """W after blocks. place: the first one's number, how many there are; how far v's numbers are
+    ahead of theirs; rows of tokens and v, and of what v comes after these, or -1; whether they are
+    left; whether what is read is o (1) or R (2).
+    """
+    first, count, ahead, row, v_row, v_after, leaves, reads = place
+    o_desc, o_ptr, r_desc, r_ptr = outputs
+    sl: gl.constexpr = b_s0.type.layout
     xl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BASE, 16])
     sa: gl.constexpr = gl.DotOperandLayout(0, xl, 2)
     xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
     along: gl.constexpr = gl.SliceLayout(0, sl)
     tokens: gl.constexpr = gl.SliceLayout(0, xl)
-    o_v = gl.arange(0, 64, gl.SliceLayout(1, sl)) + tile * 64
-    o_k = gl.arange(0, 64, along)
-    b_s0 = gl.zeros([64, 64], gl.float32, sl)
-    b_s1 = gl.zeros([64, 64], gl.float32, sl)
-    b_s0 = delta_device.load_state(state_refs, b_s0, o_k, o_v, c.V, c.HAS_S_IN) * 2.0**-LOWERED
-    b_s1 = delta_device.load_state(state_refs, b_s1, 64 + o_k, o_v, c.V, c.HAS_S_IN) * 2.0**-LOWERED
     zero = gl.zeros([64, BASE], gl.float32, xl)
     dtype: gl.constexpr = tiles.k.dtype
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BASE, 64], dtype)
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BASE, BASE], dtype)
-    if seq.n > 0:
-        load_values(v_desc, tiles, barriers, seq, 0, tile)
-    for i in range(seq.n):
+    for n in range(count):
+        i = first + n
+        y = i + ahead
         s = i % c.ST
-        rows = seq.length - i * c.C
+        t = row + n * c.C
+        rows = seq.row + seq.length - t
         # into the place of the block before, which all threads have read when they last met
-        if i + 1 < seq.n:
-            load_values(v_desc, tiles, barriers, seq, i + 1, tile)
-        at = 2 * tile + i % 2
-        mbarrier.wait(barriers.v_full.index(at), (i // 2) & 1)
+        if n + 1 < count:
+            load_values(v_desc, tiles, barriers, seq, y + 1, v_row + (n + 1) * c.C, tile)
+        elif v_after >= 0:
+            load_values(v_desc, tiles, barriers, seq, y + 1, v_after, tile)
+        at = 2 * tile + y % 2
+        mbarrier.wait(barriers.v_full.index(at), (y // 2) & 1)
         if rows < c.C:
             clear_after(tiles.v.index(at), rows, c)
             gl.thread_barrier()
@@ -483,15 +581,180 @@ def scan_partition(
             b_s1 = sm90.warpgroup_mma_wait(1, deps=(b_s1,)) * b_t1
             b_o = sm90.warpgroup_mma_wait(0, deps=(b_o,))
             out.index(j).permute((1, 0)).store((b_o * (scale / LIFT)).to(dtype))
-        mbarrier.arrive(barriers.empty.index(s), count=1)
+        mbarrier.arrive(barriers.empty.index(s), count=1, pred=leaves)
         sm90.fence_async_shared()
         gl.thread_barrier()
-        common.store_tile(
-            o_desc, o_ptr, tiles.o.index(tile), seq.row + i * c.C, seq.v_col + 64 * tile, o_row,
-            rows, c.C, 64,
-        )  # fmt: skip
+        col = seq.v_col + 64 * tile
+        if reads == 1:
+            common.store_tile(o_desc, o_ptr, tiles.o.index(tile), t, col, o_row, rows, c.C, 64)
+        if c.SPLIT and reads == 2:
+            common.store_tile(r_desc, r_ptr, tiles.o.index(tile), t, col, o_row, rows, c.C, 64)
     sm90.store_wait(0)
-    if seq.wanted:
+    return b_s0, b_s1
+
+
+@gluon.jit
+def load_past(outputs, tiles, barriers, seq, y, row, tile: gl.constexpr):
+    """o of a block to where v was, and R to where q and k were."""
+    o_desc, _, r_desc, _ = outputs
+    at = 2 * tile + y % 2
+    v_full = barriers.v_full.index(at)
+    mbarrier.expect(v_full, 3 * o_desc.block_type.nbytes)
+    sm90.copy_in(o_desc, [row, seq.v_col + 64 * tile], v_full, tiles.v.index(at))
+    for h in gl.static_range(2):
+        x = tiles.k if tile else tiles.q
+        sm90.copy_in(r_desc, [row, seq.v_col + 64 * h], v_full, x.index(2 * (y % 2) + h))
+
+
+@gluon.jit
+def add_past(outputs, ends, tiles, barriers, o_row, seq, y, b_m0, b_m1, o, tile: gl.constexpr, c):
+    """W after the segment is M of that before it, and what the segment adds, which is where W goes;
+    and R of that before it is added to o. b_m0, b_m1: columns of M as rows. y: v's number.
+    """
+    sl: gl.constexpr = b_m0.type.layout
+    xa: gl.constexpr = gl.DotOperandLayout(0, sl, 2)
+    o_v = gl.arange(0, 64, gl.SliceLayout(1, xa))
+    o_k = gl.arange(0, 64, gl.SliceLayout(0, xa))
+    o_desc, o_ptr, _, _ = outputs
+    # o and R are there for copies by TMA
+    semaphore.wait_bulk_stores()
+    semaphore.proxy_fence()
+    mbarrier.arrive(barriers.joined, count=1)
+    mbarrier.wait(barriers.joined, 0)
+    for h in gl.static_range(2):
+        b_high, b_low = halves((b_m1 if h else b_m0) * 2.0**LOWERED)
+        tiles.q.index(2 * tile + h).store(b_high)
+        tiles.k.index(2 * tile + h).store(b_low)
+    sm90.fence_async_shared()
+    mbarrier.arrive(barriers.joined, count=1)
+    mbarrier.wait(barriers.joined, 1)
+    b_s = gl.load(ends.after + o)
+    while semaphore.semaphore_acquire(ends.ready) < ends.done:
+        pass
+    p_before = ends.before + o_v[:, None] * c.K + o_k[None, :]
+    b_x0, b_y0 = halves(gl.load(p_before))
+    b_x1, b_y1 = halves(gl.load(p_before + 64))
+    for n in range(2):  # halves of the channels, for want of registers
+        b_s = warpgroup_mma(b_x0, tiles.q.index(n), b_s, is_async=True)
+        b_s = warpgroup_mma(b_x1, tiles.q.index(2 + n), b_s, is_async=True)
+        b_s = warpgroup_mma(b_y0, tiles.q.index(n), b_s, is_async=True)
+        b_s = warpgroup_mma(b_y1, tiles.q.index(2 + n), b_s, is_async=True)
+        b_s = warpgroup_mma(b_x0, tiles.k.index(n), b_s, is_async=True)
+        b_s = warpgroup_mma(b_x1, tiles.k.index(2 + n), b_s, is_async=True)
+        b_next = gl.load(ends.after + o + 64)
+        b_s = sm90.warpgroup_mma_wait(0, deps=(b_s,))
+        gl.store(ends.after + o + 64 * n, b_s)
+        b_s = b_next
+    gl.thread_barrier()
+    semaphore.semaphore_release(ends.signal, ends.done)
+    mbarrier.arrive(barriers.joined, count=1)
+    mbarrier.wait(barriers.joined, 0)
+    semaphore.proxy_fence()
+    zero = gl.zeros([64, 64], gl.float32, sl)
+    load_past(outputs, tiles, barriers, seq, y, seq.row, tile)
+    for n in range(seq.n):
+        t = seq.row + n * c.C
+        if n + 1 < seq.n:
+            load_past(outputs, tiles, barriers, seq, y + n + 1, t + c.C, tile)
+        s = (y + n) % 2
+        mbarrier.wait(barriers.v_full.index(2 * tile + s), ((y + n) // 2) & 1)
+        x = tiles.k if tile else tiles.q
+        r_0, r_1 = x.index(2 * s).permute((1, 0)), x.index(2 * s + 1).permute((1, 0))
+        b_o = warpgroup_mma(b_x0, r_0, zero, use_acc=False, is_async=True)
+        b_o = warpgroup_mma(b_x1, r_1, b_o, is_async=True)
+        b_o = warpgroup_mma(b_y0, r_0, b_o, is_async=True)
+        b_o = warpgroup_mma(b_y1, r_1, b_o, is_async=True)
+        b_v = tiles.v.index(2 * tile + s).permute((1, 0)).load(sl).to(gl.float32)
+        b_o = gl.fma(sm90.warpgroup_mma_wait(0, deps=(b_o,)), 2.0**LOWERED, b_v)
+        out, col, rows = tiles.o.index(tile), seq.v_col + 64 * tile, seq.row + seq.length - t
+        common.store_tile_transposed(o_desc, o_ptr, out, b_o, t, col, o_row, rows, c.C)
+        gl.thread_barrier()  # all have read what the next copies go to
+    sm90.store_wait(0)
+
+
+@gluon.jit
+def scan_partition(
+    v_desc, outputs, tiles, barriers, state_refs, ends, o_row, seq, scale, tile: gl.constexpr, c
+):
+    sl: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    along: gl.constexpr = gl.SliceLayout(0, sl)
+    o_r = gl.arange(0, 64, gl.SliceLayout(1, sl))
+    o_v = o_r + tile * 64
+    o_k = gl.arange(0, 64, along)
+    zero = gl.zeros([64, 64], gl.float32, sl)
+    b_s0 = delta_device.load_state(state_refs, zero, o_k, o_v, c.V, c.HAS_S_IN) * 2.0**-LOWERED
+    b_s1 = delta_device.load_state(state_refs, zero, 64 + o_k, o_v, c.V, c.HAS_S_IN) * 2.0**-LOWERED
+    nowhere: gl.constexpr = 1 << 30  # past all rows of a descriptor
+    if seq.n > 0:
+        v_row = seq.row
+        if c.SPLIT:
+            v_row = gl.where(seq.lead > 0, nowhere, v_row)
+        load_values(v_desc, tiles, barriers, seq, 0, v_row, tile)
+    if c.SPLIT:
+        at = tile * 64 * c.K
+        ends = Ends(
+            ends.before + at, ends.after + at, ends.ready + tile, ends.signal + tile, ends.done
+        )
+        o = o_r[:, None] * c.K + o_k[None, :]
+        counts = seq.n * 0  # whether the past does
+        i = counts
+        for scan in range(gl.where(seq.lead > 0, 0, 2), 4):
+            if (scan == 2) & (seq.lead > 0):
+                mbarrier.wait(barriers.decided, 0)
+                counts = past_counts(tiles.norms, along)
+            # of the block before M, then W from 0; of the segment o, then R
+            of_m = (scan == 0) | (scan == 3)
+            joins = counts > seq.waits
+            count = gl.where(scan < 2, 1, gl.where((scan == 3) & (joins == 0), 0, seq.n))
+            row = gl.where(scan < 2, seq.row - c.C, seq.row)
+            if (scan == 3) & joins:
+                gl.store(ends.after + o, b_s0)
+                gl.store(ends.after + o + 64, b_s1)
+            if (scan < 2) | joins:
+                b_one = gl.where(of_m, 2.0**-LOWERED, 0.0)
+                b_s0 = gl.where(o_v[:, None] == o_k[None, :], b_one, zero)
+                b_s1 = gl.where(o_v[:, None] == 64 + o_k[None, :], b_one, zero)
+            if (scan == 2) & (counts > 0) & (joins == 0):
+                while semaphore.semaphore_acquire(ends.ready) < ends.done:
+                    pass
+                b_s0 = gl.load(ends.before + o)
+                b_s1 = gl.load(ends.before + o + 64)
+            v_row = gl.where(of_m, nowhere, row)
+            v_after = gl.where(scan == 0, row, gl.where(scan == 1, seq.row, -1))
+            v_after = gl.where((scan == 2) & joins, nowhere, v_after)
+            ahead = gl.where(scan > 0, seq.lead, 0)
+            place = (i, count, ahead, row, v_row, v_after, scan > 0, scan - 1)
+            b_s0, b_s1 = scan_blocks(
+                v_desc, outputs, tiles, barriers, o_row, seq, scale, b_s0, b_s1, place, tile, c
+            )
+            i += gl.where(scan > 0, count, 0)
+            if scan == 0:
+                b_m0 = b_s0 * 2.0**LOWERED
+                b_m1 = b_s1 * 2.0**LOWERED
+                b_m = gl.sum(b_m0 * b_m0 + b_m1 * b_m1, 1)
+                if not c.STRONG:  # NaN where another launch follows: less to do here
+                    wide: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+                    b_t = gl.minimum(
+                        tiles.total.index(0).load(wide), tiles.total.index(1).load(wide)
+                    )
+                    b_m = gl.where(gl.min(gl.min(b_t, 1), 0) == 0, 0.0, b_m)
+                tiles.norms.index(tile).store(b_m)
+                mbarrier.arrive(barriers.decided, count=1)
+        if counts > seq.waits:
+            add_past(outputs, ends, tiles, barriers, o_row, seq, i + 1, b_s0, b_s1, o, tile, c)
+            b_s0 = gl.load(ends.after + o)
+            b_s1 = gl.load(ends.after + o + 64)
+        elif seq.last == 0:
+            gl.store(ends.after + o, b_s0)
+            gl.store(ends.after + o + 64, b_s1)
+            gl.thread_barrier()
+            semaphore.semaphore_release(ends.signal, ends.done)
+    else:
+        b_s0, b_s1 = scan_blocks(
+            v_desc, outputs, tiles, barriers, o_row, seq, scale, b_s0, b_s1,
+            (0, seq.n, 0, seq.row, seq.row, -1, True, 1), tile, c,
+        )  # fmt: skip
+    if seq.last > 0:
         b_s0 *= 2.0**LOWERED
         b_s1 *= 2.0**LOWERED
         delta_device.store_state(state_refs, b_s0, seq.length >> 30, o_k, o_v, c.V, c.HAS_S_OUT)
@@ -500,7 +763,7 @@ def scan_partition(
         )
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H"])
+@gluon.jit(do_not_specialize=["scale", "T", "N", "HV", "H", "segment"])
 def kda_fused_fwd_sm90_kernel(
     q_desc,  # [tokens, H * K] by [64, 64]
     k_desc,
@@ -508,19 +771,49 @@ def kda_fused_fwd_sm90_kernel(
     g_desc,  # [tokens, HV * K] by [64, 64], float32
     o_desc,  # [tokens, HV * V] by [64, 64]
     o_ptr,
+    r_desc,  # as these; SPLIT
+    r_ptr,
     g_ptr,
     beta_ptr,  # [tokens, HV]
     strong_ptr,  # [N * HV, 2] int32, by the launch without STRONG
+    # with SPLIT zeros, and then those of a segment's ends: [segments * HV, 2]
+    ends_ptr,  # [segments, HV, V, K] float32: W after; SPLIT
     s_in_ptr,  # [N, HV, K, V]
     s_out_ptr,
     cu_ptr,  # [N + 1]
-    scale, T, N, HV, H,
+    scale, T, N, HV, H, segment,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, HAS_S_IN: gl.constexpr,
-    HAS_S_OUT: gl.constexpr, PACKED: gl.constexpr, STRONG: gl.constexpr,
+    HAS_S_OUT: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, STRONG: gl.constexpr,
 ):  # fmt: skip
-    """grid (HV * N,), 4 warps. With STRONG, those programs that met strong gates without it."""
+    """grid (HV * segments,), 4 warps; without SPLIT a segment is a sequence. With STRONG, those
+    programs that met strong gates without it."""
+    pid = gl.program_id(0)
+    i_h = pid % HV
+    i_seg = pid // HV
+    row, length, _, i_n, i_s, last = common.locate_segment(
+        cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT
+    )
+    # both prepare_partitions say of their blocks; neither waits for the other
+    p_strong = strong_ptr + 2 * (i_n * HV + i_h)
+    p_g = g_ptr + row.to(gl.int64) * HV * K + i_h * K
+    # programs begin in order: that of the segment before is at work, or done
+    after_done = strong_ptr + 2 * (N * HV + pid)
+    if SPLIT and (length == 0) & (last == 0):  # a number that no segment has
+        return
+    # before all else: most calls have no such heads
+    if STRONG and gl.load(p_strong) + gl.load(p_strong + 1) == 0:
+        return
+    if not STRONG and begins_strong(p_g, HV * K, length, K):
+        for half in gl.static_range(2):
+            gl.store(p_strong + half, 1)
+            if SPLIT:
+                semaphore.semaphore_release(after_done + half, 1)
+        return
+    n = gl.cdiv(length, C)
+    lead = gl.where(i_s > 0, 1, 0)
+    last = gl.where(last, 1, 0)
     ST: gl.constexpr = 2 if STRONG else 3
-    c: gl.constexpr = Constants(K, V, C, ST, STRONG, HAS_S_IN, HAS_S_OUT)
+    c: gl.constexpr = Constants(K, V, C, ST, STRONG, SPLIT, HAS_S_IN, HAS_S_OUT)
     dtype: gl.constexpr = k_desc.dtype
     small: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BASE], dtype)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
@@ -529,7 +822,9 @@ def kda_fused_fwd_sm90_kernel(
     b = gl.allocate_shared_memory(dtype, [ST, 128, 64], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [4, 64, 64], v_desc.layout)
     o = gl.allocate_shared_memory(dtype, [2, 64, 64], o_desc.layout)
-    total = gl.allocate_shared_memory(gl.float32, [2 * ST, NB, 64], line)
+    # with STRONG more than are used: beyond 196 KiB, as the other launch, it leaves the L1 cache's
+    # share of a multiprocessor as it is, which takes 2 to 6 us to change
+    total = gl.allocate_shared_memory(gl.float32, [6, NB, 64], line)
     mp = gl.allocate_shared_memory(dtype, [2, 2 * C, BASE], small)
     lines = gl.allocate_shared_memory(gl.float32, [2, 2 * NB, BASE], line)
     v_full = common.alloc_mbarriers(1, 4)
@@ -542,34 +837,39 @@ def kda_fused_fwd_sm90_kernel(
     else:
         g = gl.allocate_shared_memory(gl.float32, [64, 64], g_desc.layout)
         g_full, g_empty = common.alloc_mbarriers(1, 2), common.alloc_mbarriers(1, 1).index(0)
-    tiles = Tiles(q, k, b, g, v, o, total, mp, lines, far, keep)
+    norms = total
+    decided, joined = g_empty, g_empty
+    if SPLIT:
+        norms = gl.allocate_shared_memory(
+            gl.float32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+        )
+        of_past = common.alloc_mbarriers(2, 2)
+        decided, joined = of_past.index(0), of_past.index(1)
+    tiles = Tiles(q, k, b, g, v, o, total, mp, lines, far, keep, norms)
     barriers = Barriers(
         common.alloc_mbarriers(1, ST), common.alloc_mbarriers(1, ST), common.alloc_mbarriers(2, ST),
-        v_full, g_full, g_empty,
+        v_full, g_full, g_empty, decided, joined,
     )  # fmt: skip
-    pid = gl.program_id(0)
-    i_h = pid % HV
-    row, length, _, i_n, _, _ = common.locate_segment(cu_ptr, pid // HV, T, N, 1, C, PACKED, False)
-    # both prepare_partitions say of their blocks; neither waits for the other
-    p_strong = strong_ptr + 2 * pid
-    wanted = True
-    if STRONG:
-        wanted = gl.load(p_strong) + gl.load(p_strong + 1) > 0
-        length = gl.where(wanted, length, 0)
-    n = gl.cdiv(length, C)
-    seq = Sequence(row, length, n, i_h // (HV // H) * K, i_h * K, i_h * V, wanted)
+    # the second one's past is there before its own E and M would be
+    waits = gl.where(i_s == 1, 1, 0)
+    seq = Sequence(row, length, n, i_h // (HV // H) * K, i_h * K, i_h * V, lead, last, waits)
     o_state = delta_device.state_offset(i_n, i_h, HV, K, V)
     state_refs = delta_device.StateRefs(s_in_ptr, s_out_ptr, o_state, o_state)
     p_beta = beta_ptr + row.to(gl.int64) * HV + i_h
-    p_g = g_ptr + row.to(gl.int64) * HV * K + i_h * K
     descs = q_desc, k_desc, g_desc
     o_row = HV * V
+    outputs = o_desc, o_ptr, r_desc, r_ptr
+    ends = Ends(None, None, None, None, None)
+    if SPLIT:
+        after = ends_ptr + delta_device.state_offset(i_seg, i_h, HV, K, V)
+        before, before_done = after + HV.to(gl.int64) * (-K * V), after_done + HV * -2
+        ends = Ends(before, after, before_done, after_done, 1 + STRONG)
     gl.warp_specialize(
         [
             (scan_partition, (
-                v_desc, o_desc, o_ptr, tiles, barriers, state_refs, o_row, seq, scale, 0, c)),
+                v_desc, outputs, tiles, barriers, state_refs, ends, o_row, seq, scale, 0, c)),
             (scan_partition, (
-                v_desc, o_desc, o_ptr, tiles, barriers, state_refs, o_row, seq, scale, 1, c)),
+                v_desc, outputs, tiles, barriers, state_refs, ends, o_row, seq, scale, 1, c)),
             (prepare_partition, (descs, p_g, p_beta, p_strong, tiles, barriers, HV, seq, 0, c)),
             (prepare_partition, (descs, p_g, p_beta, p_strong, tiles, barriers, HV, seq, 1, c)),
         ],
