@@ -203,6 +203,8 @@ def test_step_in_cuda_graph_new_slots() -> None:
 
 # what Inductor makes of the code around a kernel differs by operator family, not by operator
 WITH_INDUCTOR = ("chunk_gated_delta_rule", "chunk_kda", "chunk_simple_gla")
+# compiled, these leave to Inductor what a plain call has kernels for, or sum in plain torch
+BY_TORCH = ("gdn2", "mamba3-mimo", "attn-normalize")
 CASES = [pytest.param(op, "aot_eager", id=op.name) for op in LINEAR] + [
     pytest.param(op, "inductor", id=f"{op.name}-inductor")
     for op in LINEAR
@@ -229,7 +231,8 @@ def test_operator_on_cuda_compiles_fullgraph_without_recompiling(
             got = both(compiled, args, inputs)
         want = both(op, args, inputs)
         for x, y in zip(got, want, strict=True):
-            if backend == "aot_eager":  # the same kernels of the same inputs
+            # the same kernels of the same inputs
+            if backend == "aot_eager" and not op.name.endswith(BY_TORCH):
                 torch.testing.assert_close(x, y, rtol=0, atol=0)
             # not element by element: what cancels shows every rounding between the kernels
             assert relative_error(x, y) <= 1e-2
