@@ -63,6 +63,20 @@ def offsets(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
+def numbers_of_no_chunk(cu_seqlens: Tensor, C: int) -> list[int]:
+    """Of those that a packed call counts, chunks of sequence n having cu[n] // C + n and on."""
+    begin, end = cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()
+    used = {
+        a // C + n + i for n, (a, b) in enumerate(zip(begin, end)) for i in range(-(-(b - a) // C))
+    }
+    return sorted({*range(end[-1] // C + len(end))} - used)
+
+
+def never_written(x: Tensor) -> list[int]:
+    """Rows that hold NaN alone, as fresh memory does."""
+    return x.isnan().flatten(1).all(1).nonzero().flatten().tolist()
+
+
 def each(change: Callable[[Tensor], Tensor], x: Any) -> Any:
     """Changes each tensor of a state that is several."""
     if isinstance(x, tuple):

@@ -19,6 +19,7 @@ from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import launches
 from tests.gluon_emulator import linear as emulator
 from tests.support.causality import with_other_future
+from tests.support.operators import never_written, numbers_of_no_chunk
 from tests.support.sm90_linear import (
     SCALE,
     C,
@@ -227,6 +228,22 @@ def test_programs_of_one_backward_wait_for_room(monkeypatch: pytest.MonkeyPatch)
             found = backend("delta").backward(terms, *ends, SCALE)
             for name in "qkvg":
                 near(found[name][:, : end_of(terms)].double(), want[name], name)
+
+
+@pytest.mark.parametrize("kind", ["delta", "kda", "dplr"])
+def test_numbers_of_no_chunk_are_passed_over(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    terms, launch = inputs(kind, (220, 1, 1, 64, 64), PACKED), backend(kind).BACKEND
+    assert terms.cu_seqlens is not None
+    without, found = numbers_of_no_chunk(terms.cu_seqlens, C), []
+    launches.as_numpy(monkeypatch)
+    if kind == "delta":
+        found = [launch.solve_tril(terms).beta_gate]
+    else:
+        keep = lambda terms, made: found.extend([made.scores.qb, made.strong])  # noqa: E731
+        monkeypatch.setattr(launch, "dqkg", keep)
+        launch.backward(terms, torch.randn_like(terms.v), None, SCALE)
+        assert (found.pop()[without] == -1).all()
+    assert without and never_written(found[0]) == without
 
 
 BITS = [

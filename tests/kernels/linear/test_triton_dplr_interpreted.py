@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from slipstream.kernels.linear.dplr import ChunkStates
 from slipstream.kernels.linear.inputs import LinearInputs
 from tests.support.interpreted import PARTS, interpreted
 from tests.support.linear_interpreted import GATES, expect_all, expect_final_alone, inputs
+from tests.support.operators import never_written, numbers_of_no_chunk
 
 # B, T, H, HV, K, V, lengths of packed sequences
 SIZES = {
@@ -141,3 +143,23 @@ def test_dplr_matches_reference_when_interpreted(part: str) -> None:
             expect_final_alone("dplr", make(kind, "odd", "weak", torch.float32, True), kind)
         check_shifted()
     check_segments(part)
+
+
+@interpreted
+def test_numbers_of_no_chunk_are_passed_over() -> None:
+    from slipstream.kernels.linear.triton.dplr.backend import BACKEND
+
+    for kind in ("kda", "dplr"):
+        terms = make(kind, "packed", "weak", torch.float32, False)
+        assert terms.cu_seqlens is not None
+        without = numbers_of_no_chunk(terms.cu_seqlens, BACKEND.chunk(terms))
+        intra = BACKEND._empty_intra_chunk(terms, for_backward=True)
+        BACKEND.intra_chunk(terms, 1.0, intra, for_backward=True)
+        assert without and never_written(intra.u) == never_written(intra.r) == without
+        assert intra.strong is not None and (intra.strong[without] == -1).all()
+        wide = intra.u.new_zeros(*intra.u.shape[:3], intra.w.shape[-1])
+        states = ChunkStates(intra.u, torch.zeros_like(intra.u), wide, wide)
+        do = torch.randn(terms.v.shape)
+        made = BACKEND._empty_chunk_grads(terms, do, 1.0, states, intra)
+        BACKEND.score_grads(terms, intra, made)
+        assert never_written(made.scores.qb) == without

@@ -10,7 +10,7 @@ from slipstream.runtime.backends import INTERPRETED
 from tests.support import linear_interpreted
 from tests.support.interpreted import PARTS, interpreted
 from tests.support.linear_interpreted import CHANNEL_GATES, FORMS, expect, expect_all, inputs
-from tests.support.operators import relative_error
+from tests.support.operators import never_written, numbers_of_no_chunk, relative_error
 
 if INTERPRETED:
     import triton
@@ -189,6 +189,30 @@ def test_channel_kernels_match_reference_when_interpreted(part: str) -> None:
         check_shifted()
         check_apart()
         check_operators()
+
+
+@interpreted
+def test_numbers_of_no_chunk_are_passed_over() -> None:
+    """Nothing is made of them but what says that they are not strong, and that u has none."""
+    from slipstream.kernels.linear.triton.vector_decay.backend import BACKEND, RANGES
+
+    usual = RANGES[torch.float32]
+    for form, apart in (("g", 55.0), ("u", 0.0)):
+        RANGES[torch.float32] = usual._replace(apart=apart)
+        terms = BACKEND.to_kernel_layout(make(form, "packed", "weak", torch.float32, False))
+        problem = BACKEND._problem(terms, torch.randn(terms.v.shape), None)
+        intra, p = BACKEND.intra_chunk(problem), BACKEND.chunk_pairs(problem)
+        assert terms.cu_seqlens is not None and intra.a is not None and intra.decay is not None
+        without = numbers_of_no_chunk(terms.cu_seqlens, problem.C)
+        assert without and never_written(intra.a) == never_written(p) == without
+        assert (intra.decay[without] == 1).all()
+        assert intra.strong is None or (intra.strong[without] == 0).all()
+        du = torch.full_like(intra.decay, torch.nan) if terms.u is not None else None
+        grads = {name: torch.zeros_like(problem.g) for name in ("dqs", "dke", "dq", "dk", "dg")}
+        z = torch.zeros_like(intra.decay)
+        BACKEND.chunk_grads(problem, intra, p, 1.0, **grads, z=z, du=du)
+        assert du is None or (du[without] == 0).all()
+    RANGES[torch.float32] = usual
 
 
 @interpreted

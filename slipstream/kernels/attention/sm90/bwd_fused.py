@@ -135,8 +135,29 @@ def fetch_both(desc, row, col, buffer, desc_rows, at, rows, full):
 
 
 @gluon.jit
+def has_keys(offsets, sizes, FLAGS: gl.constexpr):
+    """Whether this program's unit has keys: the host counts the most tiles that packed lengths may
+    have."""
+    if FLAGS & FLAG.PACKED_K:
+        unit = common.program_id_volatile(sizes.units)
+        loc = common.locate_tile(unit, offsets, sizes, 128, True, FLAGS)
+        found = loc.row < loc.capacity
+    else:
+        found = True
+    return found
+
+
+@gluon.jit
 def load_partition(descs, buffers, full, empty_x, offsets, sizes, window, strides,
-                    BM: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+                   BM: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+    if has_keys(offsets, sizes, FLAGS):
+        _load_unit(descs, buffers, full, empty_x, offsets, sizes, window, strides, BM, ST, FLAGS)
+
+
+@gluon.jit
+def _load_unit(
+    descs, buffers, full, empty_x, offsets, sizes, window, strides, BM, ST, FLAGS: gl.constexpr
+):
     """The producer warp: k and v, then q with base and do with delta, the last queries first."""
     desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta = descs
     strides_q, strides_k, strides_v, strides_do = strides
@@ -468,9 +489,11 @@ def _tile_loop(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, ful
                FLAGS: gl.constexpr):  # fmt: skip
     units = sizes.units
     if D > SPARE_REGISTERS:
-        _unit(c, common.program_id_volatile(units), dk_ptr, dv_ptr, factor, cap, scale, buffers,
-              full, empty, offsets, sizes, window, pad, tables, BM, D, ST, FLAGS)  # fmt: skip
-    else:
+        if has_keys(offsets, sizes, FLAGS):
+            _unit(c, common.program_id_volatile(units), dk_ptr, dv_ptr, factor, cap, scale, buffers,
+                  full, empty, offsets, sizes, window, pad, tables, BM, D, ST,
+                  FLAGS)  # fmt: skip
+    elif has_keys(offsets, sizes, FLAGS):
         # one unit too, but a loop to the compiler: without it ptxas computes addresses of buffers
         # and barriers in uniform registers
         programs = gl.num_programs(0)

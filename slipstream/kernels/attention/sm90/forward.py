@@ -33,6 +33,9 @@ longest first, all programs end within one unit's time. No result depends on who
         wait empty                                read the number
         store to next_units, arrive full -->      arrive empty
 
+Packed lengths are not known to the host, which counts the most tiles that they may have: those of
+no queries are passed over by load_partition alone, which then hands out the first unit too.
+
 m need not be the maximum: all sums are relative to it, and it cancels when acc is divided by l. So
 it may lag behind by SLACK, and acc and l are rescaled for few tiles: in most calls hardly ever
 after the first.
@@ -75,17 +78,48 @@ def alloc_scheduler(CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     return next_units, full, empty
 
 
+@gluon.constexpr_function
+def both(flags, one, other):
+    """1 where both are among the flags, else 0."""
+    return int(bool(flags & one and flags & other))
+
+
 @gluon.jit
-def fetch_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
-    """The unit after this one, for the producer; i_step: units taken so far."""
+def _take(scheduler):
+    return gl.atomic_add(scheduler.counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+
+
+@gluon.jit
+def _with_queries(unit, scheduler, offsets, sizes, B: gl.constexpr, FLAGS: gl.constexpr):
+    """This unit, or the first one taken after it that has queries."""
+    searching = unit < sizes.units
+    while searching:
+        loc = common.locate_tile(unit, offsets, sizes, B, False, FLAGS)
+        searching = loc.row >= loc.queries
+        if searching:
+            unit = _take(scheduler)
+            searching = unit < sizes.units
+    return unit
+
+
+@gluon.jit
+def _hand_out(unit, scheduler, i_step):
+    common.wait_empty(scheduler.empty, i_step, SCHEDULER_STAGES)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    scheduler.next_units.index(i_step % SCHEDULER_STAGES).store(
+        gl.full([1], unit, gl.int32, layout)
+    )
+    mbarrier.arrive(scheduler.full.index(i_step % SCHEDULER_STAGES))
+
+
+@gluon.jit
+def fetch_next_tile(unit, scheduler, i_step, offsets, sizes, B: gl.constexpr, FLAGS: gl.constexpr):
+    """The unit after this one, for the producer; i_step: units handed out so far."""
     if FLAGS & common.FLAG.DYNAMIC:
-        unit = gl.atomic_add(scheduler.counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
-        common.wait_empty(scheduler.empty, i_step, SCHEDULER_STAGES)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        scheduler.next_units.index(i_step % SCHEDULER_STAGES).store(
-            gl.full([1], unit, gl.int32, layout)
-        )
-        mbarrier.arrive(scheduler.full.index(i_step % SCHEDULER_STAGES))
+        unit = _take(scheduler)
+        if both(FLAGS, common.FLAG.DYNAMIC, common.FLAG.PACKED_Q):
+            unit = _with_queries(unit, scheduler, offsets, sizes, B, FLAGS)
+        _hand_out(unit, scheduler, i_step)
     else:
         unit += gl.num_programs(0)
     return unit
@@ -93,7 +127,7 @@ def fetch_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
 
 @gluon.jit
 def receive_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
-    """The unit after this one, for a consumer; i_step: units taken so far."""
+    """The unit after this one, for a consumer; i_step: units received so far."""
     if FLAGS & common.FLAG.DYNAMIC:
         common.wait_full(scheduler.full, i_step, SCHEDULER_STAGES)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -251,6 +285,9 @@ def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides,
     i_step = units * 0
     units_done = units * 0
     unit = common.program_id_volatile(i_step)
+    if both(FLAGS, common.FLAG.DYNAMIC, common.FLAG.PACKED_Q):
+        unit = _with_queries(unit, scheduler, offsets, sizes, 64 * NC, FLAGS)
+        _hand_out(unit, scheduler, units_done)
     while unit < units:
         loc = common.locate_tile(unit, offsets, sizes, 64 * NC, False, FLAGS)
         visible = common.visible_key_tiles(
@@ -296,7 +333,8 @@ def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides,
             buffers.v.index(stage),
         )
         # after all loads of this unit are on their way: the counter's latency is hidden
-        unit = fetch_next_tile(unit, scheduler, units_done, FLAGS)
+        handed_out = units_done + both(FLAGS, common.FLAG.DYNAMIC, common.FLAG.PACKED_Q)
+        unit = fetch_next_tile(unit, scheduler, handed_out, offsets, sizes, 64 * NC, FLAGS)
         units_done += 1
 
 
@@ -443,6 +481,8 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
     i_step = units * 0
     units_done = units * 0
     unit = common.program_id_volatile(i_step)
+    if both(FLAGS, common.FLAG.DYNAMIC, common.FLAG.PACKED_Q):
+        unit = receive_next_tile(unit, scheduler, units_done, FLAGS)
     while unit < units:
         loc = common.locate_tile(unit, offsets, sizes, 64 * NC, False, FLAGS)
         queries, keys, row = loc.queries, loc.keys, loc.row
@@ -501,7 +541,8 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
             DV,
             FLAGS,
         )
-        unit = receive_next_tile(unit, scheduler, units_done, FLAGS)
+        received = units_done + both(FLAGS, common.FLAG.DYNAMIC, common.FLAG.PACKED_Q)
+        unit = receive_next_tile(unit, scheduler, received, FLAGS)
         units_done += 1
 
 

@@ -58,7 +58,7 @@ def locate_sequence(
 ):
     """First token of a sequence or segment, its tokens, the number of its first chunk.
 
-    As Triton's locate_chunk, of segments too.
+    As Triton's locate_chunk, of segments too; a number that none has gets no tokens.
     """
     begin, length, first, _, _, _ = locate_segment(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
     return begin, length, first

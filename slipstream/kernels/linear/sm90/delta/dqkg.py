@@ -164,8 +164,9 @@ def delta_dqkg_sm90_kernel(
     i_h = i_sum * G + rank
     i_chunk_head = i_chunk * HV + i_h
     row, num_rows, _ = common.locate_sequence(cu_ptr, i_chunk, T, N, C, C, PACKED, True)
-    col = i_h * V
-    q_col = i_h // (HV // H) * K
+    if PACKED and num_rows <= 0:
+        return
+    col, q_col = i_h * V, i_h // (HV // H) * K
     mbarrier.expect(bars.index(0), 3 * do_desc.block_type.nbytes)
     sm90.copy_in(do_desc, [row, col], bars.index(0), os.index(0))
     sm90.copy_in(w_desc, [row, col], bars.index(0), ws.index(0))
@@ -221,8 +222,7 @@ def delta_dqkg_sm90_kernel(
             gl.thread_barrier()
             load_states(
                 states_desc, dstates_desc, ss.index(0), ds.index(0), bars.index(1),
-                i_chunk_head * V,
-                (i + 1) * BK,
+                i_chunk_head * V, (i + 1) * BK,
             )  # fmt: skip
         b_dq *= scale
         if HAS_GATE:

@@ -51,6 +51,8 @@ def delta_solve_tril_sm90_kernel(
     i_h = pid % HV
     # a chunk is a segment of C tokens
     row, num_rows, _ = common.locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    if PACKED and num_rows <= 0:
+        return
     mbarrier.expect(bar.index(0), k_desc.block_type.nbytes)
     sm90.copy_in(k_desc, [row, i_h // (HV // H) * K], bar.index(0), ks)
     o_t = gl.arange(0, C, line)

@@ -142,7 +142,7 @@ def load_partition(descs, smem, refs, sizes, c):
         n = pid + i * programs
         strong = strong_next
         strong_next = gl.load(refs.strong + gl.minimum(n + programs, total - 1))  # from afar
-        if strong < 3:
+        if (strong >= 0) & (strong < 3):
             row, _, _ = locate_sequence(refs.cu, n // HV, T, N, c.C, c.C, c.PACKED, True)
             i_h = n % HV
             # phases: of a chunk, of a block of channels, of a stage of two
@@ -551,7 +551,7 @@ def dqkg_partition(smem, refs, scale, sizes, c):
         n = pid + i * programs
         strong = strong_next
         strong_next = gl.load(refs.strong + gl.minimum(n + programs, total - 1))  # from afar
-        if strong < 3:
+        if (strong >= 0) & (strong < 3):
             row, num_rows, _ = locate_sequence(refs.cu, n // HV, T, N, c.C, c.C, c.PACKED, True)
             i_h = n % HV
             first = row.to(gl.int64) * HV + i_h

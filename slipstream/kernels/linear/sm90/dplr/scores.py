@@ -80,6 +80,8 @@ def dplr_scores_sm90_kernel(
     full = common.alloc_mbarriers(1, 2)
     ready()
     row, num_rows, _ = common.locate_sequence(cu_ptr, n // HV, T, N, C, C, PACKED, True)
+    if PACKED and num_rows <= 0:
+        return
     i_h = n % HV
     mbarrier.expect(full.index(0), 4 * do_desc.block_type.nbytes)
     sm90.copy_in(do_desc, [row, i_h * V], full.index(0), os)

@@ -282,7 +282,9 @@ def dplr_wy_sm90_kernel(
     qk_ptr,  # scaled, dplr
     ak_ptr,  # dplr, if keep
     r_ptr,  # if keep
-    strong_ptr,  # [slots, HV]: 1 if a half decays by more than LIMIT, 2 if further, 3 a quarter too
+    # [slots, HV]: 1 if a half decays by more than LIMIT, 2 if further, 3 a quarter too, -1 if the
+    # slot has no chunk
+    strong_ptr,
     cu_ptr,  # [N + 1]
     scale, keep, T, N, HV, H,
     token_heads,  # of v, write, g and beta from one token to the next: HV, or more
@@ -308,9 +310,7 @@ def dplr_wy_sm90_kernel(
     qs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     bs = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     reads = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
-    keys = reads
-    if GATED:
-        keys = bs
+    keys = bs if GATED else reads
     if not DELTA:
         keys = gl.allocate_shared_memory(act, [NK, 64, 64], tile)
     tiles = Tiles(qs, reads, bs, keys)
@@ -321,16 +321,19 @@ def dplr_wy_sm90_kernel(
     pid = gl.program_id(0)
     i_h = pid % HV
     row, num_rows, _ = common.locate_sequence(cu_ptr, pid // HV, T, N, C, C, PACKED, True)
+    if PACKED and num_rows <= 0:
+        if HAS_GATE:
+            gl.store(strong_ptr + pid, -1)
+        return
     i_chunk_head = pid.to(gl.int64)
     o_t = 16 * gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, three)))[:, None, None]
     o_t += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, three)))[None, :, None]
     o_n = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, three)))[None, None, :]
     o_line = gl.arange(0, 64, line)
     o_f = gl.arange(0, 64, gl.SliceLayout(1, flat))[:, None] * K + o_line[None, :]
-    token = row.to(gl.int64) * token_heads + i_h
+    token, col = row.to(gl.int64) * token_heads + i_h, i_h // (HV // H) * K
     full = common.alloc_mbarriers(1, NK)
     solve_tril.ready()
-    col = i_h // (HV // H) * K
     for n in gl.static_range(NK):
         mbarrier.expect(full.index(n), OPERANDS * q_desc.block_type.nbytes)
         copy_in(q_desc, [row, col + n * 64], full.index(n), qs.index(n))
@@ -376,8 +379,7 @@ def dplr_wy_sm90_kernel(
             return
     o_i = gl.arange(0, 64, gl.SliceLayout(1, al))
     o_j = gl.arange(0, 64, gl.SliceLayout(0, al))
-    seen = o_i[:, None] >= o_j[None, :]
-    past = o_i[:, None] > o_j[None, :]
+    seen, past = o_i[:, None] >= o_j[None, :], o_i[:, None] > o_j[None, :]
     zero = gl.zeros([64, 64], gl.float32, al)
     i_a = i_chunk_head * (C * C)
     if DELTA and not GATED:

@@ -149,6 +149,8 @@ def delta_dqkg_kernel(
     i_h = pid % HV
     i_chunk = pid // HV
     begin, length, i_c = solve_tril.locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
+    if PACKED and i_c * C >= length:
+        return
     o_c = tl.arange(0, C)
     o_n = tl.arange(0, BK)
     t = i_c * C

@@ -202,6 +202,8 @@ def dplr_dqkg_kernel(
     i_k = pid % NK
     i_h = (pid // NK) % HV
     begin, length, i_c = locate_chunk(cu_ptr, pid // NK // HV, T, N, C, PACKED)
+    if PACKED and i_c * C >= length:
+        return
     o_c = tl.arange(0, C)
     i = o_c[:, None]
     o_k = i_k * BK + tl.arange(0, BK)

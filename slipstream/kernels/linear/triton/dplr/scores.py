@@ -50,6 +50,8 @@ def dplr_scores_kernel(
     pid = tl.program_id(0)
     i_h = pid % HV
     begin, length, i_c = locate_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
+    if PACKED and i_c * C >= length:
+        return
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C

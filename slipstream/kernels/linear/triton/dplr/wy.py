@@ -135,7 +135,7 @@ def dplr_wy_kernel(
     total_ptr,  # [chunks, HV, WIDE]: exp(G_C)
     qb_ptr, qk_ptr,  # [chunks, HV, C, C], scaled, qk for dplr
     ak_ptr, r_ptr,  # if keep, ak for dplr
-    strong_ptr,  # [chunks, HV]: 1 if a half decays by more than LIMIT, 2 if it is strong
+    strong_ptr,  # [chunks, HV]: 1 if a half decays by more than LIMIT, 2 if strong, -1 if no chunk
     ones_ptr,  # gate_ones.py's, if STRONG
     cu_ptr,  # [N + 1]
     scale, keep, T, N, HV, H,
@@ -160,23 +160,23 @@ def dplr_wy_kernel(
             return
     i_h = pid % HV
     begin, length, i_c = locate_chunk(cu_ptr, pid // HV, T, N, C, PACKED)
+    if PACKED and i_c * C >= length:
+        if HAS_GATE:
+            tl.store(strong_ptr + pid, -1)
+        return
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     i, j = o_c[:, None], o_c[None, :]
     row = begin + i_c * C
-    i_k = (row * H + i_h // (HV // H)) * K
-    i_g = (row * HV + i_h) * GK
+    i_k, i_g = (row * H + i_h // (HV // H)) * K, (row * HV + i_h) * GK
     i_chunk_head = pid.to(tl.int64)
     i_a, i_w = i_chunk_head * (C * C), i_chunk_head * (C * WIDE)
     o_a = i * C + j
     write_ptr = k_ptr if DELTA else b_ptr
-    b_qb = tl.zeros((C, C), tl.float32)
-    b_qk = tl.zeros((C, C), tl.float32)
-    b_ab = tl.zeros((C, C), tl.float32)
-    b_ak = tl.zeros((C, C), tl.float32)
+    b_qb, b_qk = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+    b_ab, b_ak = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
     # the largest decay of a half in any channel: whether the chunk is strong
-    strongest = tl.full((), 0.0, tl.float32)
-    weak = tl.full((), True, tl.int1)
+    strongest, weak = tl.full((), 0.0, tl.float32), tl.full((), True, tl.int1)
     b_lowest = tl.zeros((C,), tl.float32)
     for n in range(WIDE // BK):
         o_k = n * BK + tl.arange(0, BK)

@@ -19,7 +19,8 @@ def locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED: tl.constexpr):
     C tokens; or of segments, which are numbered alike.
 
     Packed, the chunks of sequence n have the numbers from cu[n] // C + n on: never more than there
-    are up to the next sequence's. A number that no chunk has gets one past its sequence's end.
+    are up to the next sequence's. A number that no chunk has gets one past its sequence's end:
+    a program of one chunk ends there, and nothing of it is read.
     """
     if PACKED:
         i_n = 0

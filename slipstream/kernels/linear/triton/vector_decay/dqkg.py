@@ -168,7 +168,21 @@ def _safe_pieces(refs, i_tile, sizes, c):
 @triton.jit
 def _tile(refs, scale, pid, sizes, c, APART: tl.constexpr):
     """BK channels of one chunk and value head; APART: 0 if the chunk is one safe block."""
-    T, N, HV, HK = sizes
+    T, N, HV, _ = sizes
+    NK: tl.constexpr = (c.K + c.BK - 1) // c.BK
+    chunk = locate_chunk(refs.cu, pid // NK // HV, T, N, c.C, c.PACKED)
+    if c.PACKED and chunk[2] * c.C >= chunk[1]:
+        if refs.u is not None:
+            o_k = (pid % NK) * c.BK + tl.arange(0, c.BK)
+            # the gradient of u is the sum of all
+            tl.store(refs.du + (pid // NK).to(tl.int64) * c.K + o_k, 0.0, mask=o_k < c.K)
+    else:
+        _chunk_tile(refs, scale, pid, chunk, sizes, c, APART)
+
+
+@triton.jit
+def _chunk_tile(refs, scale, pid, chunk, sizes, c, APART: tl.constexpr):
+    _, _, HV, HK = sizes
     NK: tl.constexpr = (c.K + c.BK - 1) // c.BK
     HAS_DK: tl.constexpr = refs.dk is not None
     ONE: tl.constexpr = 1 if c.BF16_TERMS == 2 else c.BF16_TERMS  # 16 bits
@@ -176,7 +190,7 @@ def _tile(refs, scale, pid, sizes, c, APART: tl.constexpr):
     i_h = (pid // NK) % HV
     i_chunk = pid // NK // HV
     at = i_chunk.to(tl.int64) * HV + i_h
-    begin, length, i_c = locate_chunk(refs.cu, i_chunk, T, N, c.C, c.PACKED)
+    begin, length, i_c = chunk
     o_c = tl.arange(0, c.C)
     o_k = (pid % NK) * c.BK + tl.arange(0, c.BK)
     m_c = o_c < length - i_c * c.C

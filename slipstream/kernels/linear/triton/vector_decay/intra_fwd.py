@@ -71,6 +71,16 @@ def _weak_factors(b_q, b_k, b_cut):
     return (b_q * tl.exp2(b_e)).to(b_k.dtype), (b_k * tl.exp2(-b_e)).to(b_k.dtype)
 
 
+@triton.jit
+def _store_weak(decay_ptr, strong_ptr, at, K: tl.constexpr, BK: tl.constexpr):
+    """What no kernel of strong chunks takes: no decay, of a number that no chunk has."""
+    for tile in range(tl.cdiv(K, BK)):
+        o_k = tile * BK + tl.arange(0, BK)
+        tl.store(decay_ptr + at.to(tl.int64) * K + o_k, 1.0, mask=o_k < K)
+    if strong_ptr is not None:
+        tl.store(strong_ptr + at, 0)
+
+
 @triton.jit(do_not_specialize=["T", "N", "HV", "HK", "HX"])
 def vector_decay_intra_fwd_kernel(
     q_ptr,  # [tokens, HK, K]; None where qs and A are not wanted
@@ -100,6 +110,10 @@ def vector_decay_intra_fwd_kernel(
     i_h = pid % HV
     i_chunk = pid // HV
     begin, length, i_c = locate_chunk(cu_ptr, i_chunk, T, N, C, PACKED)
+    if PACKED and i_c * C >= length:
+        if k_ptr is not None:
+            _store_weak(decay_ptr, strong_ptr, pid, K, BK)
+        return
     o_c = tl.arange(0, C)
     m_c = o_c < length - i_c * C
     row = begin + i_c * C
