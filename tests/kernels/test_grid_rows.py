@@ -13,7 +13,6 @@ import slipstream
 from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.kernels.mixer_step.block_inputs import Blocks, TokenInputs, block_inputs
 from slipstream.kernels.time_mix import rwkv7_step
-from slipstream.ops import selective_scan
 from slipstream.ops.conv import short_convolution_update
 from slipstream.runtime import backends
 from tests.support.interpreted import interpreted
@@ -36,7 +35,7 @@ AXES = {
     "primitives/device": "outputs, five at most",
     "projection_step/triton_kernels": "shares of a sum over a layer's channels",
     "running_mean/triton_kernels": "blocks of channels",
-    "selective_scan/triton_kernels": "sequences, cut; SEQUENCE_PROGRAMS at most",
+    "selective_scan/triton_kernels": "SEQUENCE_PROGRAMS at most",
     "time_mix/triton/low_rank": "matrices, four at most; blocks of rows, cut",
     "time_mix/triton/rwkv7": "heads",
     "time_mix/triton/token_mix": "blocks of channels",
@@ -63,27 +62,6 @@ def updated(indices: Tensor | None) -> list[Tensor]:
         x, state, weight, torch.randn(5), residual=residual, state_indices=indices, impl="triton"
     )
     return [y, state]
-
-
-def scanned(lengths: tuple[int, ...], has_state: bool) -> list[Tensor]:
-    B, T = (1, sum(lengths)) if lengths else (N, 11)
-    cu = torch.tensor([0, *lengths]).cumsum(0) if lengths else None
-    u, delta, A = torch.randn(B, T, 6), torch.rand(B, T, 6), -torch.rand(6, 3)
-    b, c, state = torch.randn(B, T, 3), torch.randn(B, T, 3), torch.randn(N, 6, 3)
-    leaves = [x.requires_grad_() for x in (u, delta, A, b, c)]
-    y, final = selective_scan(
-        u,
-        delta,
-        A,
-        b,
-        c,
-        initial_state=state if has_state else None,
-        cu_seqlens=cu,
-        output_final_state=True,
-        impl="triton",
-    )
-    assert final is not None
-    return [y, final, *torch.autograd.grad(y.sin().sum() + final.sin().sum(), leaves)]
 
 
 def placed() -> list[Tensor]:
@@ -113,11 +91,6 @@ CALLS: dict[str, list[Callable[[], list[Tensor]]]] = {
     "conv_update_kernel": [
         partial(updated, None),
         partial(updated, torch.tensor([3, -1, 0, 8, 2, 9, 1])),
-    ],
-    "selective_scan_forward_kernel": [
-        partial(scanned, lengths, state)
-        for lengths in ((), (5, 0, 17, 1, 8, 9, 20))
-        for state in (True, False)
     ],
     "place_tokens_kernel": [placed],
     "block_inputs_kernel": [partial(prepared, ()), partial(prepared, (16,))],

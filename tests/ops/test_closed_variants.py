@@ -77,6 +77,27 @@ def test_random_sizes_ask_for_listed_variants(case: tuple[Sample, str]) -> None:
         assert not new, f"{sample.name} {way}, {heads} heads, {size}: not after {first}: {new}"
 
 
+# Rows of short axes of a grid (tests/kernels/test_grid_rows.py), and sequences of the scan.
+MANY = {
+    "selective_scan": [("sm_80", False), ("sm_80", True), ("sm_90", False)],
+    **{
+        name: [("sm_90", False)]
+        for name in ("short_convolution_update", "block_inputs", "low_rank_step")
+    },
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_rows_beyond_a_grid_axis_ask_for_listed_variants(name: str) -> None:
+    sample, rows = next(x for x in (*SAMPLES, *LAYER_SAMPLES) if x.name == name), 70_000
+    for arch, packs in MANY[name]:
+        shape = Shape(H=4, packed=packs)
+        first, size = (Size(1, 3 * n, n) if packs else Size(n, 1) for n in (4, rows))
+        listed = variants(sample, with_size(shape, first), any_size=True, arch=arch)
+        found = variants(sample, with_size(shape, size), arch=arch)
+        assert found and found.keys() <= listed.keys(), f"{arch}, packed: {packs}"
+
+
 @pytest.mark.parametrize("name", ["attention", "flash_attn_with_kvcache", "latent_attention"])
 def test_cached_tokens_ask_for_variants_of_prompts(name: str) -> None:
     """Many tokens fill a GPU alone: then programs share no keys."""

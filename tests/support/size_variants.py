@@ -1,4 +1,4 @@
-"""The kernel variants of an operator's calls, by their keys, on sm_90."""
+"""The kernel variants of an operator's calls, by their keys."""
 
 from dataclasses import replace
 
@@ -23,7 +23,9 @@ def ladder(shape: Shape) -> list[Shape]:
     return [with_size(shape, size) for size in sizes(shape.dims()["G"], shape.is_packed)]
 
 
-def variants(sample: Sample, shape: Shape, any_size: bool = False) -> dict[str, Job]:
+def variants(
+    sample: Sample, shape: Shape, any_size: bool = False, arch: str = "sm_90"
+) -> dict[str, Job]:
     """Those of calls of this shape, or of any size."""
-    got = trace_operator(sample, shape, "sm_90", impls=(None,), any_size=any_size)
+    got = trace_operator(sample, shape, arch, impls=(None,), any_size=any_size)
     return {job.key: job for job in got.all}

@@ -120,10 +120,11 @@ def selective_scan_forward_kernel(
     D: tl.constexpr, N: tl.constexpr, G: tl.constexpr, SOFTPLUS: tl.constexpr, RUN: tl.constexpr,
     RUNS: tl.constexpr, BD: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """grid (G * ceil(D / G / BD), S)"""
+    """grid (G * ceil(D / G / BD) * S,): axis 0 alone has room for any number of sequences."""
     L: tl.constexpr = RUN * RUNS
-    i_n = tl.program_id(1)
-    i_g, o_d, m_d = channels(tl.program_id(0), D, G, BD, VEC)
+    BLOCKS: tl.constexpr = (D // G + BD - 1) // BD * G
+    i_n = tl.program_id(0) // BLOCKS
+    i_g, o_d, m_d = channels(tl.program_id(0) % BLOCKS, D, G, BD, VEC)
     begin, tokens = tokens_of(cu_ptr, i_n, T)
     o_s = (i_n.to(tl.int64) * D + o_d) * N
     b_bias, b_D = tl.zeros((BD,), tl.float32), tl.zeros((BD,), tl.float32)

@@ -6,7 +6,6 @@ tokens, 4 N / CHUNK bytes an element of u; backward the same again, and 8 N / BA
 and dC.
 """
 
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,20 +40,20 @@ def forward(
     y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     states = arguments.empty_states(inputs)
     final = states.new_empty(S, *inputs.A.shape)
-    T, tokens, cu = u.shape[1], u.shape[0] * u.shape[1], arguments.contiguous(inputs.cu_seqlens)
     tile = _tile(FORWARD, inputs)
-    common: dict[str, Any] = _layout(inputs) | _constants(inputs, tile, delta_softplus)
-    common |= {"y_ptr": y, "states_ptr": states, "rows": tokens}
-    batches: Iterable[Sequence[Any]] = [(cu, common["s_in_ptr"], final)]
-    if S > backends.GRID_ROWS:
-        if cu is None:  # tokens and states of all sequences stay where they are
-            cu, T = torch.arange(S + 1, device=u.device) * T, tokens
-        batches = backends.row_parts(S, cu.unfold(0, 2, 1), common["s_in_ptr"], final)
-    launch: Any = launch_cache.cached(kernels.selective_scan_forward_kernel)
     with backends.device_of(u.device):
-        for offsets, common["s_in_ptr"], last in batches:
-            grid = arguments.channel_blocks(inputs, tile.BD), last.shape[0]
-            launch[grid](final_ptr=last, cu_ptr=offsets, T=T, **common)
+        launch_cache.cached(kernels.selective_scan_forward_kernel)[
+            (arguments.channel_blocks(inputs, tile.BD) * S,)
+        ](
+            y_ptr=y,
+            final_ptr=final,
+            states_ptr=states,
+            cu_ptr=arguments.contiguous(inputs.cu_seqlens),
+            T=u.shape[1],
+            rows=u.shape[0] * u.shape[1],
+            **_layout(inputs),
+            **_constants(inputs, tile, delta_softplus),
+        )
     return y, final, states if for_backward else states.new_empty(0, *states.shape[1:])
 
 
