@@ -139,7 +139,7 @@ def fill(
         console.print(f"[red]failed[/] {escape(failure)}")
     for name, reason in found.without.items():
         console.print(f"[dim]{name}: nothing to compile ({reason})[/]")
-    made = made_by(arch)
+    made = made_by(arch, place)
     write_text(place / MANIFEST, json.dumps(made, indent=1) + "\n")
     console.print(
         f"{len(rows) - len(failed)} kernels for {arch} in {place}. Triton finds them under the"
@@ -149,8 +149,9 @@ def fill(
     return not failed and not found.failures
 
 
-def made_by(arch: str) -> dict[str, str]:
-    """The versions that make a cache, and that have to read it."""
+def made_by(arch: str, place: Path) -> dict[str, str]:
+    """The versions that make a cache, and that have to read it, and its path: Triton's entries name
+    their files by it."""
     path = toolchain.ptxas_path(arch)
     return {
         "arch": arch,
@@ -158,6 +159,7 @@ def made_by(arch: str) -> dict[str, str]:
         "ptxas": (path and toolchain.ptxas_version(path)) or "",
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "slipstream": __version__,
+        "path": str(place.resolve()),
     }
 
 
@@ -167,8 +169,9 @@ def stale(place: Path, arch: str) -> str | None:
         made = json.loads((place / MANIFEST).read_text())
     except (OSError, ValueError):
         return None
-    here = made_by(arch)
+    here = made_by(arch, place)
     if not isinstance(made, dict):
         return None
-    differ = [f"{k} {made.get(k)} there, {v} here" for k, v in here.items() if made.get(k) != v]
+    here["path"] = here["path"] if "path" in made else ""
+    differ = [f"{k} {made.get(k)} there, {v} here" for k, v in here.items() if made.get(k, "") != v]
     return f"precompiled by others: {'; '.join(differ)}" if differ else None

@@ -325,6 +325,8 @@ def test_precompile_fills_a_cache_that_says_by_what(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*/scalar_decay_chunk_kernel.cubin"))
     assert stale(tmp_path, "sm_80") is None
     assert "arch sm_80 there, sm_90 here" in str(stale(tmp_path, "sm_90"))
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    assert f"path {tmp_path} there, {moved} here" in str(stale(moved, "sm_80"))
 
 
 @needs_compiler
