@@ -141,10 +141,10 @@ def has_keys(offsets, sizes, FLAGS: gl.constexpr):
     if FLAGS & FLAG.PACKED_K:
         unit = common.program_id_volatile(sizes.units)
         loc = common.locate_tile(unit, offsets, sizes, 128, True, FLAGS)
-        found = loc.row < loc.capacity
+        result = loc.row < loc.capacity
     else:
-        found = True
-    return found
+        result = True
+    return result
 
 
 @gluon.jit
