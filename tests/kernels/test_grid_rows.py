@@ -36,10 +36,9 @@ AXES = {
     "projection_step/triton_kernels": "shares of a sum over a layer's channels",
     "running_mean/triton_kernels": "blocks of channels",
     "selective_scan/triton_kernels": "SEQUENCE_PROGRAMS at most",
-    "time_mix/triton/low_rank": "matrices, four at most; blocks of rows, cut",
     "time_mix/triton/rwkv7": "heads",
+    "time_mix/triton/rwkv7_step": "heads; matrices, four at most; blocks of rows, cut",
     "time_mix/triton/token_mix": "blocks of channels",
-    "time_mix/triton/token_mix_step": "blocks of channels",
 }
 
 
