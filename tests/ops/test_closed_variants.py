@@ -77,20 +77,6 @@ def test_random_sizes_ask_for_listed_variants(case: tuple[Sample, str]) -> None:
         assert not new, f"{sample.name} {way}, {heads} heads, {size}: not after {first}: {new}"
 
 
-def test_scans_of_short_packed_sequences_have_no_further_stage() -> None:
-    """It leaves a multiprocessor to a program, for which sequences have to be two chunks."""
-    sample, shape = next(x for x in SAMPLES if x.name == "chunk_gla"), Shape(H=8, packed=True)
-    short, long = (
-        [
-            job.stages
-            for job in variants(sample, with_size(shape, Size(1, 100 * mean, 100))).values()
-            if job.name == "vector_decay_chunk_kernel"
-        ]
-        for mean in (127, 128)
-    )
-    assert short and sorted(long) == sorted(x + 1 for x in short)
-
-
 # Rows of short axes of a grid (tests/kernels/test_grid_rows.py), and sequences of the scan.
 MANY = {
     "selective_scan": [("sm_80", False), ("sm_80", True), ("sm_90", False)],

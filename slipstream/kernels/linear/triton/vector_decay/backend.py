@@ -165,8 +165,7 @@ class TritonVectorDecay(vector_decay.VectorDecayBackend):
         rows: list[Any] = [r, w, x, chunks.rest, chunks.y, chunks.other]
         a, tiles, packed = chunks.a, None, terms.cu_seqlens is not None
         programs = -(-X // tile.BX) * HV
-        # of sequences of two chunks there is nothing to be ahead of
-        whole = packed and segments is None and problem.k.shape[1] >= 2 * C * terms.sequences
+        whole = packed and segments is None
         stages = scan_stages(tile, BD, x.element_size(), programs, whole)
         if tile.tma and not packed:
             ke = tile.BX if chunks.rows else BD

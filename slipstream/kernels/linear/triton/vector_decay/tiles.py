@@ -66,8 +66,7 @@ def choose_chunk_tile(family: str, D: int, X: int, bytes_each: int, C: int) -> t
 
 
 def scan_stages(tile: Tile, BD: int, bytes_each: int, programs: int, packed: bool) -> int:
-    """Stages of a scan. programs: of one sequence. packed: it is of whole ones, not segments, of
-    two chunks and more.
+    """Stages of a scan. programs: of one sequence. packed: it is of whole ones, not segments.
 
     All packed sequences wait for the longest. Where its programs are few, they get tiles one more
     chunk ahead, which leaves each a multiprocessor of its own: gla of eight heads in 0.83 to 0.87
