@@ -14,7 +14,6 @@ from slipstream.kernels.attention import context, latent
 from slipstream.kernels.attention.triton import decode_launch
 from slipstream.kernels.linear.modes import wide_heads
 from slipstream.kernels.linear.triton.delta import plan as delta_plan
-from slipstream.kernels.linear.triton.delta import plan as delta_tiles
 from slipstream.kernels.linear.triton.delta.plan import KernelTile
 from slipstream.kernels.linear.triton.dplr import tiles as dplr_tiles
 from slipstream.kernels.linear.triton.scalar_decay import tiles as scalar_tiles
@@ -181,7 +180,7 @@ def test_all_shared_memory_may_be_used() -> None:
         expect_fits("a tile", most, min(ARCHS.values(), key=lambda x: x.shared))
 
 
-@pytest.mark.parametrize("tiles", [delta_tiles, dplr_tiles])
+@pytest.mark.parametrize("tiles", [delta_plan, dplr_tiles])
 def test_tiles_as_wide_as_values_are_the_tables(tiles: ModuleType) -> None:
     """Of narrower values some have fewer warps."""
     for (family, bytes_each, width), row in tiles.TILES.items():
@@ -196,7 +195,7 @@ def test_narrow_values_take_tiles_of_wgmma_rows() -> None:
     for family, bytes_each, K, C in (
         ("sm_90", 2, 64, 64), ("sm_90", 4, 64, 64), ("sm_90", 4, 256, 32), ("sm_80", 2, 64, 32),
     ):  # fmt: skip
-        tile, _ = delta_tiles.choose(family, K, 16, bytes_each)
+        tile, _ = delta_plan.choose(family, K, 16, bytes_each)
         assert tile.C == C and tile.fwd.B == tile.dstate.B == (64 if C == 64 else 16), family
 
 

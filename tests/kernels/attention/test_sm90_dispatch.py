@@ -10,7 +10,6 @@ import torch
 from slipstream.compiler import compiler_state
 from slipstream.kernels.attention import dispatch as call
 from slipstream.kernels.attention import plan, run
-from slipstream.kernels.attention import plan as triton_plan
 from slipstream.kernels.attention.inputs import Asked, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.plan import kind
 from slipstream.runtime import backends, guarded_launch
@@ -182,8 +181,8 @@ def test_pairs_of_a_forward_fit() -> None:
 @pytest.mark.parametrize("widths", [(256, 256), (64, 256), (256, 64)])
 def test_triton_takes_heads_up_to_its_limit(widths: tuple[int, int]) -> None:
     q, v = (torch.zeros(1, 4, 2, x) for x in widths)
-    assert triton_plan.MAX_HEAD_DIM == 256 and triton_plan._too_wide(q, v) is None
-    assert "at most 256" in (triton_plan._too_wide(q, torch.zeros(1, 4, 2, 257)) or "")
+    assert plan.MAX_HEAD_DIM == 256 and plan._too_wide(q, v) is None
+    assert "at most 256" in (plan._too_wide(q, torch.zeros(1, 4, 2, 257)) or "")
 
 
 def test_tma_reads_heads_where_they_lie() -> None:

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import plan, probe
-from slipstream.kernels.linear import plan as sm90_plan
-from slipstream.kernels.linear import plan as triton_plan
 from slipstream.kernels.linear.channel_gates import as_dplr
 from slipstream.kernels.linear.dispatch import LinearOptions, check
 from slipstream.kernels.linear.inputs import (
@@ -82,12 +80,12 @@ def test_probe_has_every_term(wide: bool) -> None:
 
 
 def test_kernels_name_the_terms_they_take() -> None:
-    taken = [triton_plan.TERMS_TAKEN, sm90_plan.TRANSITION_TERMS]
-    taken += [sm90_plan.SCALAR_DECAY_TERMS, sm90_plan.VECTOR_DECAY_TERMS]
+    taken = [plan.TERMS_TAKEN, plan.TRANSITION_TERMS]
+    taken += [plan.SCALAR_DECAY_TERMS, plan.VECTOR_DECAY_TERMS]
     for names in taken:
         assert set(names) <= set(LinearInputs._fields)
-    assert not_taken(everything(), triton_plan.TERMS_TAKEN) is None
-    assert not_taken(everything(), sm90_plan.TRANSITION_TERMS) == "it takes no gv"
+    assert not_taken(everything(), plan.TERMS_TAKEN) is None
+    assert not_taken(everything(), plan.TRANSITION_TERMS) == "it takes no gv"
 
 
 NAMES = ("q", "k", "v", "g", "erase", "write")
