@@ -61,6 +61,14 @@ def test_blocks_are_as_large_as_their_decay_allows(level: int) -> None:
         assert int(np.asarray(used(threads.tensor(gates), 0.0, 32.0))) == want
 
 
+@pytest.mark.parametrize("quarters", [True, False])
+def test_chunks_at_their_limit_are_not_strong(quarters: bool) -> None:
+    used = launches.module(SM90 + "dplr.wy", False).is_strong
+    for strongest, farthest, strong in ((4.0, 4.0, False), (4.5, 4.0, not quarters)):
+        assert bool(used(strongest, farthest, 2.0, 1.0, quarters)) is strong
+    assert bool(used(4.0, 4.5, 2.0, 1.0, quarters)) is quarters
+
+
 def test_nothing_crosses_gates_below_their_bound() -> None:
     """Of natural logarithms, where sums of gates have base 2; the first gate is its own sum."""
     used = launches.module(SM90 + "delta.delta_device", False).strong_gates
