@@ -69,7 +69,7 @@ DIGESTS = {
     "short_convolution short_convolution_update": 3489341265,
     "mixer_step recurrent_step rwkv7_step token_mix_step": 3101408745,
     "projection_step matmul embedding": 214551158,
-    "selective_scan token_shift": 3002258529,
+    "selective_scan token_shift": 2417322263,
     "swiglu geglu sigmoid_glu squared_relu glu_linear": 2123202170,
     "cross_entropy linear_cross_entropy linear_log_probs linear_kl_div": 2895697304,
     "chunk_linear_attn chunk_simple_gla chunk_retention chunk_lightning_attn": 1334286474,
