@@ -222,8 +222,9 @@ def append(new: State, state: State) -> None:
 
 
 def expect_room(name: str, state: State, tokens: int) -> None:
-    """T more tokens have places behind the others; else the next call raises, for torch's own check
-    of an index on CUDA ends the process. The lengths are cut to those that leave so many.
+    """Checks that each sequence has places for more tokens, where torch's own check of an index
+    would end the process. On CUDA the next call raises; the lengths are cut, so that no index
+    leaves the cache.
 
     Raises:
         ValueError: there are fewer places, or an earlier call went past the last.

@@ -53,7 +53,8 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 
 
 def refuse_gradients(operator: str, *tensors: Tensor | None) -> None:
-    """
+    """Refuses a call that a backward is wanted of.
+
     Raises:
         NotImplementedError: a call on these tensors would be recorded for a backward.
     """

@@ -269,7 +269,7 @@ def vector_inputs(size: tuple, kind: str) -> LinearInputs:
 def test_channel_scans_match_reference(
     size: tuple, kind: str, tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward in segments of so many tokens, too."""
+    """Compares the forward in segments, too."""
     torch.manual_seed(0)
     terms = vector_inputs(size, kind)
     assert plan.sm90_unsupported_reason(terms) is None

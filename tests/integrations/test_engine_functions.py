@@ -77,7 +77,7 @@ def test_delta_prompts(per_channel: bool, raw: bool) -> None:
     given: dict[str, Any] = {"cu_seqlens": OFFSETS, "use_qk_l2norm_in_kernel": True, "scale": 0.5}
     given |= {"initial_state": states_of(pool), "output_final_state": True}
     if not per_channel:
-        if raw:  # with the state after each 64 tokens, of which no prompt has so many
+        if raw:  # with the state after each 64 tokens; the prompts are shorter
             given |= {"state_checkpoints": torch.zeros(2, H, V, K), "checkpoint_every_n_tokens": 64}
         into = torch.full((T + 2, H, V), torch.nan)
         tokens = (x[None] for x in (3 * q, 2 * k, v, g, beta))

@@ -36,7 +36,7 @@ def test_crop_says_what_was_asked_and_changes_nothing() -> None:
         cache.crop(-6)
     with pytest.raises(RuntimeError, match=r"^crop: .* activate_past_recording\(\)"):
         cache.crop(-1)
-    for count in (5, 9, 0):  # to so many, of which there are no more
+    for count in (5, 9, 0):  # none of these takes a token away
         cache.crop(count)
     assert cache.get_seq_length() == 5
     assert_same(m(ids[:, 5:], cache=cache, use_cache=True).logits, m(ids).logits[:, 5:])

@@ -40,7 +40,7 @@ def cut_by(tokens: int) -> Callable[..., set[str]]:
 
 
 def fused_by(tokens: int | None = None) -> Callable[..., set[str]]:
-    """KDA's forward in one kernel, in segments of so many tokens if that is given."""
+    """KDA's forward in one kernel, cut into segments if their tokens are given."""
 
     def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         cut = lambda terms: segments.split_into_segments(terms, tokens)  # noqa: E731
