@@ -10,6 +10,7 @@ from slipstream.kernels.conv import eager, op
 from slipstream.kernels.conv.inputs import UNIT_TENSORS, ConvInputs, UpdateInputs
 from slipstream.ops.norm import l2_norm
 from slipstream.runtime import autograd, dispatch, token_ids
+from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_exchange import states_of_pieces, tie
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -137,7 +138,9 @@ def _convolve(
         # rows of a part begin at multiples of 16 bytes, as the kernels' loads want them
         apart = sizes is not None and past is None and not any(n % 8 for n in sizes)
         parts = sizes if apart else None
-        within = parts is not None and op.normalises(parts, unit)
+        # a consistent model's step rounds before it takes norms (mixer_step/triton/block_inputs.py)
+        fused = parts is not None and not consistent_scope.on
+        within = fused and op.normalises(parts, unit)
         ys = op.convolution(inputs, silu, impl, parts, unit if within else 0)
         unit = 0 if within else unit
     else:

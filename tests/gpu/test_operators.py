@@ -204,7 +204,7 @@ def test_step_in_cuda_graph_new_slots() -> None:
 # what Inductor makes of the code around a kernel differs by operator family, not by operator
 WITH_INDUCTOR = ("chunk_gated_delta_rule", "chunk_kda", "chunk_simple_gla")
 # compiled, these leave to Inductor what a plain call has kernels for, or sum in plain torch
-BY_TORCH = ("gdn2", "mamba3-mimo", "attn-normalize")
+BY_TORCH = ("gdn2", "mamba3", "mamba3-mimo", "attn-normalize")
 CASES = [pytest.param(op, "aot_eager", id=op.name) for op in LINEAR] + [
     pytest.param(op, "inductor", id=f"{op.name}-inductor")
     for op in LINEAR

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.kernels.mixer_step.block_inputs import Blocks, TokenInputs, block_inputs
 from slipstream.nn.conv import ShortConvolution
-from slipstream.ops import chunk_gated_delta_rule
+from slipstream.ops import chunk_gated_delta_rule, l2_norm
+from slipstream.ops.conv import _convolve
 from slipstream.runtime.consistent import BlockStep, consistent
 from tests.support.block_inputs import LAYERS, check_inputs
 from tests.support.interpreted import interpreted
@@ -108,6 +109,24 @@ def check(N: int) -> None:
             with step.running():
                 found = call(*(y[:, t : t + 1] for y in (x, g, beta)))
             assert torch.equal(found, want[:, t : t + 1]), t
+
+
+@interpreted
+@torch.no_grad()
+def test_consistent_prompts_round_before_norms_as_steps_do() -> None:
+    torch.manual_seed(0)
+    width = 64
+    x, past = torch.randn(2, 9, 6 * width).half(), torch.randn(2, 6 * width, 4).half()
+    weight = torch.randn(6 * width, 4).half()
+    for state in (None, past):
+        given = x, weight, None, "silu", None, state, False, None, None, "triton"
+        with consistent():
+            found, _ = _convolve(*given, (2 * width,) * 3, width)
+        (y,), _ = _convolve(*given, None)
+        want = l2_norm(y[..., : 4 * width].unflatten(-1, (-1, width)), impl="triton").flatten(-2)
+        assert torch.equal(torch.cat(found[:2], -1), want)
+        within, _ = _convolve(*given, (2 * width,) * 3, width)
+        assert not torch.equal(torch.cat(within[:2], -1), want)  # rounds once
 
 
 @interpreted

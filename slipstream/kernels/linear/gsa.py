@@ -57,8 +57,9 @@ def _groups(given: GSAInputs, first: str, second: str, grads: bool) -> Groups | 
     M = given.s.shape[-1]
     beside = (2 + grads) * M * given.s.element_size()
     passes = (given.first(), first, 2 * beside), (given.second(given.s), second, beside)
-    found = (groups_of(terms, impl, grads, beside=more) for terms, impl, more in passes)
-    return max((x for x in found if x is not None), default=None)
+    found = [groups_of(terms, impl, grads, beside=more) for terms, impl, more in passes]
+    # dynamo of torch 2.11 knows no default of max
+    return max(cut) if (cut := [x for x in found if x is not None]) else None
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
