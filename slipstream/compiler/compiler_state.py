@@ -215,7 +215,7 @@ class CompilerState:
         self.arch, self.triton, self.ptxas = arch, triton, ptxas
         self.verified = verified().get((arch, triton, ptxas), frozenset())
         self.unverified = frozenset(families()) - self.verified
-        doubted = any(self._suspected(x.triggers) for x in FEATURE_RULES)
+        doubted = not passive and any(self._suspected(x.triggers) for x in FEATURE_RULES)
         unknown = bool(self.unverified)
         self.guards = not passive and _wants("SLIPSTREAM_GUARD", "auto", unknown)
         self.probes = not passive and _wants("SLIPSTREAM_PROBE", "once", unknown or doubted)

@@ -17,6 +17,7 @@ compiled or computed differently for,
     ("linear.triton", "delta", "scalar", torch.bfloat16, 128, 128)
 """
 
+import functools
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -313,6 +314,7 @@ KNOWN_BUGS = (
 )
 
 
+@functools.cache
 def version(text: str) -> tuple[int, ...]:
     """(3, 6, 0) of "3.6.0", "3.6.0+git" ..."""
     numbers = []
