@@ -11,6 +11,10 @@ import numpy as np
 
 from tests.support.products import product
 
+# dtypes whose sums and products numpy has as they are
+INTEGERS = (np.int32, np.int64)
+ARITHMETIC = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
+
 
 def install() -> None:
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
@@ -25,6 +29,7 @@ def install() -> None:
     _call_at_once(interpreter)
     _compare_by_name(core)
     _unwrap_at_once(core)
+    _make_handles_at_once(interpreter)
     # made by seven operations for each of integers, and read in Triton's debug mode alone
     semantic.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *args: None
     _combine_slices(interpreter)
@@ -246,8 +251,43 @@ def _broadcast_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
                     return typed(x, sizes), typed(y, sizes)
         return check(self, a, b, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
-    semantic.broadcast_impl_value = quick
-    semantic.binary_op_type_checking_impl = operands
+    def at_once(name: str, operation: Any) -> None:
+        """Sums and products whose operands are in dtypes of ARITHMETIC, and places in memory."""
+        plain = getattr(semantic, name)
+
+        def computed(self: Any, a: Any, b: Any, *more: Any, **named: Any) -> Any:
+            x, y = a, b
+            if type(a) in (int, float) and type(b) is core.tensor and b.dtype.name in ARITHMETIC:
+                x = beside(self, a, b)
+            elif type(b) in (int, float) and type(a) is core.tensor and a.dtype.name in ARITHMETIC:
+                y = beside(self, b, a)
+            if type(x) is not core.tensor or type(y) is not core.tensor:
+                return plain(self, a, b, *more, **named)
+            dtype, of_numpy = x.dtype, ARITHMETIC.get(y.dtype.name)
+            place = name == "add" and of_numpy in INTEGERS and dtype.is_ptr()
+            if not place:
+                if of_numpy is None or dtype.name not in ARITHMETIC:
+                    return plain(self, a, b, *more, **named)
+                if dtype.name != y.dtype.name:
+                    if of_numpy not in INTEGERS or ARITHMETIC[dtype.name] not in INTEGERS:
+                        return plain(self, a, b, *more, **named)
+                    dtype, of_numpy = core.int64, np.int64
+            if not (x.type.is_block() or y.type.is_block()):
+                kind = dtype
+            elif (sizes := common(x, y)) is None:
+                return plain(self, a, b, *more, **named)
+            else:
+                kind = x.type if x.type.name == y.type.name else block(dtype, sizes)
+            if place:
+                return core.tensor(self.builder.create_addptr(x.handle, y.handle), kind)
+            data = operation(x.handle.data, y.handle.data, dtype=of_numpy)
+            return core.tensor(interpreter.TensorHandle(data, dtype), kind)
+
+        setattr(semantic, name, computed)
+
+    semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl = quick, operands
+    for name, operation in {"add": np.add, "sub": np.subtract, "mul": np.multiply}.items():
+        at_once(name, operation)
 
 
 def _call_at_once(interpreter: Any) -> None:
@@ -294,6 +334,15 @@ def _unwrap_at_once(core: Any) -> None:
         return value if type(value) in others else unwrap(value)
 
     core._unwrap_if_constexpr = quick
+
+
+def _make_handles_at_once(interpreter: Any) -> None:
+    """Without a look at how wide their data is."""
+
+    def make(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    interpreter.TensorHandle.__init__ = make
 
 
 def _combine_slices(interpreter: Any) -> None:
