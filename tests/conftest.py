@@ -19,8 +19,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # each process of several has one core
     torch.set_num_threads(1)
 # what a developer or a CI has set for other runs, such as how wide and coloured a line is
 OTHERS = r"FORCE_COLOR$|NO_COLOR$|PY_COLORS$|TTY_|COLUMNS$|LINES$|GITHUB_ACTIONS$"
-if not torch.cuda.is_available():  # there they say how the tests run
-    OTHERS += "|SLIPSTREAM_"
+collect_ignore = []
+if not torch.cuda.is_available():
+    OTHERS += "|SLIPSTREAM_"  # where there is one they say how the tests run
+    collect_ignore += ["gpu"]
+    # torch's own writes down its call stack for each kind of device that may come
+    torch.manual_seed = torch.default_generator.manual_seed
 for name in [x for x in os.environ if re.match(OTHERS, x)]:
     del os.environ[name]
 
@@ -126,7 +130,4 @@ def _leaves_settings_alone() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest) -> None:
     """The same data for the same test, different data for different ones."""
-    seed = zlib.crc32(request.node.nodeid.encode())
-    # without CUDA torch.manual_seed writes down its call stack for each device that may come
-    seeded = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
-    seeded(seed)
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
