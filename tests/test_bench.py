@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,8 +50,8 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("linear", "--lengths", 8),
         ("linear", "--once --only gla", 3),
         ("engines", "", 6),
-        ("kda", "", 12),
-        ("kda", "--once --only 96.*-5", 1),
+        ("delta", "", 36),
+        ("delta", "--once --only 96.*-5", 1),
         ("attention", "", 20),
         ("attention", "--errors --only causal", 8),
         ("blocks", "", 20),
@@ -225,6 +226,16 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     fakes["flash_qla"] = ModuleType("flash_qla")
     fakes["flash_qla"].chunk_gated_delta_rule = ops.chunk_gated_delta_rule  # type: ignore[attr-defined]
+
+    def of_rows(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
+        given = (x[None] for x in (q, k, v, g.log(), beta))
+        return tuple(x[0] for x in Peer.apply(partial(gated, **options), *given))
+
+    def gated(q: Any, k: Any, v: Any, g: Any, beta: Any, **options: Any) -> Any:
+        return ops.chunk_gated_delta_rule(q, k, v, g=g, beta=beta, **options)
+
+    fakes |= {n: ModuleType(n) for n in ("flashinfer", "flashinfer.gdn_prefill")}
+    fakes["flashinfer.gdn_prefill"].chunk_gated_delta_rule = of_rows  # type: ignore[attr-defined]
     for name, module in fakes.items():
         monkeypatch.setitem(sys.modules, name, module)
 
@@ -236,11 +247,23 @@ def test_linear_beside_peers(peers: None, capsys: pytest.CaptureFixture) -> None
     assert all(re.search(r"fla fwd \S+, .*fla both \S+, .*fla error o", x) for x in printed)
 
 
-def test_kda_beside_peers(peers: None, capsys: pytest.CaptureFixture) -> None:
-    script("bench/kda").main(["--small", "--peers", "fla", "--only", "(8192x16|8x1024x32) -1"])
+@pytest.mark.parametrize(
+    ("only", "who"),
+    [
+        ("kda .*(8192x16|8x1024x32) -1", ["slipstream", "fla"]),
+        ("gdn 8x1024 8/24 -1", ["slipstream", "flashinfer", "flash_qla"]),
+    ],
+)
+def test_delta_beside_peers(
+    peers: None, capsys: pytest.CaptureFixture, only: str, who: list[str]
+) -> None:
+    script("bench/delta").main(["--small", "--peers", *who[1:], "--only", only])
     found = [x for x in capsys.readouterr().out.splitlines() if x.startswith("shape")]
-    assert [x.split("who ")[1].split(",")[0] for x in found] == ["slipstream", "fla"] * 2
-    assert all(re.search(r"forward_ms \S+, both_ms .*error \S+e-0[78] ", x) for x in found)
+    assert [x.split("who ")[1].split(",")[0] for x in found] == who * (1 + ("kda" in only))
+    assert all(re.search(r"forward_ms \S+, .*error \S+e-0[78] ", x) for x in found)
+    assert [x.split("who ")[1].split(",")[0] for x in found if "both_ms" not in x] == [
+        name for name in who if name == "flashinfer"
+    ]
 
 
 @pytest.mark.parametrize("got", [torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 3.0])])

@@ -247,7 +247,7 @@ TABLES: dict[str, Table] = {
         {"shape": "{shape}"} | KDA_BESIDE_CUDNN
         | {"largest error": "{-5 sigmoid slipstream@worst!}",
            "cuDNN's error": "{-5 sigmoid cudnn@worst!}"},
-        "bench/kda.py --peers cudnn", by="way",
+        "bench/delta.py --peers cudnn", by="way",
     ),
     "flash_qla": Table(
         DELTA_PEERS, "shape",
