@@ -220,6 +220,16 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of arithmetic: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in that dtype."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype to which autocast, if on for x's device, casts x; None if it leaves x alone."""
     device = device_type(x)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.common.checks import cast
+from slipstream.common.checks import cast, wide_dtype
 
 # Numbers that plain torch works on at a time: on a CPU they stay in cache. Of logits at N 2048,
 # D 256, V 4096 on one core 0.25 to 8 M took the same time within noise.
@@ -22,7 +22,7 @@ class ClassifierInputs(NamedTuple):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+        return wide_dtype(self.hidden)
 
 
 def row_chunks(hidden: Tensor, columns: int) -> list[slice]:
@@ -37,6 +37,17 @@ def empty_gradients(
     """Memory for dhidden, and dweight and dbias of a dtype."""
     dbias = weight.new_empty(0 if bias is None else weight.shape[0], dtype=dtype)
     return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=dtype), dbias
+
+
+def fake_rows(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, grads: bool, of_kernels: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for a loss [N], and for the layer's gradients as kernels or plain torch have them."""
+    wide = wide_dtype(hidden)
+    loss, none = hidden.new_empty(hidden.shape[0], dtype=wide), hidden.new_empty(0)
+    if not grads:
+        return loss, none, none.clone(), none.clone()
+    return loss, *empty_gradients(hidden, weight, bias, weight.dtype if of_kernels else wide)
 
 
 def scaled(x: Tensor, s: Tensor) -> Tensor:

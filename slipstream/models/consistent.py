@@ -134,7 +134,7 @@ def logits_of(model: Any, h: Tensor) -> Tensor:
 
 
 def head_input(head: Any, h: Tensor) -> Tensor:
-    """h, widened for a plain head in float32 of a model in 16 bits."""
+    """h, widen for a plain head in float32 of a model in 16 bits."""
     wide = h.dtype.itemsize == 2 and plain_linear(head) and head.weight.dtype == torch.float32
     return h.float() if wide else h
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from slipstream.common.checks import expect_tensor
+from slipstream.common.checks import expect_tensor, wide_dtype
 from slipstream.ops.rotary import packed_positions, rotary_embedding, rotary_tables
 
 
@@ -51,7 +51,7 @@ class RotaryEmbedding(nn.Module):
         )
 
     def _rotate(self, x: Tensor, at: Tensor, xpos: float | None) -> Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(x)
         cos, sin = rotary_tables(at, self.dim, base=self.base, xpos=xpos, dtype=wide)
         return rotary_embedding(x, cos, sin, interleaved=self.interleaved)
 

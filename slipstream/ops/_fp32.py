@@ -9,17 +9,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from slipstream.common.checks import autocast_dtype
+from slipstream.common.checks import autocast_dtype, widen
 from slipstream.kernels.linear import dispatch, inputs
 
 
 def result_dtype(q: Tensor) -> torch.dtype:
     """The dtype of an output: q's, or under autocast the one that it casts to."""
     return autocast_dtype(q) or q.dtype
-
-
-def widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def alike(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -26,7 +26,7 @@ def per_head(v: Tensor, make: Callable[..., Tensor], *more: Any) -> Tensor:
     Kept by make, a function of a module, and more; but not where a graph or a tracer would own it.
     """
     checks.expect_rank("v", v, 4, "[B, T, HV, V]")
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    dtype = checks.wide_dtype(v)
     if not backends.is_plain_call(v) or (v.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _made(v.shape[2], v.device, dtype, make, more)
     return _cached_table(v.shape[2], v.device, dtype, make, more)

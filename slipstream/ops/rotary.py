@@ -65,7 +65,7 @@ def rotary_embedding(
         positions = token_ids.clamped(positions, cos.shape[0])
     cos, sin = (kernels.table_rows(table, x, positions) for table in (cos, sin))
     run = kernels.rotary_reference if impl == "reference" else kernels.rotary
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = checks.wide_dtype(x)
     cos, sin = checks.cast(cos, wide)[:, :, None], checks.cast(sin, wide)[:, :, None]
     return checks.cast(run(checks.cast(x, wide), cos, sin, interleaved), x.dtype)
 

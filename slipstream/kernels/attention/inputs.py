@@ -35,7 +35,7 @@ class AttentionInputs(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the arithmetic."""
-        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        return checks.wide_dtype(self.q)
 
     @property
     def simple(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.common.checks import plain_int
+from slipstream.common.checks import plain_int, wide_dtype
 from slipstream.kernels.attention import cache, plan, probe
 from slipstream.kernels.attention.plan import MAX_ROPE_WIDTH, MAX_WIDTH
 from slipstream.kernels.attention.triton import tiles
@@ -147,7 +147,7 @@ def _check_pages(latent: Tensor, lengths: Tensor | None, table: Tensor | None) -
 
 def _fake(q: Tensor, latent: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse_dtype = wide_dtype(q)
     return q.new_empty(B, T, H, args[2]), q.new_empty(B, H, T, dtype=lse_dtype)
 
 

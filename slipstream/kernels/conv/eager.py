@@ -210,7 +210,7 @@ def convolution(
 ) -> Tensor:
     """y in x's shape and dtype, with gradients."""
     x, weight, bias, residual, state, cu_seqlens = inputs
-    compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    compute_dtype = checks.wide_dtype(x)
     state = None if state is None else checks.cast(state, compute_dtype)
     taps = checks.cast(weight, compute_dtype)
     y = _finish(convolve(checks.cast(x, compute_dtype), taps, state, cu_seqlens), bias, silu)
@@ -257,7 +257,7 @@ def update(t: UpdateInputs, silu: bool) -> Tensor:
     """y [N, D]; the state moves on in place."""
     x, state, weight, bias, residual, indices = t
     window, live = _move_on(x, state, indices)
-    compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    compute_dtype = checks.wide_dtype(x)
     products = checks.cast(window, compute_dtype) * checks.cast(weight, compute_dtype)
     y = _finish(products.sum(-1), bias, silu)
     y = checks.cast(y if residual is None else y + residual, x.dtype)

@@ -9,7 +9,7 @@ the products, which a rotation leaves as they are; in plain torch that takes twe
 import torch
 from torch import Tensor
 
-from slipstream.common.checks import autocast_dtype
+from slipstream.common.checks import autocast_dtype, widen
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import autograd, custom_op, dispatch
 
@@ -37,7 +37,7 @@ def rotate_qk(q: Tensor, k: Tensor, theta: Tensor, impl: str | None = None) -> R
 def plain(q: Tensor, k: Tensor, theta: Tensor) -> Rotated:
     theta = theta[..., None, :]  # [..., 1, P]
     cos, sin = theta.cos(), theta.sin()
-    return _rotated(q, cos, sin), _rotated(k, cos, sin), product(_wide(q), _wide(k).mT)
+    return _rotated(q, cos, sin), _rotated(k, cos, sin), product(widen(q), widen(k).mT)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -48,13 +48,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = 2 * cos.shape[-1]
-    first, second = _wide(x[..., :width]).unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = widen(x[..., :width]).unflatten(-1, (-1, 2)).unbind(-1)
     pairs = torch.stack([first * cos - second * sin, first * sin + second * cos], -1)
     return torch.cat([pairs.flatten(-2).to(x.dtype), x[..., width:]], -1)
 

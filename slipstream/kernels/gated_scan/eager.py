@@ -26,13 +26,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import wide_dtype
 from slipstream.common.linear_rows import CHUNK_ELEMENTS
 from slipstream.common.varlen import check_cu_seqlens_values
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic and the state: float64 for float64, else float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def scan_reference(
@@ -53,13 +49,13 @@ def scan_reference(
         for n, (begin, end) in enumerate(pairwise(offsets))
     ]
     if not outputs:
-        return torch.empty_like(x), x.new_zeros(0, x.shape[2], dtype=compute_dtype(x))
+        return torch.empty_like(x), x.new_zeros(0, x.shape[2], dtype=wide_dtype(x))
     h = torch.cat([h for h, _ in outputs], dim=1).to(x.dtype)
     return h, torch.cat([final for _, final in outputs])
 
 
 def _run(x: Tensor, g: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    dtype = compute_dtype(x)
+    dtype = wide_dtype(x)
     h = x.new_zeros(x.shape[0], x.shape[2], dtype=dtype) if state is None else state.to(dtype)
     outputs = []
     for t in range(x.shape[1]):
@@ -118,9 +114,9 @@ def scan_forward(
     """h [B, T, D] in x's dtype and the final state [N, D]."""
     if x.numel() == 0:
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        final = x.new_zeros(rows, x.shape[2], dtype=compute_dtype(x))
+        final = x.new_zeros(rows, x.shape[2], dtype=wide_dtype(x))
         return x.new_empty(x.shape), final if initial_state is None else final.copy_(initial_state)
-    sequences, h = Sequences(cu_seqlens, x.shape[1]), _copy_as(x, compute_dtype(x))
+    sequences, h = Sequences(cu_seqlens, x.shape[1]), _copy_as(x, wide_dtype(x))
     if initial_state is not None:
         sequences.add(h, sequences.take(g).to(h.dtype).exp() * initial_state)
     for block in _token_blocks(h):
@@ -148,7 +144,7 @@ def scan_backward(
         if dinitial is not None and dfinal is not None:
             dinitial.copy_(dfinal)
         return h.new_empty(h.shape), g.new_empty(g.shape), dinitial
-    sequences, dtype = Sequences(cu_seqlens, h.shape[1]), compute_dtype(h)
+    sequences, dtype = Sequences(cu_seqlens, h.shape[1]), wide_dtype(h)
     if dh is None:
         total = torch.zeros(h.shape, dtype=dtype, device=h.device)
     else:

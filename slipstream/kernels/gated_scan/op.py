@@ -48,7 +48,7 @@ def _fake_forward(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, impl: str
 ) -> tuple[Tensor, Tensor]:
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return x.new_empty(x.shape), x.new_empty(rows, x.shape[2], dtype=eager.compute_dtype(x))
+    return x.new_empty(x.shape), x.new_empty(rows, x.shape[2], dtype=checks.wide_dtype(x))
 
 
 def _fake_backward(g: Tensor, h: Tensor, initial_state: Tensor | None, *_: Any) -> list[Tensor]:
@@ -191,7 +191,7 @@ def _scan_of_rank(
     impls: str,
 ) -> tuple[Tensor, Tensor]:
     """h, and the states after this rank's pieces."""
-    wide = eager.compute_dtype(x)
+    wide = checks.wide_dtype(x)
 
     def change(x: Tensor, g: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         gates = g.to(wide, memory_format=torch.contiguous_format)

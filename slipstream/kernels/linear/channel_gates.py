@@ -33,7 +33,7 @@ def takes_as_they_are(terms: LinearInputs, impl: str | None) -> bool:
 
 
 def _erase(g: Tensor, k: Tensor, erase: Tensor) -> Tensor:
-    return (-(g if g.dtype == torch.float64 else g.float()).exp() * erase * k).to(k.dtype)
+    return (-checks.widen(g).exp() * erase * k).to(k.dtype)
 
 
 def as_dplr(

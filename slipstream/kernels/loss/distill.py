@@ -7,14 +7,16 @@ One opaque operator, whose rows go through in chunks, so that no logits are held
 the gradient is made in the forward, if it is wanted.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.common.checks import cast
-from slipstream.common.linear_rows import LinearRows, empty_gradients, row_chunks, scaled
+from slipstream.common import linear_rows
+from slipstream.common.checks import cast, wide_dtype
+from slipstream.common.linear_rows import LinearRows, row_chunks, scaled
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair
 
@@ -43,7 +45,7 @@ def kl_rows(
         dloss: [N] or [], what comes into each row's loss; None is 1.
     """
     hidden, weight, _ = student
-    dtype = _compute_dtype(hidden)
+    dtype = wide_dtype(hidden)
     layers = LinearRows(*student, grads, dtype), LinearRows(*teacher, False, dtype)
     loss = hidden.new_empty(hidden.shape[0], dtype=dtype)
     for rows in row_chunks(hidden, 2 * weight.shape[0]):
@@ -84,7 +86,7 @@ def linear_kl_div(
 
 def kl_div(s: Tensor, t: Tensor, live: Tensor | None, temperature: float, reduction: str) -> Tensor:
     """logits [N, V] of student and teacher -> loss [N] or []; plain differentiable torch."""
-    dtype = _compute_dtype(s)
+    dtype = wide_dtype(s)
     return _reduced(kl_reference(s.to(dtype), t.to(dtype), live, temperature), live, reduction)
 
 
@@ -132,7 +134,7 @@ def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *tensors, live, dloss, temperature, grads, impl = args
     contiguous: Any = [None if t is None else t.contiguous() for t in tensors]
     x, w, b, y, u, c = contiguous
-    options = live, None if dloss is None else cast(dloss, _compute_dtype(x)), temperature, grads
+    options = live, None if dloss is None else cast(dloss, wide_dtype(x)), temperature, grads
     student, teacher = (x, w, b), (y, u, c)
     if not dispatch.is_triton(impl):
         return kl_rows(student, teacher, *options)
@@ -154,40 +156,27 @@ def _plain(student: Linear, *call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 def _mismatch(like: Tensor, classes: int, kernel: str) -> str | None:
     """The probe: a few rows of as many classes, one of them left out."""
-
-    def fresh() -> Linear:
-        x, w, b = (
-            kernel_pair.random_like(like, *shape) for shape in ((9, 16), (classes, 16), (classes,))
-        )
-        return x, w / 4, b
-
-    def in_float32(tensors: Linear) -> Linear:
-        x, w, b = tensors
-        return x.float(), w.float(), None if b is None else b.float()
-
-    student, teacher = fresh(), fresh()
+    shapes = {"hidden": (9, 16), "weight": (classes, 16), "bias": (classes,)}
+    tensors = {
+        f"{who}'s {name}": kernel_pair.random_like(like, *shape) / (4 if name == "weight" else 1)
+        for who in ("student", "teacher")
+        for name, shape in shapes.items()
+    }
     live, dloss = torch.arange(9, device=like.device) != 4, torch.rand(9, device=like.device)
-    options = live, dloss, 1.5, True
-    got = kernel_pair.launch_of(kernel)(student, teacher, *options)
-    want = kl_rows(in_float32(student), in_float32(teacher), *options)
-    names, bar = ("loss", "dhidden", "dweight", "dbias"), kernel_pair.BARS[like.dtype][1]
-    for name, x, y in zip(names, got, want):
-        if not (error := kernel_pair.relative_error(x, y)) <= bar:
-            return f"{name} is off by {error:.1e} of its size, at most {bar:.0e} is rounding"
-    return None
 
+    def run(function: Callable) -> Callable:
+        options = live, dloss, 1.5, True
+        return lambda t: function((*t.values(),)[:3], (*t.values(),)[3:], *options)
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    launch, bar = kernel_pair.launch_of(kernel), kernel_pair.BARS[like.dtype][1]
+    return kernel_pair.mismatch(
+        run(launch), run(kl_rows), tensors, gradients=False, minimum_bar=bar
+    )
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    hidden, weight, bias, grads = args[0], args[1], args[2], args[-2]
-    loss = hidden.new_empty(hidden.shape[0], dtype=_compute_dtype(hidden))
-    if not grads:
-        return loss, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
-    dtype = weight.dtype if dispatch.is_triton(args[-1]) else _compute_dtype(hidden)
-    return loss, *empty_gradients(hidden, weight, bias, dtype)
+    hidden, weight, bias, *_, grads, impl = args
+    return linear_rows.fake_rows(hidden, weight, bias, grads, dispatch.is_triton(impl))
 
 
 _CALL = custom_op.KernelOp(

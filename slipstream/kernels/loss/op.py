@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.common.checks import cast
-from slipstream.common.linear_rows import ClassifierInputs, empty_gradients, scaled
+from slipstream.common.checks import cast, widen
+from slipstream.common.linear_rows import ClassifierInputs, fake_rows, scaled
 from slipstream.kernels.loss import eager, fused
 from slipstream.kernels.loss.eager import LossInputs, reduced, rows_reference
 from slipstream.runtime import autograd, dispatch, token_ids
@@ -20,8 +20,7 @@ def cross_entropy(
 ) -> Tensor:
     """logits [N, V], target [N] -> loss [N] or []."""
     if not dispatch.is_triton(impl):
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        rows = cross_entropy_rows(logits, target, options, impl)
+        rows = cross_entropy_rows(widen(logits), target, options, impl)
         return reduced(rows, target, options, reduction)
     if reduction != "none" and not autograd.by_operation():
         return fused.reduced(logits, target, options, reduction == "mean", impl)
@@ -152,12 +151,7 @@ def _linear(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _linear_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs, _, _, grads, impl = _of_call(args)
-    (hidden, weight, bias, _), dtype = inputs, inputs.compute_dtype
-    loss = hidden.new_empty(hidden.shape[0], dtype=dtype)
-    if not grads:
-        return loss, hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0)
-    dtype = weight.dtype if dispatch.is_triton(impl) else dtype
-    return loss, *empty_gradients(hidden, weight, bias, dtype)
+    return fake_rows(*inputs[:3], grads, dispatch.is_triton(impl))
 
 
 def _of_call(args: Sequence[Any]) -> tuple[ClassifierInputs, Tensor | None, LossInputs, bool, str]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.common import checks
 from slipstream.common.linear_rows import ClassifierInputs
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.loss.eager import LossInputs, reduced
@@ -61,7 +62,7 @@ class RankRows(NamedTuple):
 
     @property
     def z(self) -> Tensor:
-        z, cap = _to_compute_dtype(self.logits) * self.options.logit_scale, self.options.softcap
+        z, cap = checks.widen(self.logits) * self.options.logit_scale, self.options.softcap
         return cap * torch.tanh(z / cap) if cap else z
 
     @property
@@ -91,10 +92,6 @@ def linear_cross_entropy(
     autograd.refuse_transforms(_LinearRows.operator, inputs[:3])
     rows = _LinearRows.apply(*inputs, options, shard, impl)
     return reduced(rows, inputs.target, options, reduction)
-
-
-def _to_compute_dtype(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def columns(t: RankRows, impl: str) -> Columns:
@@ -237,7 +234,7 @@ class _LinearRows(autograd.Function):
             for rows, logits in _chunks(hidden, weight, bias)
         ]
         if not column_sums:
-            column_sums = [Columns(*(_to_compute_dtype(hidden.new_empty(0)) for _ in range(3)))]
+            column_sums = [Columns(*(checks.widen(hidden.new_empty(0)) for _ in range(3)))]
         all_columns = Columns(*(torch.cat(x) for x in zip(*column_sums)))
         loss, lse = combined(all_columns, target, options, shard)
         autograd.save(ctx, hidden, weight, bias, target, lse)
@@ -250,9 +247,9 @@ class _LinearRows(autograd.Function):
         hidden, weight, bias, target, lse = saved
         options, shard, impl = ctx.call_options
         dloss = dloss.expand(target.shape).contiguous()
-        dhidden = torch.zeros_like(hidden, dtype=_to_compute_dtype(hidden[:0]).dtype)
+        dhidden = torch.zeros_like(hidden, dtype=checks.wide_dtype(hidden))
         dweight = torch.zeros_like(weight)
-        dbias = None if bias is None else torch.zeros_like(_to_compute_dtype(bias))
+        dbias = None if bias is None else torch.zeros_like(checks.widen(bias))
         for rows, logits in _chunks(hidden, weight, bias):
             t = RankRows(logits, target[rows], options, shard)
             d = dlogits(t, lse[rows], dloss[rows], logits, impl)

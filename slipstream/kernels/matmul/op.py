@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.common.checks import cast
+from slipstream.common.checks import cast, wide_dtype
 from slipstream.compiler import arch, known_bugs
 from slipstream.compiler import arch as arches
 from slipstream.kernels.matmul import config as configs
@@ -108,14 +108,10 @@ class _Matmul(autograd.Function):
         return (
             product(dz, b.t()) if needs[0] else None,
             product(a.t(), dz) if needs[1] else None,
-            dout.sum(0, dtype=_sum_dtype(dout)).to(bias_dtype) if needs[2] else None,
+            dout.sum(0, dtype=wide_dtype(dout)).to(bias_dtype) if needs[2] else None,
             dout.to(residual_dtype) if needs[3] else None,
             None, None, None, None, None, None,
         )  # fmt: skip
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def arch_of(device: torch.device) -> arch.Arch:

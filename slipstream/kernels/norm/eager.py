@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.common.checks import cast
+from slipstream.common.checks import cast, widen
 from slipstream.kernels.norm.inputs import BackwardInputs, NormInputs
 from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.runtime import autograd, backends, guarded_launch
@@ -50,7 +50,7 @@ def compose(
     """y and h of any norm, out of the two given, which take a row."""
     x, weight, bias, gate, residual = t
     h = _residual_sum(x, residual, n.wide_h)
-    z = _to_compute_dtype(h)
+    z = widen(h)
     gate_value = None if gate is None else ACTIVATIONS[n.activation](cast(gate, z.dtype))
     if gate_value is not None and n.gate_first:
         z = z * gate_value
@@ -119,11 +119,6 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     if weight is not None:
         return y * weight
     return y if bias is None else y + bias
-
-
-def _to_compute_dtype(x: Tensor) -> Tensor:
-    """In the dtype of the arithmetic: float64 stays, everything else is float32."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _residual_sum(x: Tensor, residual: Tensor | None, in_fp32: bool) -> Tensor:

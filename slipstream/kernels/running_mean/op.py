@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import widen
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.elementwise.token_shift import shift
 from slipstream.kernels.gated_scan.op import scan
@@ -156,15 +157,11 @@ def _kind(k: Tensor) -> KernelKey:
 
 def _plain_mean(inputs: MeanInputs, keep: bool) -> tuple[Tensor, ...]:
     """o, the state after the last token, and what backward reads, of no elements unless `keep`."""
-    wide = _widen(inputs.k), _widen(inputs.v)
+    wide = widen(inputs.k), widen(inputs.v)
     sums = plain_sums(*wide, inputs.w, inputs.start, inputs.cu_seqlens)
     o = outputs(inputs.u, *wide, sums).to(inputs.v.dtype)
     mean, z = (x if keep else x.new_empty(0) for x in sums.before.chunk(2, -1))
     return o, sums.final.clone(), wide[0] - z if keep else z, mean
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 _LAUNCH = "slipstream.kernels.running_mean.triton_kernels"

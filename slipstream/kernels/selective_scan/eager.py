@@ -23,15 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.common.checks import wide_dtype
 from slipstream.common.linear_rows import CHUNK_ELEMENTS
 from slipstream.common.varlen import check_cu_seqlens_values
-from slipstream.kernels.selective_scan.inputs import CHUNK, ScanInputs, compute_dtype, empty_states
+from slipstream.kernels.selective_scan.inputs import CHUNK, ScanInputs, empty_states
 
 
 def selective_scan_reference(inputs: ScanInputs, delta_softplus: bool) -> tuple[Tensor, Tensor]:
     """y [B, T, D] in u's dtype and the final state [S, D, N]."""
     u, cu_seqlens, state = inputs.u, inputs.cu_seqlens, inputs.initial_state
-    dtype = compute_dtype(u)
+    dtype = wide_dtype(u)
     if cu_seqlens is None:
         y, final = _run(inputs, delta_softplus)
         return y.to(u.dtype), final
@@ -49,7 +50,7 @@ def selective_scan_reference(inputs: ScanInputs, delta_softplus: bool) -> tuple[
 
 
 def _run(inputs: ScanInputs, delta_softplus: bool) -> tuple[Tensor, Tensor]:
-    dtype = compute_dtype(inputs.u)
+    dtype = wide_dtype(inputs.u)
     u, delta, A = (x.to(dtype) for x in inputs[:3])
     each = u.shape[2] // inputs.B.shape[2]
     B, C = (x.to(dtype).repeat_interleave(each, 2) for x in (inputs.B, inputs.C))  # [B, T, D, N]
@@ -152,7 +153,7 @@ def selective_scan_backward(
     delta_softplus: bool,
 ) -> Gradients:
     """Gradients of the nine tensors of ScanInputs that have one, None for those not given."""
-    dtype = compute_dtype(inputs.u)
+    dtype = wide_dtype(inputs.u)
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
     tensors = {name: getattr(inputs, name) for name in names}
     grads = {n: None if x is None else torch.zeros_like(x, dtype=dtype) for n, x in tensors.items()}
@@ -185,14 +186,14 @@ def selective_scan_backward(
 
 
 def _biased_delta(inputs: ScanInputs) -> Tensor:
-    dtype = compute_dtype(inputs.u)
+    dtype = wide_dtype(inputs.u)
     delta, bias = inputs.delta.to(dtype), inputs.delta_bias
     return delta if bias is None else delta + bias.to(dtype)
 
 
 def _rows(inputs: ScanInputs, delta_softplus: bool) -> Iterator[Rows]:
     """Those that have a token: the final state of an empty sequence is its first."""
-    dtype, (B, T, _) = compute_dtype(inputs.u), inputs.u.shape
+    dtype, (B, T, _) = wide_dtype(inputs.u), inputs.u.shape
     delta = _biased_delta(inputs)
     if delta_softplus:
         delta = F.softplus(delta)

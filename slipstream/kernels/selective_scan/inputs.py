@@ -4,9 +4,9 @@ launches of both back ends share: arguments, and the sums of what a backward lea
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from slipstream.common.checks import wide_dtype
 from slipstream.runtime.backends import INTERPRETED
 
 # Tokens from one saved state to the next; backward recomputes those in between.
@@ -38,11 +38,6 @@ class ScanInputs(NamedTuple):
         return self.u.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
 
-def compute_dtype(u: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic and the state: float64 for float64, else float32."""
-    return torch.float64 if u.dtype == torch.float64 else torch.float32
-
-
 def empty_states(inputs: ScanInputs, chunk: int = CHUNK, for_backward: bool = True) -> Tensor:
     """Room for the states before each chunk but a sequence's first, [chunks, N, D]; none unless a
     backward follows.
@@ -54,7 +49,7 @@ def empty_states(inputs: ScanInputs, chunk: int = CHUNK, for_backward: bool = Tr
     u = inputs.u
     # two more: a trace of unknown T would have to know whether there is one
     chunks = u.shape[0] * u.shape[1] // chunk + 2 if for_backward else 0
-    return u.new_empty(chunks, inputs.A.shape[1], u.shape[2], dtype=compute_dtype(u))
+    return u.new_empty(chunks, inputs.A.shape[1], u.shape[2], dtype=wide_dtype(u))
 
 
 # Programs that share the sequences of a backward: each leaves a sum over its own.

@@ -18,7 +18,6 @@ from slipstream.kernels.selective_scan import eager
 from slipstream.kernels.selective_scan.inputs import (
     SM90_CHUNK,
     ScanInputs,
-    compute_dtype,
     empty_states,
 )
 from slipstream.runtime import autograd, compile_ahead, context_exchange, guarded_launch
@@ -119,7 +118,7 @@ def _mismatch(like: ScanInputs, kernels: str) -> str | None:
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs, (_, for_backward, impl) = ScanInputs(*args[:10]), args[10:]
     u = inputs.u
-    final = u.new_empty(inputs.sequences, *inputs.A.shape, dtype=compute_dtype(u))
+    final = u.new_empty(inputs.sequences, *inputs.A.shape, dtype=checks.wide_dtype(u))
     return u.new_empty(u.shape), final, _states_of(impl, inputs, for_backward)
 
 
@@ -302,7 +301,7 @@ def _scan_of_rank(
 
     u, tensors = inputs.u, [getattr(inputs, name) for name in names]
     rows = 1 if share.packed else u.shape[0]
-    like = u.new_empty(rows, *inputs.A.shape, dtype=compute_dtype(u))
+    like = u.new_empty(rows, *inputs.A.shape, dtype=checks.wide_dtype(u))
     others = [x for x in (inputs.A, inputs.D, inputs.delta_bias) if x is not None]
     return scan_of_rank(change, run, tensors, initial_state, like, share, inputs.cu_seqlens, others)
 

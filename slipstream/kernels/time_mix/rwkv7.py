@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import widen
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.time_mix.inputs import (
     EPS,
@@ -56,14 +57,14 @@ def output(inputs: OutputInputs, eps: float, impl: str | None = None) -> Tensor:
 def plain_terms(inputs: TermsInputs, heads: int) -> list[Tensor]:
     w, k, a, v, v_gate, first_value, k_k, k_a, w_bias, a_bias, v_bias = inputs
     dtype, shape = k.dtype, (heads, -1)
-    k, k_k, k_a = (wide(x) for x in (k, k_k, k_a))
+    k, k_k, k_a = (widen(x) for x in (k, k_k, k_a))
     w, a = _biased(w, w_bias), torch.sigmoid(_biased(a, a_bias))
     unit = (k * k_k).unflatten(-1, shape)
     unit = unit * (unit.square().sum(-1, keepdim=True) + EPS).rsqrt()
     k = k * torch.addcmul(1 - k_a, a, k_a)
     found = [k.unflatten(-1, shape), -unit, unit * a.unflatten(-1, shape)]
     if v is not None and v_gate is not None and first_value is not None:
-        v = torch.lerp(wide(v), wide(first_value), torch.sigmoid(_biased(v_gate, v_bias)))
+        v = torch.lerp(widen(v), widen(first_value), torch.sigmoid(_biased(v_gate, v_bias)))
         found.append(v.unflatten(-1, shape))
     w = SLOWEST_LOG_DECAY * torch.sigmoid(w)
     return [w.unflatten(-1, shape), *(x.to(dtype) for x in found)]
@@ -71,7 +72,7 @@ def plain_terms(inputs: TermsInputs, heads: int) -> list[Tensor]:
 
 def plain_output(inputs: OutputInputs, eps: float) -> Tensor:
     dtype, heads = inputs.o.dtype, inputs.r_k.shape
-    o, r, k, v, gate, weight, bias, r_k = map(wide, inputs)
+    o, r, k, v, gate, weight, bias, r_k = map(widen, inputs)
     o = torch.nn.functional.layer_norm(o, o.shape[-1:], eps=eps)
     o = torch.addcmul(bias.view(heads), o, weight.view(heads))
     bonus = (r * k * r_k).sum(-1, keepdim=True) * v
@@ -79,11 +80,7 @@ def plain_output(inputs: OutputInputs, eps: float) -> Tensor:
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
-    return wide(x) if bias is None else wide(x) + wide(bias)
-
-
-def wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return widen(x) if bias is None else widen(x) + widen(bias)
 
 
 class _Terms(Function):

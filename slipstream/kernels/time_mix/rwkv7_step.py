@@ -44,7 +44,7 @@ def low_rank(t: LowRankInputs, impl: str | None = None) -> Tensor:
 def plain_low_rank(t: LowRankInputs) -> Tensor:
     inner = [torch.tanh(t.w), t.a, torch.sigmoid(t.g), t.v]
     found = [x @ up for x, up in zip(inner, t[4:]) if x is not None and up is not None]
-    return rwkv7.wide(torch.stack(found))
+    return checks.widen(torch.stack(found))
 
 
 def _low_rank_kind(t: LowRankInputs) -> KernelKey:
@@ -167,7 +167,7 @@ def plain(
     if indices is not None:
         token_ids.expect_unique("state_indices", indices, "slot")
     state, (H, K) = state.mT if v_first else state, t.r_k.shape
-    dtype = dtype or (torch.float64 if t.r.dtype == torch.float64 else torch.float32)
+    dtype = dtype or checks.wide_dtype(t.r)
     wide = StepInputs._make(None if x is None else x.to(dtype) for x in t)
     values: list[Any] = [None] * 3
     if wide.v_gate is not None:

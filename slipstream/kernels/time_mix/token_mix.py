@@ -24,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.common import checks, pool_rows
-from slipstream.common.checks import autocast_dtype
+from slipstream.common.checks import autocast_dtype, widen
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.kernels.time_mix.rwkv7 import wide
 from slipstream.runtime import autograd, custom_op, dispatch, guarded_launch, kernel_pair, token_ids
 from slipstream.runtime.autograd import Function, Saved, as_base, by_operation, needs_autograd
 
@@ -183,7 +182,7 @@ def run(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None, impl: str 
 def plain_step(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None) -> Tensor:
     if indices is not None:
         token_ids.expect_unique("state_indices", indices, "slot")
-    rows, token = pool_rows.PoolRows(indices, state.shape[0]), wide(x)
+    rows, token = pool_rows.PoolRows(indices, state.shape[0]), widen(x)
     before = rows.read(state).to(token.dtype)
     y = token + (before - token) * mu.to(token.dtype)[:, None]
     rows.write(state, x)
