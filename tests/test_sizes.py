@@ -39,33 +39,16 @@ def test_length_of_a_file(sizes: ModuleType, tmp_path: Path, source: str, most: 
         assert found == ([] if lines == most else [f"{path}: {lines} lines, at most {most}"])
 
 
-IMPORTS = (
-    "import a\nfrom b import (\n    c,\n    d,\n)\n\n\ndef f():\n    from e import g\n\n    g()\n"
-)
-
-
-def test_import_share_counts_every_line(sizes: ModuleType, tmp_path: Path) -> None:
-    paths = [tmp_path / "one.py", tmp_path / "other.py"]
-    paths[0].write_text(IMPORTS)
-    paths[1].write_text("x = 1\n")
-    assert [sizes.import_lines(x) for x in paths] == [6, 0]
-    assert sizes.import_share(paths) == 6 / 12
-
-
-def test_statements_left_unformatted_are_counted(sizes: ModuleType, tmp_path: Path) -> None:
-    paths = [tmp_path / "one.py", tmp_path / "other.py", tmp_path.parent / "elsewhere.py"]
-    for path in paths:
-        path.write_text("x = [\n    1, 2,\n]  # fmt: " + "skip\ny = 1\n")
-    assert sizes.unformatted(paths, str(tmp_path)) == 2
-
-
 CODE = '''"""Of what it is."""
 
-import triton
-
+from triton import (
+    jit,
+)
 
 # a number
-SIZE = 64  # of a tile
+SIZE = [
+    64,  # of a tile
+]  # fmt: skip
 TEXT = """
 two lines, which are host code
 """
@@ -91,11 +74,15 @@ def launch(x):
 '''
 
 
-def test_lines_of_code_are_host_or_device(sizes: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "file.py"
-    path.write_text(CODE)
-    # SIZE 1, TEXT 3, launch 1 + 3; the decorator, the signature, y, its return
-    assert sizes.code_lines(path) == (8, 4)
+def test_lines_are_counted(sizes: ModuleType, tmp_path: Path) -> None:
+    paths = [tmp_path / "one.py", tmp_path / "other.py"]
+    paths[0].write_text(CODE)
+    paths[1].write_text("x = 1\n")
+    # SIZE 3, TEXT 3, launch 1 + 3; the decorator, the signature, y, its return
+    assert sizes.code_lines(paths[0]) == (10, 4)
+    assert sizes.import_share(paths) == 4 / (CODE.count("\n") + 1)
+    assert sizes.unformatted(paths, str(tmp_path)) == 1
+    assert sizes.unformatted(paths, "elsewhere") == 0
 
 
 def passing(sizes: ModuleType, some: list[Path], limit: str) -> tuple[Any, Any, str]:
@@ -130,16 +117,13 @@ def test_package_has_limits(
         assert (words in capsys.readouterr().out) == (not passed)
 
 
+# if, and, or; if; for, for; while; what is within another function is its own
 SOURCE = """
 def f(x, y):
-    if x and y or not x:        # 1 if, 1 and, 1 or
-        return 1 if x else 2    # 1
-    for a in [b for b in y]:    # 2
-        while a:                # 1
-            pass
-    def inner():
-        if x:
-            pass
+    if x and y or not x:
+        return 1 if x else 2
+    for a in [b for b in y]:
+        while a: pass
     return lambda: 1 if x else 2
 """
 

@@ -171,7 +171,8 @@ def mamba_terms(tokens: int, expanded: bool) -> tuple[Tensor, ...]:
 def test_mamba_step_reads_and_writes_blocks(
     engine: SimpleNamespace, expanded: bool, elsewhere: bool, dtype: torch.dtype
 ) -> None:
-    """As MambaMixer2 without drafts: the same tensor of blocks twice, or other blocks to write."""
+    """As MambaMixer2 without drafts: the same tensor of blocks twice, or other blocks to write.
+    With drafts, in tests/integrations/test_serving.py."""
     terms, pool = mamba_terms(3, expanded), torch.randn(9, 2, 4, V, K)[:, 0].to(dtype)
     source = torch.tensor([5, 0, 2], dtype=torch.int32)
     target = torch.tensor([7, 3, 2], dtype=torch.int32) if elsewhere else source
@@ -202,47 +203,6 @@ def test_mamba1_step(engine: SimpleNamespace) -> None:
         torch.testing.assert_close(pool[slots[n]].double(), states[0][0], atol=2e-5, rtol=2e-5)
         before[slots[n]] = pool[slots[n]]
     assert torch.equal(pool, before)
-
-
-@pytest.mark.parametrize("expanded", [True, False])
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_mamba_drafts(engine: SimpleNamespace, expanded: bool, elsewhere: bool) -> None:
-    """As MambaMixer2 with drafts: a block for the state after each token; a padded row at the end,
-    with no token and nothing accepted."""
-    source = torch.tensor([[5, 1, 2], [3, 4, 6], [7, 8, 0], [0, 0, 0]], dtype=torch.int32)
-    target = torch.tensor([[9, 1, 10], [3, 4, 6], [7, 11, 0], [0, 0, 0]], dtype=torch.int32)
-    target = target if elsewhere else source
-    accepted = torch.tensor([2, 1, 1, 0], dtype=torch.int32)
-    offsets = torch.tensor([0, 3, 4, 6, 6], dtype=torch.int32)
-    terms, pool = mamba_terms(8, expanded), torch.randn(12, 4, V, K)
-    out, before = torch.zeros(8, 4, V), pool.clone()
-    options = {"num_accepted_tokens": accepted, "cu_seqlens": offsets, "is_blackwell": False}
-    blocks = {"state_batch_indices": source, "dst_state_batch_indices": target}
-    updated(engine, pool, *terms, dt_softplus=True, **blocks, out=out, **options)
-    want = before.clone().double()
-    for n in range(3):
-        tokens = list(range(int(offsets[n]), int(offsets[n + 1])))
-        first = source[n, accepted[n] - 1]
-        y, states = recurrence(before[first].double(), terms, None, tokens)
-        torch.testing.assert_close(out[tokens].double(), y, atol=2e-5, rtol=2e-5)
-        for t, state in enumerate(states):
-            want[target[n, t]] = state
-    torch.testing.assert_close(pool.double(), want, atol=2e-5, rtol=2e-5)
-
-
-def test_mamba_tokens_without_drafts(engine: SimpleNamespace) -> None:
-    """cu_seqlens alone: the state after a sequence's last token goes to its first block."""
-    slots, offsets = torch.tensor([[5, 1], [3, 4]]), torch.tensor([0, 2, 3])
-    terms, pool = mamba_terms(3, True), torch.randn(6, 4, V, K)
-    out, want = torch.zeros(3, 4, V), pool.clone().double()
-    blocks = {"state_batch_indices": slots, "dst_state_batch_indices": slots}
-    before = pool.clone().double()
-    updated(engine, pool, *terms, dt_softplus=True, **blocks, out=out, cu_seqlens=offsets)
-    for n, tokens in enumerate(([0, 1], [2])):
-        y, states = recurrence(before[slots[n, 0]], terms, None, tokens)
-        torch.testing.assert_close(out[tokens].double(), y, atol=2e-5, rtol=2e-5)
-        want[slots[n, 0]] = states[-1]
-    torch.testing.assert_close(pool.double(), want, atol=2e-5, rtol=2e-5)
 
 
 def test_stochastic_rounding_is_refused(engine: SimpleNamespace) -> None:

@@ -43,18 +43,6 @@ def test_causal_conv1d_fn_takes_offsets(name: str, flat: bool) -> None:
     torch.testing.assert_close(final, torch.stack([end[:, -W + 1 :] for end in ends]))
 
 
-def test_causal_conv1d_fn_begins_numbered_sequences_with_states() -> None:
-    """Each row's first sequence has the state, whatever its number; padding has none."""
-    x, weight, before = torch.randn(B, D, 8), torch.randn(D, W), torch.randn(B, D, W - 1)
-    numbers = torch.tensor([[0] * 5 + [1] * 3, [7] * 8, [-1] * 2 + [0] * 6], dtype=torch.int32)
-    y = causal_conv1d_fn(x, weight, None, numbers, before, activation="silu")
-    for n, sizes in enumerate(((5, 3), (8,), (2, 6))):
-        states = [before[n : n + 1] if n < 2 else None, *[None] * len(sizes)]
-        parts = [whole(p, weight, None, s) for p, s in zip(x[n : n + 1].split(sizes, -1), states)]
-        want = torch.cat(parts, -1)[0]
-        torch.testing.assert_close(y[n], torch.where(numbers[n] < 0, 0, want))
-
-
 @pytest.mark.parametrize("S", [W - 1, W, W + 3])
 @pytest.mark.parametrize("pad_slot_id", [None, 3])
 def test_causal_conv1d_update_leaves_missing_states_alone(S: int, pad_slot_id: int | None) -> None:

@@ -11,8 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream import ops
@@ -416,41 +414,3 @@ def test_operator_refuses_offsets_that_do_not_fit(case: Case, offsets: tuple[int
     if "offsets" in args:
         args["offsets"] = torch.zeros(len(offsets) - 1, dtype=torch.int32)
     assert_refused(case, {**args, "cu_seqlens": torch.tensor(offsets)}, "cu_seqlens")
-
-
-def _fuzz(data: st.DataObject) -> None:
-    """Another argument is wrong in another way, at other sizes."""
-    case = data.draw(st.sampled_from(CASES))
-    size = st.integers(1, 9)
-    B, T, H, K, V = (data.draw(size) for _ in "BTHKV")
-    shape = Shape(B, T, H, 2 * K, 2 * V, data.draw(st.booleans()), dtype=torch.float32)
-    if case.indices:  # which are of one size
-        shape = SHAPE
-    args = case.args(shape)
-    case.call(case.args(shape))
-    name = data.draw(st.sampled_from(list(args)))
-    change: Callable[[Tensor], Any] = data.draw(
-        st.sampled_from([
-            lambda x: None,
-            lambda x: "x",
-            lambda x: x.to(torch.int8),
-            lambda x: x.to(torch.complex64),
-            lambda x: x[(None,) * 5],
-            lambda x: x.to("meta") if len(args) > 1 else None,
-        ])
-    )  # fmt: skip
-    wrong = change(args[name])
-    if wrong is None and "None" in str(case.parameters[name].annotation):
-        return
-    if case.sample.op == "rotary_tables" and isinstance(wrong, Tensor) and not wrong.is_complex():
-        return  # any numbers
-    any_rank = name in ANY_RANK.get(case.sample.op, "").split()
-    if any_rank and isinstance(wrong, Tensor) and wrong.dim() > args[name].dim():
-        return
-    assert_refused(case, {**args, name: wrong}, "|".join(args))
-
-
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@given(st.data())
-def test_operator_refuses_wrong_arguments(data: st.DataObject) -> None:
-    _fuzz(data)

@@ -254,17 +254,11 @@ def test_operator_under_autocast_takes_its_dtype(op: Sample) -> None:
 
 @every_operator
 def test_operator_rejects_wrong_packing(op: Sample) -> None:
+    """Offsets that do not fit the tokens are in test_invalid_calls.py."""
     args = op.inputs(packed(Size(), 12, 8))
-    with pytest.raises(ValueError, match=r"cu_seqlens: want offsets from 0 to"):
-        op({**args, "cu_seqlens": operators.offsets((12, 7))})
-    with pytest.raises(ValueError, match=r"cu_seqlens: want offsets from 0 to"):
-        op({**args, "cu_seqlens": torch.tensor([0])})
-    with pytest.raises(ValueError, match=r"cu_seqlens: want offsets that never fall"):
-        op({**args, "cu_seqlens": torch.tensor([0, 25, 20])})
-    with pytest.raises(TypeError, match="cu_seqlens"):
-        op({**args, "cu_seqlens": torch.tensor([0.0, 12.0, 20.0])})
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        op({**args, "cu_seqlens": torch.tensor([[0, 12, 20]])})
+    for wrong in (torch.tensor([0.0, 12.0, 20.0]), torch.tensor([[0, 12, 20]]), torch.tensor([0])):
+        with pytest.raises((TypeError, ValueError), match="cu_seqlens: want "):
+            op({**args, "cu_seqlens": wrong})
     with pytest.raises(ValueError, match=r"cu_seqlens.*batch size 1"):
         op({**op.inputs(Size(B=2, T=20)), "cu_seqlens": operators.offsets((12, 8))})
 
@@ -272,13 +266,8 @@ def test_operator_rejects_wrong_packing(op: Sample) -> None:
 @operators_with(lambda op: "chunk" in op.name and family(op.op) not in ("hgrn", "rwkv4"))
 def test_operator_rejects_chunk_size(op: Sample) -> None:
     args = op.inputs(Size(T=20))
-    for wrong in (0, 8, 48, 512):
-        with pytest.raises(ValueError, match="chunk_size"):
+    for wrong in (8, 48, 512, *(128,) * (family(op.op) == "kda")):
+        with pytest.raises(ValueError, match="chunk_size: want "):
             op(args, chunk_size=wrong)
-    with pytest.raises(TypeError, match="chunk_size"):
-        op(args, chunk_size=64.0)
-    if family(op.op) == "kda":
-        with pytest.raises(ValueError, match="chunk_size: want 32 or 64"):
-            op(args, chunk_size=128)
     for right in (32, 64) if family(op.op) == "kda" else (16, 32, 128):
         assert_near(op, flat(op(args, chunk_size=right)), flat(op(args)), 1e-5, "chunk size")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import dispatch
 from slipstream.kernels.linear import op as linear_op
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
@@ -255,56 +256,30 @@ def test_step_updates_the_pool_when_interpreted(part: str) -> None:
         check("triton")
 
 
-# 1: for each channel or column
-TERMS = {
-    "linear_attn": {},
-    "gated_delta_rule": {"g": 0, "beta": 0},
-    "rwkv7": {"g": 1, "a": 0, "b": 0},
-    "all": {"g": 1, "gv": 0, "beta": 1, "p": 0, "a": 0, "b": 0, "u": 0},
-}
-WIDE = ("g", "gv", "beta", "u", "s_in", "s_out")
-
-
-def compile_step(kind: str, width: int, capability: int, v_first: bool, pool: bool) -> Any:
-    from slipstream.compiler.aot import compile_kernel
-    from slipstream.kernels.linear.triton.decode import TILES
-
-    terms, tile = TERMS[kind], TILES[width]
-    names = [*"qkvo", "s_in", "s_out", *terms]
-    tensors = {f"{x}_ptr": "*fp32" if x in WIDE else "*bf16" for x in names}
-    tensors |= {"index_ptr": "*i32", "cu_ptr": "*i32"} if pool else {}
-    rows = [f"row_{x}" for x in (*"qkvgpab", "gv", "beta")]
-    scalars = dict.fromkeys(("T", "cache_slots", *rows), "i64")
-    scalars |= dict.fromkeys(("stride_in", "in_head", "stride_out", "out_head"), "i32:16")
-    constants = {
-        "K": width,
-        "V": width,
-        "BK": width,
-        "BV": min(tile.BV, width),
-        "PER_CHANNEL": terms.get("g") == 1,
-        "PER_COLUMN": terms.get("beta") == 1,
-        "IN_V_FIRST": v_first,
-        "OUT_V_FIRST": v_first,
-        "L2_NORM": pool,
-    }
-    return compile_kernel(
-        "slipstream.kernels.linear.triton.decode:linear_decode_kernel",
-        tensors,
-        constants,
-        scalars,
-        target=f"sm_{capability}",
-        warps=tile.warps,
-    )
-
-
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-@pytest.mark.parametrize("kind", TERMS)
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("kind", ["linear_attn", "gated_delta_rule", "rwkv7", "all"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("width", [16, 128, 256])
-@pytest.mark.sample(which=lambda kind, width, capability, v_first: (capability == 90) == v_first)
-def test_step_compiles(kind: str, width: int, capability: int, v_first: bool) -> None:
-    got = compile_step(kind, width, capability, v_first, pool=kind != "all")
+@pytest.mark.sample(which=lambda kind, width, arch, v_first: (arch == "sm_90") == v_first)
+def test_step_compiles(kind: str, width: int, arch: str, v_first: bool) -> None:
+    with mock.patch.multiple(decode_pool, K=width, V=width):
+        terms = make(kind, 1, torch.bfloat16)
+
+    def call(device: torch.device) -> None:
+        given = {
+            name: torch.empty(x.shape, dtype=x.dtype, device=device)
+            for name, x in terms._asdict().items()
+            if x is not None
+        }
+        state = torch.empty(SLOTS, HV, width, width, device=device)
+        at = torch.empty(decode_pool.B, dtype=torch.int32, device=device)
+        options: dict[str, Any] = {"state_v_first": v_first, "impl": "triton"}
+        options["use_qk_l2norm_in_kernel"] = kind != "all"
+        step(LinearInputs(**given), state, state_indices=at, **options)
+
+    (job,) = (x for x in trace(call, arch, backward=False) if x.name == "linear_decode_kernel")
+    got = job.compile()
     assert got.stack == 0, f"{got.stack} bytes spilled"
     assert got.registers <= 200
     # the state in accesses of 16 bytes, and never from one layout of threads to another
