@@ -154,7 +154,7 @@ class _Kernel:
         _refuse({"retrieve_parent_token": retrieve_parent_token, **others})
         a, b = self._gates(a, b, v.transpose(0, 1), ssm_states)
         drafts = torch.arange(T, device=rows.device)
-        is_draft = (rows >= 0) & (drafts < query_start_loc.diff()[:, None])
+        is_draft = drafts < query_start_loc.diff()[:, None]
         o = serving.step_drafts(
             [
                 serving.unpacked(x, query_start_loc, T)

@@ -214,6 +214,7 @@ def check(job: Job) -> None:
     kind, pattern = CODE.get(job.name, ("ttgir", ""))
     wide = job.constants.get("UNIT", 16) == 16  # numbers that all counts are a multiple of
     assert not wide or re.search(pattern, got.asm[kind]), job.name
+    assert not job.constants.get("PDL") or "griddepcontrol.wait" in got.ptx, job.name
     for view in set(VIEW.findall(got.asm.get("ttgir", ""))) - OTHER_SIZES:
         before, after = (
             int(bits) * math.prod(map(int, shape.split("x")))

@@ -1,6 +1,7 @@
 """What is remembered of a call is not taken for one that autocast or an option tells from it;
 decays of heads are made once, and again where autograd or a graph would own them."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from slipstream import ops
 from slipstream.kernels.attention import run
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
+from slipstream.ops import gated_delta_product
 from slipstream.ops._preprocess import per_head
 from slipstream.runtime.consistent import consistent
 from slipstream.runtime.dispatch import ValidationCache
@@ -100,6 +102,16 @@ def test_remembered_call_is_of_the_same_options(op: Sample) -> None:
 def test_remembered_call_is_not_of_the_recurrent_operator(op: Sample) -> None:
     (other,) = (x for x in OPERATORS if x.name == op.name.replace("chunk", "fused_recurrent"))
     assert not keys_of(other, other.inputs(SIZE)) & keys_of(op, op.inputs(SIZE))
+
+
+def test_remembered_product_is_of_as_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    monkeypatch.setattr(gated_delta_product._PLANS, "get", lambda key, *_: keys.append(key))
+    k, beta = torch.rand(1, 8, 1, 8), torch.rand(1, 8, 1)
+    for n in (2, 3):
+        with suppress(ValueError):
+            ops.chunk_gated_delta_product(k[:, :4], k, k, None, beta, n)
+    assert len({*keys}) == 2
 
 
 def test_remembered_attention_is_of_the_same_sequences(monkeypatch: pytest.MonkeyPatch) -> None:

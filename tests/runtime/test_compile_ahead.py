@@ -1,6 +1,8 @@
 """After an operator's first call, the kernels of other sizes are compiled in the background."""
 
+import atexit
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -88,6 +90,20 @@ def test_begin_waits_for_calls_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran.is_set()
     begin(0.1)
     assert ran.wait(60.0)
+
+
+def test_threads_end_without_waiting_for_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the interpreter, which waits for them only so long."""
+    background = compile_ahead._Background()
+    background.quiet = 600.0
+    monkeypatch.setattr(parallel_compile, "PATIENCE", 10.0)
+    background.put(())
+    while not background._jobs.empty():
+        time.sleep(0.01)
+    background._end()
+    atexit.unregister(background._end)
+    thread = background._thread
+    assert thread is not None and not thread.is_alive()
 
 
 @pytest.mark.usefixtures("trusted")

@@ -8,12 +8,22 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.compiler.compile_worker import Worker
+from slipstream.integrations import usage
+from slipstream.kernels.attention import cache
 from slipstream.kernels.attnres import op as attnres
+from slipstream.kernels.loss.eager import LossInputs
+from slipstream.kernels.loss.shard import RankRows, Shard
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, tensor_parallel
 from slipstream.ops import _running_sums
+from slipstream.runtime import call_replay, context_exchange
+from slipstream.runtime.recording import Line
 from slipstream.tools.catalog import OPERATORS
+from slipstream.tools.precompile_cache import Flags, shapes
+from slipstream.training import trainer
 from tests.support.engine_plugins import forget_vllm
 
 
@@ -94,3 +104,77 @@ def test_vllm_projections_are_put_in_order_by_one_table(monkeypatch: pytest.Monk
             assert torch.equal(y, want)
     finally:
         forget_vllm()
+
+
+def test_locks_are_held_where_threads_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, site, worker = mock.MagicMock(), usage.Site(), Worker()
+    monkeypatch.setattr(usage, "_lock", lock)
+    site.refuse("why")
+    site.calls()
+    for name in ("_start", "_ask"):
+        monkeypatch.setattr(worker, name, lambda *_: None)
+    monkeypatch.setattr(worker, "_lock", lock)
+    worker.start()
+    job: Any = None
+    worker.compile(job)
+    assert lock.__enter__.call_count == lock.__exit__.call_count == 4
+
+
+def test_rows_that_are_ignored_have_no_column() -> None:
+    """Of columns 4 to 6; the last one is what stands for a row that is ignored."""
+    target, shard = torch.tensor([3, 4, 5, 6, 7, -100]), Shard(4, 3, 9, None)
+    at, inside = RankRows(torch.zeros(6, 3), target, LossInputs(ignore_index=6), shard).columns
+    assert at.tolist() == [0, 0, 1, 0, 0, 0]
+    assert inside.tolist() == [False, True, True, False, False, False]
+
+
+def test_sequences_are_present_without_a_missing_page_in_use() -> None:
+    """Of 4 keys each, of which the third sequence begins another."""
+    table = torch.tensor([[0, 2], [0, -1], [0, -1], [-1, 0]])
+    call: Any = SimpleNamespace(
+        table=table, lengths=torch.tensor([8, 4, 5, 0]), k=torch.zeros(3, 4, 1, 8)
+    )
+    assert cache.present(call).tolist() == [8, 4, 0, 0]
+
+
+def test_norm_of_parts_has_the_gradient_of_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, eps = torch.randn(3, 8, dtype=torch.float64, requires_grad=True), 0.1
+    shard: Any = SimpleNamespace(size=1, group=None)
+    monkeypatch.setattr(context_exchange, "_summed", lambda x, _: x)
+    y = context_exchange.norm_of_parts(x, eps, shard)
+    want, grad = F.rms_norm(x, (8,), eps=eps), torch.randn(3, 8, dtype=torch.float64)
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(*(torch.autograd.grad(z, x, grad)[0] for z in (y, want)))
+
+
+def test_precompiled_shapes_are_every_combination() -> None:
+    dtypes = (torch.float16, torch.bfloat16)
+    found = shapes(dtypes, ("64", "64x128"), Flags(None, None, True))
+    parts = [(x.dtype, x.K, x.V, x.packed, x.state, x.grouped, x.T > 1) for x in found]
+    either = (False, True)
+    sizes = (64, 64), (64, 128)
+    want = {
+        (d, K, V, packed, state, True, many)
+        for d in dtypes for K, V in sizes
+        for packed in either for state in either for many in either
+    }  # fmt: skip
+    assert {*parts} == want and len(parts) == 3 * len(want) // 2
+
+
+def test_loader_is_as_the_arguments_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("num_workers", "pin_memory", "persistent_workers", "multiprocessing_context")
+    names = (*names, "prefetch_factor")
+    args = {f"dataloader_{x}": object() for x in names}
+    monkeypatch.setattr(trainer, "DataLoader", lambda rows, **given: given)
+    monkeypatch.setattr(trainer, "Batches", mock.Mock())
+    of: Any = SimpleNamespace(args=SimpleNamespace(**args), readers=(), data_collator=None)
+    rows: Any = None
+    given: Any = trainer.LMTrainer._loader(of, rows, 2)
+    assert all(given[x] is args[f"dataloader_{x}"] for x in names)
+
+
+def test_replayed_lines_are_read_by_others() -> None:
+    lines = [Line("let", "1", "n1"), Line("fresh", "n1", "v1"), Line("view", "v1", "v2")]
+    lines += [Line("let", "2", "n2"), Line("launch", "p2"), Line("view", "v1", "v3")]
+    kept = call_replay._needed(lines, "v1")
+    assert [x.left for x in kept] == ["n1", "v1", "v2", ""]

@@ -208,6 +208,24 @@ def check_indices() -> None:
     assert message() == "block_table: want less than 9, got 9 at position (1, 0)"
 
 
+def check_ids() -> None:
+    from slipstream.runtime import token_ids_kernel
+
+    for i in range(30):
+        torch.manual_seed(i)
+        ids, ignored = torch.randint(-1, 7, (int(torch.randint(0, 40, ())),)), (None, -1, 3)[i % 3]
+        size, counted = 6 + i % 2, ids != (-9 if ignored is None else ignored)
+        bad = ((ids < 0) | (ids >= size)) & counted
+        token_ids_kernel.scan("input_ids", ids, size, ignored)
+        first = f"id {ids[bad][0]} at position ({int(bad.nonzero()[0])}," if bad.any() else ""
+        assert first in (said := message()) and bool(first) == bool(said)
+        if ignored is not None:
+            for within in (None, size):
+                got = token_ids_kernel.scan_inverse_count("target", ids, ignored, within)
+                assert got == 1 / counted.sum().clamp_min(1)
+                assert bool(message()) == bool(within and bad.any())
+
+
 def check_offsets_rule() -> None:
     from slipstream.runtime import token_ids_kernel
 
@@ -255,6 +273,7 @@ def test_indices_found_wrong_are_checked_again() -> None:
 @interpreted
 def test_kernels_find_what_the_cpu_refuses() -> None:
     check_indices()
+    check_ids()
     check_offsets_rule()
 
 

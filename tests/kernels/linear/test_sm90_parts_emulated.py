@@ -69,6 +69,26 @@ def test_chunks_at_their_limit_are_not_strong(quarters: bool) -> None:
     assert bool(used(4.0, 4.5, 2.0, 1.0, quarters)) is quarters
 
 
+def test_chunks_are_looked_at_until_their_decay_is_known() -> None:
+    """Four at most, from the last one back, while each has taken off 2^-8 and not all is gone."""
+    used = launches.module(SM90 + "dplr.chunk_fwd", False).effective_chunks
+    threads._LOCAL.part = race_detector.Part(race_detector.Program(), "the program")
+    logs: dict[int, float] = {}
+    found = {"transition_log2norm": lambda w, b, total, at, K, C: logs[int(at)]}
+    gone, rest = -40.0, [-1.0] * 6
+    for n, first, want in (
+        *((n, [x] * n, (n, False)) for n in range(1, 7) for x in (-8.0, -7.0, 0.0)),
+        *((n, [gone, *rest], (1, True)) for n in range(1, 5)),
+        *((3, x, (3, False)) for x in ([-9.0, -6.0, gone], [-7.5, gone, gone])),
+        *((6, x, (len(x), True)) for x in ([-8.0, gone], [-32.0, -1.0], [-8.0] * 3 + [-9.0])),
+        (6, [-8.0] * 4 + [gone], (6, False)),
+    ):
+        logs = {7 + 3 * (n - 1 - i): x for i, x in enumerate([*first, *rest][:n])}
+        with mock.patch.dict(used.__globals__, found):
+            need, decayed = used(0, 0, 0, 7, 3, threads.tensor(n), 64, 64)
+        assert (int(need), bool(decayed)) == want, (n, first)
+
+
 def test_nothing_crosses_gates_below_their_bound() -> None:
     """Of natural logarithms, where sums of gates have base 2; the first gate is its own sum."""
     used = launches.module(SM90 + "delta.delta_device", False).strong_gates
