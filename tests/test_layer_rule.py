@@ -34,7 +34,6 @@ EXCEPTIONS = {
     ("compiler/trace.py", "slipstream.runtime.guarded_launch"),
 }
 
-
 # plain torch, where a kernel fails, of what is a scan inside
 FAMILY_EXCEPTIONS = {
     ("running_mean/op.py", "slipstream.kernels.gated_scan.op"),

@@ -29,7 +29,6 @@ from slipstream.runtime import backends, compile_ahead, custom_op, guarded_launc
 _FIRST_DEVICE = 64
 _DEVICES: dict[tuple[str, str], int] = {}
 
-
 # Implementations that compile nothing: what `impl` of an operator calls them.
 PLAIN = ("eager", "reference")
 

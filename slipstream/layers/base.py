@@ -43,7 +43,6 @@ RECURRENT_UP_TO = 16
 # of a state: how many tokens each sequence has had, its only integers
 LENGTH, LENGTH_DTYPES = "length", (torch.int64, torch.int32)
 
-
 FEATURE_MAPS: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
     "relu": F.relu,

@@ -40,7 +40,6 @@ from slipstream.runtime.kernel_pair import KernelPair, Mismatch, Probe, by_name,
 NAMESPACE = "slipstream"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
-
 # of the fields of a NamedTuple
 _SCHEMA_TYPES = {
     torch.Tensor: "Tensor",

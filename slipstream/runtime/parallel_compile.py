@@ -75,7 +75,6 @@ _FRONT_END = threading.Lock()
 # Seconds for another process to compile a kernel; after that this one does it, too.
 PATIENCE = 120
 
-
 # Set while no thread of the program waits for its kernels: others are compiled then alone
 # (runtime/compile_ahead.py).
 idle = threading.Event()

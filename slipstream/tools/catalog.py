@@ -245,7 +245,6 @@ OPERATORS = [
 ]  # fmt: skip
 SAMPLES = [x for x in OPERATORS if x.traced]
 
-
 # One for each kind of kernel.
 QUICK_OPERATORS = (
     "chunk_simple_gla",

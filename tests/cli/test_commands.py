@@ -220,7 +220,6 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "prompts": ("prompts.txt", read_text),
 }
 
-
 DAMAGED = [(name, b"\xff\xfe\x00") for name in READERS]
 DAMAGED += [(name, x) for name in READERS if name != "prompts" for x in (b"{", b"[0]", b"3")]
 DAMAGED += [("weights in parts", x) for x in (b"{}", b'{"weight_map": {"x": 1}}')]

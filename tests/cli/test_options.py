@@ -1,8 +1,10 @@
 """Every option of every command reaches what it is an option of, whose work is left out here."""
 
+import ast
 import inspect
 import json
 import pkgutil
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,111 +36,88 @@ class Ran:
         return name in self.calls
 
 
-@dataclass(frozen=True)
-class Option:
-    """A command, an option of it, {} in them is a folder, and what holds only with the option."""
+# an option, words of it, {} in them is a folder, and what a function gets with it alone
+TABLE = """
+train --fresh            --fresh              train fresh True
+generate --batch         --batch 3            generate batch 3
+generate --file          --file {}/lines      generate prompts ['a', 'b']
+generate --tokens        --tokens 7           generate tokens 7
+generate --temperature   --temperature 0.5    generate temperature 0.5
+generate --top-p         --top-p 0.25         generate top_p 0.25
+generate --seed          --seed 9             generate seed 9
+convert --to             --to mamba2          convert to 'mamba2'
+convert --ignore         --ignore x --ignore y  convert ignore ['x', 'y']
+doctor --full            --full               examine full True
+explain --arch           --arch sm_80         lines arch 'sm_80'
+explain --dtype          --dtype fp32         parse_shape dtype 'fp32'
+explain --shape          --shape T=99         parse_shape text 'T=99'
+explain --packed         --packed             flags packed True
+explain --state          --state              flags state True
+explain --grouped        --grouped            flags grouped True
+explain --flags          --flags              lines flags True
+precompile --head-dim    --head-dim 64,32x48  shapes widths ['64', '32x48']
+precompile --batch       --batch 2x32         batch text '2x32'
+precompile --packed      --packed             flags packed True
+precompile --state       --no-state           flags state False
+precompile --grouped     --grouped            flags grouped True
+precompile --forward     --forward            find_operators backward False
+precompile --jobs        --jobs 4             fill jobs 4
+"""
+COMMANDS = {
+    "train": "train {}/run.yaml",
+    "generate": "generate run --file {}/lines",
+    "generate --file": "generate run",
+    "generate --tokens": "generate run a",
+    "convert": "convert a b",
+    "explain": "explain kda",
+    "precompile": "precompile rms_norm",
+}
 
-    command: str
-    words: str
-    holds: Callable[[Ran], bool]
 
-
-def _of_generate(option: str, name: str, value: Any) -> Option:
-    return Option("generate run a", option, lambda ran: ran["generate"][name] == value)
-
-
-def _of_doctor(option: str, holds: Callable[[Ran], bool]) -> Option:
-    return Option("doctor", option, holds)
-
-
-def _of_explain(option: str, function: str, name: str, value: Any) -> Option:
-    """`flags` of parse_shape are those of the call."""
-
+def _gets(function: str, name: str, value: Any) -> Callable[[Ran], bool]:
     def holds(ran: Ran) -> bool:
-        given = ran[function]
-        return (given["flags"] if function == "parse_shape" and name not in given else given)[
-            name
-        ] == value
+        if function != "flags":
+            return ran[function][name] == value
+        flags = (ran["shapes"] if "shapes" in ran else ran["parse_shape"])["flags"]
+        return (flags[name] if isinstance(flags, dict) else getattr(flags, name)) is value
 
-    return Option("explain kda", option, holds)
-
-
-def _of_precompile(option: str, holds: Callable[[Ran], bool]) -> Option:
-    return Option("precompile rms_norm", option, holds)
+    return holds
 
 
-def _flag(name: str, value: bool) -> Callable[[Ran], bool]:
-    return lambda ran: getattr(ran["shapes"]["flags"], name) is value
-
-
-OPTIONS = {
-    "train --fresh": Option(
-        "train {}/run.yaml", "--fresh", lambda ran: ran["train"]["fresh"] is True
+OPTIONS: dict[str, tuple[str, Callable[[Ran], bool]]] = {}
+for line in TABLE.strip().splitlines():
+    option, words, wanted = re.split("  +", line, maxsplit=2)
+    function, argument, expected = wanted.split(" ", 2)
+    OPTIONS[option] = words, _gets(function, argument, ast.literal_eval(expected))
+OPTIONS |= {
+    "doctor --json": ("--json", lambda ran: json.loads(ran.output)["checks"] == []),
+    "doctor --quick": (
+        "--quick",
+        lambda ran: {x.op for x in ran["examine"]["samples"]} == {*QUICK_OPERATORS},
     ),
-    "generate --file": Option(
-        "generate run", "--file {}/lines", lambda ran: ran["generate"]["prompts"] == ["a", "b"]
+    "doctor --checks": ("--no-checks", lambda ran: "examine" not in ran),
+    "doctor --interpreted": (
+        "--no-interpreted",
+        lambda ran: "examine" in ran and "interpreted" not in ran,
     ),
-    "generate --batch": Option(
-        "generate run --file {}/lines", "--batch 3", lambda ran: ran["generate"]["batch"] == 3
-    ),
-    "generate --tokens": _of_generate("--tokens 7", "tokens", 7),
-    "generate --temperature": _of_generate("--temperature 0.5", "temperature", 0.5),
-    "generate --top-p": _of_generate("--top-p 0.25", "top_p", 0.25),
-    "generate --seed": _of_generate("--seed 9", "seed", 9),
-    "convert --to": Option(
-        "convert a b", "--to mamba2", lambda ran: ran["convert"]["to"] == "mamba2"
-    ),
-    "convert --ignore": Option(
-        "convert a b", "--ignore x --ignore y", lambda ran: ran["convert"]["ignore"] == ["x", "y"]
-    ),
-    "doctor --json": _of_doctor("--json", lambda ran: json.loads(ran.output)["checks"] == []),
-    "doctor --full": _of_doctor("--full", lambda ran: ran["examine"]["full"] is True),
-    "doctor --quick": _of_doctor(
-        "--quick", lambda ran: {x.op for x in ran["examine"]["samples"]} == {*QUICK_OPERATORS}
-    ),
-    "doctor --checks": _of_doctor("--no-checks", lambda ran: not {*ran.calls} & {"examine"}),
-    "doctor --interpreted": _of_doctor(
-        "--no-interpreted", lambda ran: "examine" in ran and "interpreted" not in ran
-    ),
-    "doctor --thorough": _of_doctor(
+    "doctor --thorough": (
         "--thorough",
         lambda ran: (
             ran["examine"]["thorough"] is True
             and ran["interpreted"]["samples"] == ran["examine"]["samples"]
         ),
     ),
-    "doctor --forget": _of_doctor("--forget", lambda ran: "clear_verdicts" in ran),
-    "explain --arch": _of_explain("--arch sm_80", "lines", "arch", "sm_80"),
-    "explain --dtype": _of_explain("--dtype fp32", "parse_shape", "dtype", "fp32"),
-    "explain --shape": _of_explain("--shape T=99", "parse_shape", "text", "T=99"),
-    "explain --packed": _of_explain("--packed", "parse_shape", "packed", True),
-    "explain --state": _of_explain("--state", "parse_shape", "state", True),
-    "explain --grouped": _of_explain("--grouped", "parse_shape", "grouped", True),
-    "explain --flags": _of_explain("--flags", "lines", "flags", True),
-    "precompile --arch": _of_precompile(
-        "--arch sm_80", lambda ran: ran["fill"]["arch"] == "sm_80" == ran["find_operators"]["arch"]
+    "doctor --forget": ("--forget", lambda ran: "clear_verdicts" in ran),
+    "precompile --arch": (
+        "--arch sm_80",
+        lambda ran: ran["fill"]["arch"] == "sm_80" == ran["find_operators"]["arch"],
     ),
-    "precompile --dtype": _of_precompile(
-        "--dtype fp32", lambda ran: [str(x) for x in ran["shapes"]["dtypes"]] == ["torch.float32"]
+    "precompile --dtype": (
+        "--dtype fp32",
+        lambda ran: [str(x) for x in ran["shapes"]["dtypes"]] == ["torch.float32"],
     ),
-    "precompile --head-dim": _of_precompile(
-        "--head-dim 64,32x48", lambda ran: ran["shapes"]["widths"] == ["64", "32x48"]
-    ),
-    "precompile --batch": _of_precompile(
-        "--batch 2x32", lambda ran: ran["batch"]["text"] == "2x32"
-    ),
-    "precompile --packed": _of_precompile("--packed", _flag("packed", True)),
-    "precompile --state": _of_precompile("--no-state", _flag("state", False)),
-    "precompile --grouped": _of_precompile("--grouped", _flag("grouped", True)),
-    "precompile --forward": _of_precompile(
-        "--forward", lambda ran: ran["find_operators"]["backward"] is False
-    ),
-    "precompile --cache": _of_precompile(
-        "--cache {}", lambda ran: ran["fill"]["cache"] == ran.folder
-    ),
-    "precompile --jobs": _of_precompile("--jobs 4", lambda ran: ran["fill"]["jobs"] == 4),
+    "precompile --cache": ("--cache {}", lambda ran: ran["fill"]["cache"] == ran.folder),
 }
-
 
 # what does the work, and what it gives
 WORKERS: dict[str, Any] = {
@@ -206,22 +185,19 @@ def test_every_option_is_in_the_table() -> None:
     assert _options() == {*OPTIONS}
 
 
-def _holds(option: Option, words: str, ran: Ran, exit_codes: tuple[int, ...]) -> bool:
+def _holds(name: str, words: str, ran: Ran, exit_codes: tuple[int, ...]) -> bool:
     ran.calls.clear()
-    ran.output = ""
-    for command in option.command.splitlines():
-        line = [x.format(ran.folder) for x in f"{command} {words}".split()]
-        done = CliRunner().invoke(app, line)
-        assert done.exit_code in exit_codes, done.output
-        ran.output += done.output
+    command = COMMANDS.get(name) or COMMANDS.get(name.split()[0], name.split()[0])
+    done = CliRunner().invoke(app, [x.format(ran.folder) for x in f"{command} {words}".split()])
+    assert done.exit_code in exit_codes, done.output
+    ran.output = done.output
     try:
-        return option.holds(ran)
+        return OPTIONS[name][1](ran)
     except (KeyError, OSError, json.JSONDecodeError):  # not called, not written
         return False
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_option_reaches_its_function(name: str, ran: Ran) -> None:
-    option = OPTIONS[name]
-    assert not _holds(option, "", ran, (0, 2))
-    assert _holds(option, option.words, ran, (0,)), (ran.calls, ran.output)
+    assert not _holds(name, "", ran, (0, 2))
+    assert _holds(name, OPTIONS[name][0], ran, (0,)), (ran.calls, ran.output)

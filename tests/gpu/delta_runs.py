@@ -14,7 +14,6 @@ SIZES = {  # B, T, H, HV, K, V, lengths of packed sequences
     "packed": (1, 270, 2, 4, 64, 128, LENGTHS),
 }
 
-
 LIMIT = 0.006
 
 

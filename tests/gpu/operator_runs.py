@@ -11,7 +11,6 @@ from tests.support.operators import LINEAR, Size, leaves, packed
 
 every_operator = pytest.mark.parametrize("op", LINEAR, ids=lambda op: op.name)
 
-
 SIZES = {
     "odd": Size(B=2, T=70, K=30, V=60),
     "packed": packed(Size(K=64, V=32), 5, 0, 100, 65),

@@ -21,7 +21,6 @@ SIZES: dict[str, Any] = {
     "attention_dropout": 0.0,
 }
 
-
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "gemma2": ("Gemma2", {"sliding_window": 6, "attn_logit_softcapping": 3.0}),

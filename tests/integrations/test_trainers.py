@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
@@ -195,33 +194,6 @@ def test_trl_sft_of_a_saved_run_with_lora(tmp_path: Path) -> None:
         torch.testing.assert_close(again(ids).logits, want, rtol=1e-4, atol=1e-4)
         merged = again.merge_and_unload()(ids).logits
     torch.testing.assert_close(merged, want, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accelerate_loop(precision: str) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state()
-    accelerator = accelerate.Accelerator(
-        cpu=True, mixed_precision=precision, gradient_accumulation_steps=2
-    )
-    model = small()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rows = [torch.tensor(x["input_ids"][:32]) for x in examples()] * 4
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
-    found = []
-    for _ in range(2):
-        for ids in loader:
-            with accelerator.accumulate(model):
-                loss = model(input_ids=ids, labels=ids).loss
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(loss.item())
-    assert found[-1] < found[0] - 0.5
-    state = accelerator.get_state_dict(model)
-    assert state["lm_head.weight"].shape == (257, 32)
 
 
 CHOICE = """

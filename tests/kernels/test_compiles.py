@@ -135,7 +135,6 @@ MEETS = {
     "vector_decay_dqk_sm90_kernel": {"128"},
 }
 
-
 # Bytes of shared memory that let as many programs share a multiprocessor as a launch counts on.
 SHARED = {
     "low_rank_step_kernel": 100 << 10,

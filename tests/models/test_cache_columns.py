@@ -17,7 +17,6 @@ from tests.support.language_models import assert_same, model, tokens
 # a token and its position, None where the model counts; None of both is padding
 Column = tuple[int, int | None] | None
 
-
 # of three rows' five tokens
 MASKS = {
     "before": [[0, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]],

@@ -17,17 +17,16 @@ from slipstream.models.cache import CACHE
 from slipstream.nn import decoding
 from slipstream.ops import rotary_tables
 from tests.support import language_models
-from tests.support.language_models import assert_same, generate, model, tokens, without_graphs
+from tests.support.language_models import (
+    assert_same,
+    every_kind,
+    generate,
+    model,
+    tokens,
+    without_graphs,
+)
 
 pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
-
-# one of each kind of state: recurrent, with a convolution, a shift, a value of an earlier layer's,
-# positions, two states, none that is fixed, latents
-KINDS = ("gla", "gated_deltanet", "rwkv7", "retention", "gsa", "attention", "mla", "hybrid")
-
-
-every_kind = pytest.mark.parametrize("name", KINDS)
-
 
 # steps as graphs
 

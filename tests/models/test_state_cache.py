@@ -10,21 +10,21 @@ import torch
 
 from slipstream.models import StateCache, rollback
 from slipstream.models.cache import CACHE
-from tests.support.language_models import MODELS, assert_same, generate, model, tokens
+from tests.support.language_models import (
+    KINDS,
+    MODELS,
+    assert_same,
+    every_kind,
+    generate,
+    model,
+    tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("graphs_on_a_cpu")
 
 
-# one of each kind of state: recurrent, with a convolution, a shift, a value of an earlier layer's,
-# positions, two states, none that is fixed, latents
-KINDS = ("gla", "gated_deltanet", "rwkv7", "retention", "gsa", "attention", "mla", "hybrid")
-
-
 def addresses(cache: StateCache) -> list[int]:
     return [x.data_ptr() for layer in cache.layers for x in (layer.state or {}).values()]
-
-
-every_kind = pytest.mark.parametrize("name", KINDS)
 
 
 @torch.no_grad()

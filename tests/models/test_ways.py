@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 
-
 process = module_changes.process
 SINGLES = [
     pytest.param(

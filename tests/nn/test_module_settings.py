@@ -82,7 +82,6 @@ WAYS: dict[str, small_modules.Way] = {
     "meta by default": partial(within, lambda: torch.device("meta")),
 }
 
-
 # what torch does otherwise
 EXEMPT = {("LinearKLDivLoss", "backward hooks"): "a gradient of zeros where there was none"}
 

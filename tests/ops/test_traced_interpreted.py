@@ -16,7 +16,6 @@ SOME = ["chunk_gla", "chunk_delta_rule", "chunk_gdn2", "chunk_gated_delta_produc
 SOME += ["chunk_rwkv4", "chunk_rwkv7", "attention-packed", "latent_attention"]
 SOME += ["rms_norm_gated-mamba2", "short_convolution-packed", "cross_entropy-mean"]
 
-
 REPEATS = {torch.Tensor.repeat_interleave, torch.repeat_interleave}
 BOUNDS = {torch.Tensor.clamp, torch.clamp}
 

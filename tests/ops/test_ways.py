@@ -68,7 +68,6 @@ PERMITTED: dict[str, str] = {
     **dict.fromkeys(("cross_entropy", "cross_entropy-mean", "cross_entropy-none"), BY_HAND),
 }
 
-
 # public functions that no row differentiates, and why
 NO_GRADIENTS = {
     "mixer_step": "refuses inputs with gradients: a decoding step",

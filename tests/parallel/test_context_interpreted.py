@@ -52,7 +52,6 @@ CASES = {
     ],
 }
 
-
 # The same bits for any number of ranks: tokens of ranks, which begin where segments do.
 SEGMENT = 32
 BITS_ROWS = {1: (128,), 2: (64, 64), 4: (32, 32, 0, 64)}

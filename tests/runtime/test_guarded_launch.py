@@ -25,7 +25,6 @@ from slipstream.runtime.kernel_pair import relative_error
 
 CPU = torch.device("cpu")
 
-
 KIND = ("linear.triton", "delta", torch.bfloat16, 128)
 
 

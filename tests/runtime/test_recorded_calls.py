@@ -26,7 +26,6 @@ SHAPES = {
     "many heads": Shape(B=1, T=4096, H=64, K=128, V=128),
 }
 
-
 MAPS = mock.Mock(known={})
 
 

@@ -12,7 +12,6 @@ CHUNKED = [
     if x.op.startswith("chunk_") and not (x.op.startswith(SCANNING) or x.tensors.startswith(FIXED))
 ]
 
-
 WAYS = {
     "few programs": ((2, 300, 16), (1, 301, 33), (7, 64, 5), (1, 1, 1)),
     "many programs": ((1, 200, 128), (5, 99, 70), (2, 150, 80)),
@@ -21,7 +20,6 @@ WAYS = {
     "many heads": ((1, 8192, 94), (1, 12345, 90), (1, 9000, 80)),
     "one scan back": ((1, 8192, 96), (1, 12345, 100), (1, 9000, 128)),
 }
-
 
 PACKED = {
     "few heads": ((4, 133, 8), (16, 10, 2), (3, 64, 7)),

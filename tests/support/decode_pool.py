@@ -12,16 +12,12 @@ from tests.support.operators import offsets
 
 B, H, HV, K, V = 3, 1, 2, 20, 33
 
-
 SLOTS = 7
-
 
 INDICES = (4, -1, 2)
 
-
 # tokens of a batch, or of each packed sequence
 TOKENS = (1, 3, (1, 1, 1), (2, 0, 2))
-
 
 KINDS = {
     "linear_attn": (),

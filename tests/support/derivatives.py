@@ -16,7 +16,6 @@ from tests.support.operators import FIXED, TESTED, Size, block_size, leaves
 
 Args = dict[str, Any]
 
-
 Run = Callable[..., tuple[Tensor, ...]]
 
 

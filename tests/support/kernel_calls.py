@@ -215,7 +215,6 @@ LOSS = {
     ),
 }
 
-
 LINEAR = {
     "forward": lambda terms, scale, **_: chunk_forward(terms, scale, 16),
     "backward": lambda terms, do, dfinal, scale, **_: chunk_backward(terms, do, dfinal, scale, 16),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +11,10 @@ from slipstream.models import MIXERS, SlipstreamConfig, SlipstreamForCausalLM
 VOCAB = 97
 MODELS: dict[str, list] = {name: [name, name] for name in MIXERS}
 MODELS["hybrid"] = ["gated_deltanet", "rwkv7", "attention"]
+# one of each kind of state: recurrent, with a convolution, a shift, a value of an earlier layer's,
+# positions, two states, none that is fixed, latents
+KINDS = ("gla", "gated_deltanet", "rwkv7", "retention", "gsa", "attention", "mla", "hybrid")
+every_kind = pytest.mark.parametrize("name", KINDS)
 _MOE = {"moe_intermediate_size": 8, "num_experts": 3, "num_experts_per_tok": 2}
 # MLPs, norms, the norm after the embedding, and residuals that a config can choose
 PARTS: dict[str, dict[str, Any]] = {
@@ -40,7 +45,6 @@ PARTS: dict[str, dict[str, Any]] = {
     "attention residuals": {"mixers": ["gla", "attention", "gla"], "attention_residuals": 1},
     "in groups": {"mixers": ["gla"] * 5, "attention_residuals": 2, "residual_in_fp32": True},
 }
-
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "mla": {"kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8},

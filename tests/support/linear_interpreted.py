@@ -54,7 +54,6 @@ CHANNEL_GATES = {
     "bfloat16": lambda x: (-x).bfloat16(),
 }
 
-
 FORMS = ("g", "u", "gv")
 
 

@@ -25,7 +25,6 @@ Step = Callable[[Tensor], Tensor]
 # changes a model, and returns how to train it
 Way = Callable[[SlipstreamForCausalLM], Step]
 
-
 # layers whose sizes kernels take, each at once
 MODELS["every"] = [*(layers[0] for n, layers in MODELS.items() if n != "hybrid"), "rwkv7"]
 

@@ -11,7 +11,6 @@ from tests.support.interpreted import error
 
 RANKS, V = 2, 37 * 2
 
-
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"label_smoothing": 0.2, "z_loss": 0.01},

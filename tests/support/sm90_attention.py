@@ -11,9 +11,7 @@ from tests.support.attention_calls import Call
 
 _PATH = "slipstream.kernels.attention.sm90."
 
-
 _LN2 = 0.6931471805599453
-
 
 CALLS = [
     Call("one", T=1, S=1, H=1),

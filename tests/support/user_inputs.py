@@ -54,7 +54,6 @@ LAYOUTS = {
     f.__name__: f for f in (transposed, stepped, offset, negated, one_row, one_value, overlapping)
 }
 
-
 # whose backward reads an output: torch says that it was changed, as it does of its own
 READS_OUTPUTS = {"chunk_hgrn", "fused_recurrent_hgrn", "rms_norm-residual", "chunk_mamba3"}
 READS_OUTPUTS |= {"fused_recurrent_mamba3", "chunk_mamba3-mimo", "attention"}

@@ -28,7 +28,6 @@ from tests.support.training_configs import config_of
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
 STEPS = 6
 
-
 RUN = {
     "model": {"hidden_size": 32, "num_heads": 2, "mixers": ["gated_deltanet", "attention"]},
     "data": {

@@ -30,7 +30,6 @@ from tests.support.training_configs import CONFIG, config_of
 STEPS = 6
 TIMES = ("tokens_per_second", "train_runtime", "train_samples_per_second", "train_steps_per_second")
 
-
 RUN = {
     "data": {"eval_rows": 4},
     "training": {

@@ -169,7 +169,6 @@ forward = custom_op.KernelOp(
     packed={"inputs": AttnresInputs},
 )
 
-
 backward = custom_op.KernelOp(
     "attnres_backward",
     f"({_INPUTS}, Tensor dy, {custom_op.schema_of(ForwardSums)}, str impl) -> Tensor[]",

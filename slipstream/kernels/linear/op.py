@@ -44,7 +44,6 @@ _AS_USUAL = nullcontext()
 NUM_BACKWARD_ARGS = NUM_TERMS + len(BackwardCall._fields)
 _TERMS = schema_of(LinearInputs)
 
-
 NO_EXTRAS = Extras()
 
 
@@ -322,7 +321,6 @@ call_backward = KernelOp(
     replay=True,
     at_sizes=_backward_at_sizes,
 )
-
 
 # With gradients: _call_forward_saving where sm_90's delta rule hands its WY factors to backward,
 # else _call_forward_training. They differ in results, not in o.

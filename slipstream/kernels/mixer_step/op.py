@@ -116,7 +116,6 @@ _call = KernelOp(
     at_sizes=AtSizes(tokens=(0, *_BY_TOKEN), states=_BY_SEQUENCE, steps=(Size(1, 0), Size(2, 0))),
 )
 
-
 MAX_K = 1024  # all rows of a state are in one program's registers
 
 

@@ -173,7 +173,6 @@ _call_backward = KernelOp(
     at_sizes=_backward_at_sizes,
 )
 
-
 _SelectiveScan = autograd.autograd_function(
     _call_forward,
     _call_backward,

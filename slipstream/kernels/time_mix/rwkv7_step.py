@@ -73,7 +73,6 @@ _low_rank = custom_op.KernelOp(
     replay=True,
 )
 
-
 MAX_K = 1024  # all rows of a tile of columns are in one program's registers
 
 

@@ -37,7 +37,6 @@ COMMON: dict[str, Any] = {
     "rope_theta": None,
 }
 
-
 # options of mixers, and transformers' names of them
 GATED_DELTANET = {
     "num_heads": "linear_num_key_heads", "num_v_heads": "linear_num_value_heads",

@@ -31,7 +31,6 @@ SIZES: dict[str, Any] = {
     "wide states": (1, 33, 20, 24, 1, None),
 }
 
-
 # arguments that a kernel is not compiled for
 NUMBERS = ("total", "rows", "blocks", "sequences", "programs", "u_row", "B_row")
 

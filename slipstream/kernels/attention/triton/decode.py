@@ -23,7 +23,6 @@ SIZES = ["T", "HKV", "B", "tiles", "splits", "left", "right", "group", "capacity
 SIZES += ["stride_slope"]
 STRIDES = [f"stride_{x}{i}" for x in "qkv" for i in "bth"]
 
-
 # what probabilities times a tile's largest scale of values are at most: float16 holds twice that
 LARGEST = tl.constexpr(2.0**15)
 

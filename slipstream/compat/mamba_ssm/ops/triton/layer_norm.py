@@ -6,7 +6,6 @@ from slipstream.compat.flash_attn.ops.triton.layer_norm import layer_norm_linear
 
 __all__ = ["RMSNorm", "layer_norm_fn", "layer_norm_linear_fn", "rms_norm_fn"]
 
-
 layer_norm_fn = fixed(
     flash_attn.layer_norm_fn, "layer_norm_fn",
     "flash_attn.ops.triton.layer_norm.layer_norm_fn, without what came later there.",
