@@ -23,7 +23,7 @@ COMPILERS = {"triton": "3.6.0", "ptxas": "13.0.88"}
 FP32 = torch.float32
 # heads, their width, a layer's width, classes
 WIDTHS = (2, 64, 128, 1000), (8, 128, 1024, 1 << 15), (16, 256, 4096, 70000), (64, 128, 8192, 50)
-CALLS = (1, 1), (2, 16), (1, 64), (2, 64), (64, 1), (1, 1024), (2, 4096), (1, 1 << 16)
+CALLS = (1, 1), (2, 16), (1, 64), (64, 1), (1, 1024), (2, 4096), (1, 1 << 16)
 SHAPES = [
     Shape(B, T, H, K, K, D=H * K, C=C, Z=Z, state=True, M=min(T, 512))
     for (H, K, C, Z), (B, T) in product(WIDTHS, CALLS)
@@ -31,6 +31,8 @@ SHAPES = [
     Shape(B, T, 4, 64, 64, D=256, C=512, state=True, packed=packed, dtype=FP32)
     for B, T, packed in ((2, 1, False), (3, 200, True), (200, 10, True))
 ]
+# whose tiles are others, and a row and packed sequences in float32
+OTHERS, OF_OTHERS = ("sm_75", "sm_86", "sm_100", "gfx942"), [SHAPES[4], SHAPES[-2]]
 
 
 def described(x: Any) -> Any:
@@ -58,28 +60,29 @@ def launches(op: str) -> list[str]:
     with mock.patch.object(JITFunction, "run", note):
         # tests/kernels/linear/test_choices.py has what the linear family chooses at more shapes
         every = 3 if op.startswith("chunk_") else 1
-        for arch, shapes in ("sm_90", SHAPES[::every]), ("sm_80", SHAPES[:: 3 * every]):
-            for sample, shape in product([x for x in SAMPLES if x.op == op], shapes):
+        shapes = {"sm_90": SHAPES[::every], "sm_80": SHAPES[:: 3 * every]}
+        for arch, some in (shapes | dict.fromkeys(OTHERS, OF_OTHERS)).items():
+            for sample, shape in product([x for x in SAMPLES if x.op == op], some):
                 trace_operator(sample, shape, arch, compilers=COMPILERS, impls=(None,))
     return [*dict.fromkeys(found)]
 
 
 DIGESTS = {
-    "attention flash_attn_with_kvcache latent_attention": 370218318,
-    "attnres rotary_embedding": 1660449859,
-    "rms_norm rms_norm_gated layer_norm group_norm l2_norm": 1340509669,
-    "short_convolution short_convolution_update": 3489341265,
-    "mixer_step recurrent_step rwkv7_step token_mix_step": 3101408745,
-    "projection_step matmul embedding": 214551158,
-    "selective_scan token_shift": 2417322263,
-    "swiglu geglu sigmoid_glu squared_relu glu_linear": 2123202170,
-    "cross_entropy linear_cross_entropy linear_log_probs linear_kl_div": 2895697304,
-    "chunk_linear_attn chunk_simple_gla chunk_retention chunk_lightning_attn": 967070149,
-    "chunk_gla chunk_rwkv6 chunk_gsa": 585321645,
-    "chunk_hgrn chunk_rwkv4 chunk_mamba3": 4189102253,
-    "chunk_delta_rule chunk_gated_delta_rule chunk_comba chunk_gated_delta_product": 1016604973,
-    "chunk_kda": 279712529,
-    "chunk_gdn2 chunk_dplr_delta_rule chunk_rwkv7": 1608753442,
+    "attention flash_attn_with_kvcache latent_attention": 3558088248,
+    "attnres rotary_embedding": 3769369005,
+    "rms_norm rms_norm_gated layer_norm group_norm l2_norm": 2998257323,
+    "short_convolution short_convolution_update": 1521534201,
+    "mixer_step recurrent_step rwkv7_step token_mix_step": 1069302843,
+    "projection_step matmul embedding": 207899880,
+    "selective_scan token_shift": 3769702956,
+    "swiglu geglu sigmoid_glu squared_relu glu_linear": 2627509073,
+    "cross_entropy linear_cross_entropy linear_log_probs linear_kl_div": 2105608807,
+    "chunk_linear_attn chunk_simple_gla chunk_retention chunk_lightning_attn": 1310965690,
+    "chunk_gla chunk_rwkv6 chunk_gsa": 4114583106,
+    "chunk_hgrn chunk_rwkv4 chunk_mamba3": 1814822592,
+    "chunk_delta_rule chunk_gated_delta_rule chunk_comba chunk_gated_delta_product": 1717495090,
+    "chunk_kda": 2501612795,
+    "chunk_gdn2 chunk_dplr_delta_rule chunk_rwkv7": 2889172526,
 }
 
 
