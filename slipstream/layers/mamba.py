@@ -112,8 +112,7 @@ class Mamba2(Mixer):
         with recompute.Recompute(prepare, elements) as (_, u, b, c, v):
             b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
             o, recurrent = ssd(c, b, v, g, scale=1.0, **call.sequence(call.past("recurrent")))
-            D = self.D.to(u.dtype).view(self.num_heads, -1)  # [H, 1] or [H, P]
-            o = torch.addcmul(o, u, D).flatten(-2)
+            o = torch.addcmul(o, u, self._skip(u.dtype)).flatten(-2)
         return self.out_proj(self._gated(o, z)), call.new_state(recurrent=recurrent, conv=conv)
 
     def decode(
@@ -132,8 +131,13 @@ class Mamba2(Mixer):
         step, g = self._step(dt)
         v = u * step.to(u.dtype)[..., None]
         o = decoding.recurrence(c, b, v, state, g=g, scale=1.0)
-        o = torch.addcmul(o, u, self.D.to(u.dtype).view(self.num_heads, -1)).flatten(-2)
+        o = torch.addcmul(o, u, self._skip(u.dtype)).flatten(-2)
         return self.out_proj(self._gated(o, z))
+
+    def _skip(self, dtype: torch.dtype) -> Tensor:
+        """D as [H, 1] or [H, P]."""
+        D = self.D.to(dtype)
+        return D[:, None] if self.has_fused_step() else D.view(self.num_heads, -1)
 
     def has_fused_step(self) -> bool:
         return self.D.numel() == self.num_heads

@@ -40,9 +40,11 @@ IN_PLACE = frozenset(("mul", "add", "sub", "div", "wait_tensor"))
 _ELEMENTWISE_NAMES = """
 contiguous clone add sub mul div neg exp exp2 log flip cumsum sigmoid softplus clamp pow rsub
 silu tanh relu cos sin reciprocal rsqrt masked_fill __mul__ __add__ __sub__ __neg__ __rmul__
-__radd__ __rsub__ __truediv__ __rtruediv__ __pow__ __rpow__
+__radd__ __rsub__ __truediv__ __rtruediv__ __pow__ __rpow__ addcmul
 """
 _ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+_PERMUTATIONS = frozenset(("t", "T", "mT", "transpose", "swapaxes", "permute", "movedim"))
+_OTHER_SHAPES = frozenset(("view", "view_as", "reshape", "unflatten", "flatten"))
 
 
 class Value:
@@ -234,7 +236,8 @@ class ShapeRules(ABC):
             else:
                 return None
             dim += 1
-        return offset, (*sizes, *shape[dim:]), (*strides, *stride[dim:]), False
+        dense = base.dense and len(sizes) == 0  # of rows alone
+        return offset, (*sizes, *shape[dim:]), (*strides, *stride[dim:]), dense
 
     def _shape_of_view(
         self, name: str, base: Value, x: Tensor, args: tuple, kwargs: dict, out: Tensor
@@ -244,31 +247,49 @@ class ShapeRules(ABC):
         if kwargs or base.shape is None or base.stride is None:
             return unknown
         shape, stride = [*base.shape], [*base.stride]
-        if name in ("view", "reshape", "unflatten", "flatten") and base.dense:
+        if name in _OTHER_SHAPES and base.dense:
             sizes = self._viewed(name, base, x, args)
             return unknown if sizes is None else (sizes, dense_stride(sizes), True)
-        if name in ("T", "mT", "t", "transpose", "swapaxes") and (name != "T" or x.dim() == 2):
-            i, j = (args[1] % x.dim(), args[2] % x.dim()) if len(args) == 3 else (-2, -1)
-            shape[i], shape[j] = shape[j], shape[i]
-            stride[i], stride[j] = stride[j], stride[i]
-            return tuple(shape), tuple(stride), False
+        if name in _PERMUTATIONS:
+            order = _order(name, x.dim(), args[1:])
+            turned = tuple(shape[d] for d in order), tuple(stride[d] for d in order)
+            return *turned, base.dense and order == sorted(order)
         if name == "unsqueeze":
             dim = args[1] % out.dim()
             stride.insert(dim, _stride_of_one(shape, stride, dim))
             shape.insert(dim, 1)
             return tuple(shape), tuple(stride), base.dense
-        if name == "expand" and len(sizes_given(args[1:])) == x.dim():
-            for d, n in enumerate(sizes_given(args[1:])):
-                if not (type(n) is int and n == -1) and type(shape[d]) is int and shape[d] == 1:
-                    shape[d], stride[d] = n, 0
-                elif not (type(n) is int and n == -1) and shape[d] != n:
-                    return unknown
-            return tuple(shape), tuple(stride), False
+        if name == "expand":
+            return self._expanded(shape, stride, sizes_given(args[1:])) or unknown
         return (base.shape, base.stride, base.dense) if name == "detach" else unknown
+
+    def _expanded(
+        self, shape: list, stride: list, sizes: Sequence[Any]
+    ) -> tuple[tuple, tuple, bool] | None:
+        new = len(sizes) - len(shape)
+        found: list[Any] = []
+        strides: list[Any] = []
+        for d in range(len(sizes) - 1, -1, -1):
+            n, size = sizes[d], 1 if d < new else shape[d - new]
+            step = _stride_of_one(found, strides, 0) if d < new else stride[d - new]
+            if type(n) is int and n == -1:
+                n = size
+            elif type(size) is int and size == 1:
+                # torch leaves the stride where this call's size is 1
+                if type(n) is Size and value_of(n) == 1 and not _alike([step], [0]):
+                    return None
+                step = step if type(n) is int and n == 1 else 0
+            elif size != n:
+                return None
+            found.insert(0, n)
+            strides.insert(0, step)
+        return tuple(found), tuple(strides), False
 
     def _viewed(self, name: str, base: Value, x: Tensor, args: tuple) -> tuple | None:
         """The shape of a view of a contiguous tensor."""
         assert base.shape is not None
+        if name == "view_as":
+            return tuple(self._ask_shape(self.value_of(args[1]), args[1]))
         if name in ("view", "reshape"):
             return _with_rest(sizes_given(args[1:]), self._ask_numel(base, x))
         if name == "unflatten":
@@ -289,10 +310,10 @@ class ShapeRules(ABC):
     ) -> tuple[tuple | None, bool]:
         """The shape, None if that is not known, and whether it is contiguous for all sizes."""
         given = [self.value_of(x) for x in flat((args, kwargs)) if isinstance(x, Tensor)]
-        if name in ("linear", "cat") and all(x.shape is not None for x in given):
-            if name == "linear":
-                return _shape_of_linear(*given[:2])
-            return _joined(given, args, kwargs)
+        if name in ("linear", "matmul", "cat") and all(x.shape is not None for x in given):
+            if name == "cat":
+                return _joined(given, args, kwargs)
+            return _shape_of_product(given[0], given[1], name == "linear")
         if name in ("full", "ones", "arange") and "size" not in kwargs:
             sizes = tuple(sizes_given(args[:1] if name == "full" else args))
             if len(sizes) == out.dim():
@@ -303,9 +324,15 @@ class ShapeRules(ABC):
             return None, False
         first = given[0].shape
         if name in _ELEMENTWISE and (shape := _broadcast(given)) is not None:
-            return shape, False
+            return shape, given[0].dense and _alike(first, shape)
         if name in BY_DTYPE | _ELEMENTWISE and all(_alike(x.shape, first) for x in given):
-            return first, all(x.dense for x in given) or name == "contiguous"
+            copied = name == "contiguous" or kwargs.get("memory_format") == torch.contiguous_format
+            return first, all(x.dense for x in given) or copied
+        if name in _OTHER_SHAPES and not kwargs:
+            return self._viewed(name, given[0], args[0], args), False
+        if name == "repeat_interleave" and len(args) == 2 and type(args[1]) is int and kwargs:
+            dim = kwargs["dim"] % len(first)
+            return (*first[:dim], product(args[1], first[dim]), *first[dim + 1 :]), True
         if name in ("sum", "any", "all", "amax") and given[0].dense and len(args) < 3:
             if kwargs.keys() - {"dim", "dtype"}:
                 return None, False
@@ -316,9 +343,18 @@ class ShapeRules(ABC):
         return None, False
 
 
-def _shape_of_linear(x: Value, weight: Value) -> tuple[tuple, bool]:
+def _order(name: str, rank: int, args: tuple) -> list[int]:
+    """The dimensions of a permuted tensor in the places where they are then."""
+    turned = getattr(torch.empty(*range(1, rank + 1), device="meta"), name)
+    turned = turned if isinstance(turned, Tensor) else turned(*plain(args))
+    return [n - 1 for n in turned.shape]
+
+
+def _shape_of_product(x: Value, weight: Value, turned: bool) -> tuple[tuple | None, bool]:
     assert x.shape is not None and weight.shape is not None
-    return (*x.shape[:-1], weight.shape[0]), x.dense
+    if len(weight.shape) != 2 or len(x.shape) < 2:
+        return None, False
+    return (*x.shape[:-1], weight.shape[0 if turned else 1]), x.dense
 
 
 def _joined(given: Sequence[Value], args: tuple, kwargs: dict) -> tuple[tuple | None, bool]:

@@ -16,6 +16,17 @@ from tests.support.recorded import Toy, launch, record_on_cpu
 
 pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="launches are Triton's")
 W = torch.randn(6, 4)
+# operations on x [T, 4] whose results are contiguous, in all sizes
+CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {
+    "order kept": lambda x: x.view(-1, 2, 2).movedim(-2, 1).flatten(1) * 2,
+    "repeated columns": lambda x: x.repeat_interleave(2, dim=1),
+    "copied in rows": lambda x: x.t().clone(memory_format=torch.contiguous_format),
+    "times a row": lambda x: x * x[:1],
+    "product with a matrix": lambda x: torch.matmul(x, W.t()),
+    "sum of products": lambda x: torch.addcmul(x, x, W[:1]),
+    "viewed as another": lambda x: (x + 1).view_as(torch.empty_like(x)),
+    "one of a batch": lambda x: (x + 1).view(-1, 2, 2)[1].flatten(),
+}
 # operations on x [T, 4], and how many tensors they make
 OPERATIONS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
     "linear": (lambda x: F.linear(x[None], W), 1),
@@ -44,6 +55,11 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
     "flat": (lambda x: x.flatten() * 2, 1),
     "flat from an axis on": (lambda x: x.view(-1, 2, 2).flatten(1) * 2, 1),
     "flat up to an axis": (lambda x: x.view(-1, 2, 2).flatten(0, 1) * 2, 1),
+    "other order": (lambda x: x.view(-1, 2, 2).movedim(-1, 1) * 2, 1),
+    "permuted": (lambda x: x.view(-1, 2, 2).permute(2, 0, 1) + 0, 1),
+    "expanded from a number": (lambda x: x.new_zeros(()).expand(x.shape[0], 3) + 2, 1),
+    "flat across rows": (lambda x: x.view(-1, 2, 2).transpose(1, 2).flatten(1), 1),
+    **{name: (call, 1) for name, call in CONTIGUOUS.items()},
     "powers": (lambda x: 2.0 ** -torch.arange(0, 8, 2, device=x.device), 1),
 }
 
@@ -61,7 +77,7 @@ def test_shapes_are_known_early(name: str) -> None:
     def body(x: Tensor) -> list[Tensor]:
         made = make(x)
         made = [made] if isinstance(made, Tensor) else list(made)
-        sizes = [n for y in made for n in y.shape]
+        sizes = [n for y in made for n in (*y.shape, *(y.stride() if name in CONTIGUOUS else ()))]
         late.append([n for n in sizes if isinstance(n, Size) and n.late])
         # a launch on memory whose size is that of what torch has made
         out = [y.new_empty(y.numel()) for y in made]

@@ -81,8 +81,9 @@ def join_heads(
         state = state.unflatten(1, (H, groups.rows, -1)).transpose(2, 3)  # [N, H, r, rows, ...]
         state = state.flatten(3, 4).flatten(1, 2)[:, :, :K]
     if groups.columns > 1:
-        o = o.unflatten(2, (HV, groups.columns)).flatten(3)[..., :V]
-        state = state.unflatten(1, (HV, groups.columns)).transpose(2, 3).flatten(3)[..., :V]
+        o = _cut(o.unflatten(2, (HV, groups.columns)).flatten(3), V)
+        state = state.unflatten(1, (HV, groups.columns)).transpose(2, 3).contiguous().flatten(3)
+        state = _cut(state, V)
     return o.to(terms.q.dtype).contiguous(), state.contiguous()
 
 
@@ -103,6 +104,10 @@ def shapes_of_split(terms: LinearInputs, groups: HeadGroups) -> LinearInputs:
 def _padded(x: Tensor, channels: int) -> Tensor:
     more = channels - x.shape[-1]
     return F.pad(x, (0, more)) if more else x
+
+
+def _cut(x: Tensor, channels: int) -> Tensor:
+    return x if x.shape[-1] == channels else x[..., :channels]
 
 
 def _split_columns(terms: LinearInputs, n: int, V: int) -> LinearInputs:
