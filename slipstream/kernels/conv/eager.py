@@ -122,6 +122,8 @@ def last_inputs(
     """The final state [N, D, W]: the last W of the initial state's and the sequence's inputs."""
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is None:
+        if cu_seqlens is None and x.shape[1] >= width:
+            return x[:, x.shape[1] - width :].mT.contiguous()
         initial_state = x.new_zeros(sequences, x.shape[2], width)
     if cu_seqlens is None:
         return torch.cat([initial_state, x[:, max(x.shape[1] - width, 0) :].mT], 2)[..., -width:]
