@@ -12,11 +12,14 @@ from slipstream.common.varlen import bounded_offsets
 from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.layers.base import Mixer, NormalLinear, expect_divisor
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.nn import decoding, linear, projections, rounded
+from slipstream.nn import linear, projections, rounded
 from slipstream.nn.norm import RMS_NORMS
 from slipstream.ops import _fp32, flash_attn, norm, rotary
 from slipstream.ops.attention import attention, rotary_attention
 from slipstream.runtime import token_ids
+
+# cos and sin of tokens' places, None where nothing is rotated
+_Tables = tuple[Tensor, Tensor] | None
 
 
 class Attention(Mixer):
@@ -96,17 +99,17 @@ class Attention(Mixer):
                 nn.init.constant_(weight, NormOptions(0.0, **self.qk_options).neutral_weight)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
-        at = call.token_positions(x)
+        tables = self._tables(x, call)
         qkv, gate = linear.linears(x, (self.qkv_proj, self.g_proj))
         alone = call.state is None and call.context is None and not call.use_cache
-        if alone and self._only_rotates(qkv):
+        if alone and self.q_norm is None and tables is not None:
             heads = qkv.unflatten(-1, (-1, self.head_dim))
             # an adapter, or another module in its place, may read what it has returned
             fresh = linear.plain_linear(self.qkv_proj)
             more = self.sizes, self.window_size, call.cu_seqlens, fresh
-            o = rotary_attention(heads, self._tables(qkv, at), *more)
+            o = rotary_attention(heads, tables, *more)
             return self.o_proj(self._gated(o, gate)), None
-        q, k, v = self._heads(qkv, at)
+        q, k, v = self._heads(qkv, tables)
         (k, v), masks, cache = keys_to_attend(call, k=k, v=v)
         o = attention(q, k, v, window_size=self.window_size, **masks)
         return self.o_proj(self._gated(o, gate)), cache
@@ -124,9 +127,9 @@ class Attention(Mixer):
         **options: Any,
     ) -> Any:
         lengths = state["length"]
-        at = MixerCall(positions=positions, state=state).token_positions(x)
+        tables = self._tables(x, MixerCall(positions=positions, state=state))
         qkv, gate = projections.linears(x, (self.qkv_proj, self.g_proj), norm)
-        q, k, v = self._heads(qkv, at)
+        q, k, v = self._heads(qkv, tables)
         if rounded.has_rounded(state):
             o = self._on_rounded(q, k, v, state)
             return projections.projected(self._gated(o, gate), self.o_proj, residual)
@@ -175,17 +178,12 @@ class Attention(Mixer):
         """Heads of queries, keys and values."""
         return self.num_heads, self.num_kv_heads, self.num_kv_heads
 
-    def _only_rotates(self, qkv: Tensor) -> bool:
-        """Whether nothing but a rotation by tables is between the projection and attention."""
-        return self.rotary_dim > 0 and self.q_norm is None
+    def _tables(self, x: Tensor, call: MixerCall) -> _Tables:
+        return call.tables(x, self.rotary_dim, self.rotary_base) if self.rotary_dim else None
 
-    def _tables(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        return decoding.tables(at, self.rotary_dim, self.rotary_base, x.dtype)
-
-    def _heads(self, qkv: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor, tables: _Tables) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of what qkv_proj returns, normalised and rotated."""
         heads = self.sizes
-        tables = self._tables(qkv, at) if self.rotary_dim else None
         qkv = qkv.unflatten(-1, (-1, self.head_dim))
         if self.q_norm is None and tables is not None:
             return rotary.rotary_heads(qkv, tables, heads)
@@ -326,8 +324,7 @@ class ForgettingAttention(Attention):
         self.f_proj = NormalLinear(hidden_size, num_heads, bias=True)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
-        at = call.token_positions(x)
-        q, k, v = self._heads(self.qkv_proj(x), at)
+        q, k, v = self._heads(self.qkv_proj(x), self._tables(x, call))
         f = F.logsigmoid(_fp32.widen(self.f_proj(x)))
         (k, v, f), masks, cache = keys_to_attend(call, k=k, v=v, f=f)
         o = attention(q, k, v, g=f, window_size=self.window_size, **masks)
@@ -339,8 +336,8 @@ class ForgettingAttention(Attention):
     def _advance(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        at = MixerCall(positions=positions, state=state).token_positions(x)
-        q, k, v = self._heads(self.qkv_proj(x), at)
+        tables = self._tables(x, MixerCall(positions=positions, state=state))
+        q, k, v = self._heads(self.qkv_proj(x), tables)
         append({"k": k, "v": v, "f": F.logsigmoid(_fp32.widen(self.f_proj(x)))}, state)
         o = attention(
             q,

@@ -70,6 +70,12 @@ class MixerCall(NamedTuple):
         at = decoding.first_positions(x.shape[1], x.device)
         return at if start is None else at + start[:, None]
 
+    def tables(self, x: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
+        """cos and sin of each token's place, as decoding.tables has them."""
+        if self.positions is self.context is self.cu_seqlens is self.past("length") is None:
+            return decoding.first_tables(x, dim, base)
+        return decoding.tables(self.token_positions(x), dim, base, x.dtype)
+
     def convolved(self, conv: ShortConvolution | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The convolution and its next state; without a convolution its activation alone."""
         if conv is None:

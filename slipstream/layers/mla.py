@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from slipstream.layers.attention import append, keys_to_attend
 from slipstream.layers.base import Mixer, NormalLinear
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.nn import decoding, linear
+from slipstream.nn import linear
 from slipstream.ops import norm, rotary
 from slipstream.ops.attention import attention, latent_attention
 
@@ -91,8 +91,7 @@ class MLA(Mixer):
                 nn.init.ones_(weight)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
-        at = call.token_positions(x)
-        q, latent = self._project(x, at)
+        q, latent = self._project(x, call)
         (latent,), masks, cache = keys_to_attend(call, latent=latent)
         if call.state is not None and call.cu_seqlens is None and self._absorbs(x):
             o = self._absorbed(q, latent, masks["key_lengths"])
@@ -104,8 +103,7 @@ class MLA(Mixer):
     def _advance(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        at = MixerCall(positions=positions, state=state).token_positions(x)
-        q, latent = self._project(x, at)
+        q, latent = self._project(x, MixerCall(positions=positions, state=state))
         append({"latent": latent}, state)
         latent, lengths = state["latent"], state["length"]
         if self._absorbs(x):
@@ -115,7 +113,7 @@ class MLA(Mixer):
             o = attention(q, k, v, scale=self.scale, key_lengths=lengths)
         return self.o_proj(o.flatten(-2))
 
-    def _project(self, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    def _project(self, x: Tensor, call: MixerCall) -> tuple[Tensor, Tensor]:
         """q [B, T, H, nope + rope], latent [B, T, R + P]"""
         narrow = x
         if self.q_a_proj is not None:
@@ -126,7 +124,7 @@ class MLA(Mixer):
         c = norm.rms_norm(c, self.kv_norm, eps=self.norm_eps)
         if self.rotary_base is None:
             return q, torch.cat([c, r], -1)
-        cos, sin = decoding.tables(at, self.rope, self.rotary_base, x.dtype)
+        cos, sin = call.tables(x, self.rope, self.rotary_base)
         both = torch.cat([q_rope, r[:, :, None]], 2)
         both = rotary.rotary_embedding(both, cos, sin, interleaved=self.interleaved)
         q_rope, r = both.split([self.num_heads, 1], 2)

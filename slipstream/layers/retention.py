@@ -93,8 +93,7 @@ class MultiScaleRetention(base.Mixer):
         q, k = (f(y.unflatten(-1, (-1, self.head_dim))) for y in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))
         if self.rotary_base is not None:
-            at = call.token_positions(x)
-            tables = decoding.tables(at, self.head_dim, self.rotary_base, x.dtype)
+            tables = call.tables(x, self.head_dim, self.rotary_base)
             q, k = rotary.rotary_embedding(q, *tables), rotary.rotary_embedding(k, *tables)
         k, v = self._repeated(k, v)
         short = self.recurrent(x, call.context)

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from slipstream.ops import norm, steps
 from slipstream.ops.conv import short_convolution_update
 from slipstream.ops.rotary import packed_positions as positions_of
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
+from slipstream.runtime import backends
 
 Made = TypeVar("Made")
 
@@ -204,6 +206,31 @@ def tables(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tupl
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
     kind = dim, base, dtype
     return _once(kind, positions, lambda: rotary_tables(positions, dim, base=base, dtype=dtype))
+
+
+def first_tables(x: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """`tables` of positions 0, 1, ... of x [B, T, ...], of kept ones where these are not long and
+    no graph or tracer would own them."""
+    tokens, most = x.shape[1], 1 << 14
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if captured or not backends.is_plain_call(x) or tokens > most:
+        return tables(first_positions(tokens, x.device), dim, base, x.dtype)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = 1 << 12 if tokens <= 1 << 12 else most
+    cos, sin = _lasting_tables(rows, x.device, dim, base, dtype)
+    return cos[:, :tokens], sin[:, :tokens]
+
+
+@lru_cache(64)
+def _lasting_tables(
+    rows: int, device: torch.device, dim: int, base: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False), torch._C.DisableTorchFunction():
+        at = torch.arange(rows, device=device)[None]
+        made = rotary_tables(at, dim, base=base, dtype=dtype)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # any stream may read them
+    return made
 
 
 def rotary(x: Tensor, positions: Tensor, dim: int, base: float) -> Tensor:

@@ -157,6 +157,23 @@ def test_step_makes_rotary_tables_once(name: str, monkeypatch: pytest.MonkeyPatc
     assert_same(got, m(ids).logits[:, 8:])
 
 
+def test_tables_of_first_positions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so many rows that few are made, but for long prompts."""
+    made = []
+
+    def counted(positions: Tensor, *args: Any, **options: Any) -> Any:
+        made.append(positions.shape[1])
+        return rotary_tables(positions, *args, **options)
+
+    monkeypatch.setattr(decoding, "rotary_tables", counted)
+    decoding._lasting_tables.cache_clear()
+    for n in (3, 4096, 4097, 16384, 16385, 5):
+        got = decoding.first_tables(torch.empty(2, n, 8), 6, 100.0)
+        want = rotary_tables(torch.arange(n)[None], 6, base=100.0)
+        assert all(map(torch.equal, got, want))
+    assert made == [4096, 16384, 16385]
+
+
 @pytest.mark.parametrize("name", ["hybrid", "rwkv7"])
 def test_greedy_steps_end_where_generate_does(name: str) -> None:
     """Whatever ends the sequences, at whatever step; with more tokens than the last time, too."""
