@@ -1,5 +1,5 @@
 """Every family of kernels computes and writes what plain torch does, also one that only layers
-launch."""
+launch; fakes of operators make tensors like theirs."""
 
 import importlib
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.runtime import backends
+from slipstream.runtime.custom_op import DirectCall, KernelOp
 from slipstream.runtime.guarded_launch import Guard
 from tests.support.interpreted import error, interpreted
 
@@ -25,6 +26,28 @@ def counted(launch: Callable, calls: list[Callable]) -> Callable:
     return call
 
 
+def likeness(results: Any) -> list[Any]:
+    each = [results] if isinstance(results, Tensor) else results or []
+    found = (x for x in each if x is not None)
+    return [
+        (x.dtype, [x.shape, *((n, s) for n, s in zip(x.shape, x.stride()) if n > 1 and x.numel())])
+        for x in found
+    ]
+
+
+def like_their_fakes(run: Callable) -> Callable:
+    """Calls of operators, whose fakes make tensors like their results."""
+
+    def call(op: Any, *args: Any, **named: Any) -> Any:
+        found = run(op, *args, **named)
+        if isinstance(op, KernelOp):
+            given = op._by_position(args, named) if named else args
+            assert likeness(op.fake(*given)) == likeness(found), op.name
+        return found
+
+    return call
+
+
 def results(family: Any, impl: str) -> tuple[list[Tensor], int]:
     """And the number of its launches."""
     from tests.support.kernel_families import forget_plans
@@ -36,6 +59,7 @@ def results(family: Any, impl: str) -> tuple[list[Tensor], int]:
     forget_plans()
     with pytest.MonkeyPatch.context() as patch:
         family.take_triton(patch, impl)
+        patch.setattr(DirectCall, "__call__", like_their_fakes(DirectCall.__call__))
         if impl == "eager":
             patch.setattr(backends, "INTERPRETED", False)
             patch.setattr(Guard, "__enter__", lambda guard: False)
