@@ -44,7 +44,7 @@ def test_causal_conv1d_fn_takes_offsets(name: str, flat: bool) -> None:
 
 
 @pytest.mark.parametrize("S", [W - 1, W, W + 3])
-@pytest.mark.parametrize("pad_slot_id", [None, 3])
+@pytest.mark.parametrize("pad_slot_id", [None, 0, 3])
 def test_causal_conv1d_update_leaves_missing_states_alone(S: int, pad_slot_id: int | None) -> None:
     x, weight, pool = torch.randn(B, D, 2), torch.randn(D, W), torch.randn(5, D, S)
     index = torch.tensor([4, -1 if pad_slot_id is None else pad_slot_id, 2])

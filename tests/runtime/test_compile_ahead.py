@@ -14,7 +14,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from slipstream.compiler.compiler_state import CompilerState, Unusable
-from slipstream.runtime import compile_ahead, guarded_launch, parallel_compile, token_ids, warm_up
+from slipstream.runtime import (
+    backends,
+    compile_ahead,
+    guarded_launch,
+    parallel_compile,
+    token_ids,
+    warm_up,
+)
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.launch_cache import of_thread
@@ -113,6 +120,7 @@ def test_begin_runs_operators_within_a_call() -> None:
 
     def run(x: Tensor) -> Tensor:
         seen.append((type(x), tuple(x.shape)))
+        assert backends._THREAD.bound  # no CUDA context is made
         return x.new_empty(3)
 
     inner = KernelOp("test_ahead_inner", "(Tensor x) -> Tensor", run, lambda x: x.new_empty(3))

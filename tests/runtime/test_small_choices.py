@@ -2,6 +2,7 @@
 engines and sharded models hand on."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,19 +12,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.compat import flash_attn_interface
+from slipstream.compat.fla.adaptor import _cast_output
+from slipstream.compiler import toolchain
 from slipstream.compiler.compile_worker import Worker
-from slipstream.integrations import usage
+from slipstream.integrations import sglang, usage
 from slipstream.kernels.attention import cache
 from slipstream.kernels.attnres import op as attnres
 from slipstream.kernels.loss.eager import LossInputs
 from slipstream.kernels.loss.shard import RankRows, Shard
-from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, tensor_parallel
-from slipstream.ops import _running_sums
-from slipstream.runtime import call_replay, context_exchange
+from slipstream.models import (
+    SlipstreamConfig,
+    SlipstreamForCausalLM,
+    head_layouts,
+    tensor_parallel,
+)
+from slipstream.ops import _running_sums, loss
+from slipstream.runtime import backends, call_replay, context_exchange, token_ids
 from slipstream.runtime.recording import Line
-from slipstream.tools.catalog import OPERATORS
+from slipstream.tools import doctor_checks
+from slipstream.tools.catalog import OPERATORS, Shape
 from slipstream.tools.precompile_cache import Flags, shapes
-from slipstream.training import trainer
+from slipstream.training import parallel, trainer
 from tests.support.engine_plugins import forget_vllm
 
 
@@ -178,3 +188,62 @@ def test_replayed_lines_are_read_by_others() -> None:
     lines += [Line("let", "2", "n2"), Line("launch", "p2"), Line("view", "v1", "v3")]
     kept = call_replay._needed(lines, "v1")
     assert [x.left for x in kept] == ["n1", "v1", "v2", ""]
+
+
+def test_devices_are_asked_for_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU, by -1, has none; slots that a device writes are pinned."""
+    pinned: list[bool] = []
+
+    def zeros(*shape: int, pin_memory: bool = False, **options: Any) -> Tensor:
+        pinned.append(pin_memory)
+        return torch.empty(*shape, **options).zero_()
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    for index in (-1, 0, 1):
+        token_ids._Watch(index)
+    assert pinned == [False, True, True]
+    about = SimpleNamespace(multi_processor_count=7, shared_memory_per_block_optin=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    asked = backends.sm_count.__wrapped__, backends.shared_memory_bytes.__wrapped__
+    assert [[f(index) for f in asked] for index in (-1, 0, 1)] == [[2, 1 << 16], [7, 9], [7, 9]]
+
+
+def test_newest_assembler_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"a": "12.9", "b": "13.0", "c": None, "d": "9.2"}
+    monkeypatch.setattr(toolchain, "ptxas_version", versions.get)
+    assert [str(x) for x in toolchain._newest_first([Path(x) for x in versions])] == ["b", "a", "d"]
+
+
+def test_checks_that_were_not_made_are_not_ok() -> None:
+    sample: Any = SimpleNamespace(name="broken", inputs=mock.Mock(side_effect=KeyError("q")))
+    (check,) = doctor_checks.examine_one(sample, Shape(), torch.device("cpu"), [None])
+    assert not check.ok and "KeyError" in check.error
+
+
+def test_ranks_wait_until_a_model_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The folder of a checkpoint may be there."""
+    model, calls = nn.Linear(2, 2), mock.Mock()
+    monkeypatch.setattr(parallel.ranks, "wait", calls.wait)
+    monkeypatch.setattr(parallel, "get_model_state_dict", lambda model, options: {"weight": 1})
+    monkeypatch.setattr(parallel, "whole_state_dict", lambda model, whole: whole)
+    of: Any = SimpleNamespace(args=SimpleNamespace(should_save=True), model=model, _save=calls.save)
+    parallel.ShardedTrainer.save_model(of, "here")
+    assert [x for x, *_ in calls.mock_calls] == ["save", "wait"]
+    of.model, of.processing_class = mock.Mock(), None
+    parallel.ShardedTrainer.save_model(of, str(tmp_path), _internal_call=True)
+    of.model.config.save_pretrained.assert_called_once_with(str(tmp_path))
+
+
+def test_small_functions_by_their_values() -> None:
+    x = torch.ones(2)
+    got = _cast_output((x, 1, 2), torch.float16)
+    assert got[0].dtype == torch.float16 and got[1:] == (1, 2)
+    assert flash_attn_interface._without_none((1, 2, None)) == (1, 2)
+    assert loss._kl_unsupported(torch.empty(0, 3)) is None
+    assert loss._kl_unsupported(torch.empty(3, 0)) == "there are no features"
+    model = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False)})
+    found = [head_layouts.has_parameter(model, f"{x}.weight") for x in ("a", "b", "a.b")]
+    assert found == [True, False, False]
+    assert head_layouts.has_parameter(model["a"], "weight")
+    assert not head_layouts.has_parameter(model["a"], "bias")
+    assert sglang._Kernel.supports_safe_gate
