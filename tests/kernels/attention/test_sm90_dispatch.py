@@ -194,3 +194,10 @@ def test_tma_reads_heads_where_they_lie() -> None:
         assert _is_tma_readable(part), part.stride()
     for part in (x[..., 1:], x[..., ::2], x[:, :, ::5].transpose(2, 3), x[:, :1, ::2]):
         assert not _is_tma_readable(part), part.stride()
+
+
+def test_both_is_of_two_flags() -> None:
+    forward = pytest.importorskip("slipstream.kernels.attention.sm90.forward")
+    found = {x: forward.both(x, 4, 2) for x in (0, 1, 2, 4, 5, 6, 7)}
+    assert {x for x, both in found.items() if both == 1} == {6, 7}
+    assert {x for x, both in found.items() if both == 0} == {0, 1, 2, 4, 5}
