@@ -135,12 +135,19 @@ def fetch_both(desc, row, col, buffer, desc_rows, at, rows, full):
 
 
 @gluon.jit
-def has_keys(offsets, sizes, FLAGS: gl.constexpr):
-    """Whether this program's unit has keys: the host counts the most tiles that packed lengths may
-    have."""
+def packed_place(offsets, sizes, FLAGS: gl.constexpr):
+    """Where this program's unit of packed keys is, looked for once a partition; else nothing."""
+    loc = ()
     if FLAGS & FLAG.PACKED_K:
         unit = common.program_id_volatile(sizes.units)
         loc = common.locate_tile(unit, offsets, sizes, 128, True, FLAGS)
+    return loc
+
+
+@gluon.jit
+def has_keys(loc, FLAGS: gl.constexpr):
+    """Whether a unit has keys: the host counts the most tiles that packed lengths may have."""
+    if FLAGS & FLAG.PACKED_K:
         result = loc.row < loc.capacity
     else:
         result = True
@@ -150,13 +157,16 @@ def has_keys(offsets, sizes, FLAGS: gl.constexpr):
 @gluon.jit
 def load_partition(descs, buffers, full, empty_x, offsets, sizes, window, strides,
                    BM: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
-    if has_keys(offsets, sizes, FLAGS):
-        _load_unit(descs, buffers, full, empty_x, offsets, sizes, window, strides, BM, ST, FLAGS)
+    loc = packed_place(offsets, sizes, FLAGS)
+    if has_keys(loc, FLAGS):
+        _load_unit(
+            loc, descs, buffers, full, empty_x, offsets, sizes, window, strides, BM, ST, FLAGS
+        )
 
 
 @gluon.jit
 def _load_unit(
-    descs, buffers, full, empty_x, offsets, sizes, window, strides, BM, ST, FLAGS: gl.constexpr
+    loc, descs, buffers, full, empty_x, offsets, sizes, window, strides, BM, ST, FLAGS: gl.constexpr
 ):
     """The producer warp: k and v, then q with base and do with delta, the last queries first."""
     desc_q, desc_k, desc_v, desc_do, desc_base, desc_delta = descs
@@ -165,7 +175,8 @@ def _load_unit(
     unit = common.program_id_volatile(units)
     i_step = unit >> 31  # an opaque zero
     group = common.Sizes(*common.opaque(sizes, i_step)).group
-    loc = common.locate_tile(unit, offsets, sizes, 128, True, FLAGS)
+    if not FLAGS & FLAG.PACKED_K:
+        loc = common.locate_tile(unit, offsets, sizes, 128, True, FLAGS)
     bounds = common.opaque(window, i_step)
     visible = common.visible_query_tiles(loc.row, loc.queries, loc.keys, bounds, BM, 128, FLAGS, 0)
     row_k, col_k = common.tile_coords(strides_k, loc.i_kb, loc.i_h, loc.begin_k + loc.row)
@@ -380,9 +391,9 @@ def _rotated_back(dk, cos_ptr, sin_ptr, rows, D: gl.constexpr):
 
 
 @gluon.jit
-def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets,
-          sizes, window, pad, tables, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
-          FLAGS: gl.constexpr):  # fmt: skip
+def _unit(c: gl.constexpr, unit, loc, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty,
+          offsets, sizes, window, pad, tables, BM: gl.constexpr, D: gl.constexpr,
+          ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """The loop over a unit's queries for 64 of its keys, then dk and dv to memory."""
     group = sizes.group
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
@@ -393,7 +404,8 @@ def _unit(c: gl.constexpr, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, fu
     zero_q = gl.zeros([64, WIDTH], gl.float32, q_layout)
     i_step = unit >> 31  # an opaque zero
     k, v = buffers.k.index(i_step).slice(c * 64, 64), buffers.v.index(i_step).slice(c * 64, 64)
-    loc = common.locate_tile(unit, offsets, sizes, 128, True, FLAGS)
+    if not FLAGS & FLAG.PACKED_K:
+        loc = common.locate_tile(unit, offsets, sizes, 128, True, FLAGS)
     queries, keys, row = loc.queries, loc.keys, loc.row
     query, count, inner, outer = common.visible_query_tiles(
         row, queries, keys, common.opaque(window, i_step), BM, 128, FLAGS, 0
@@ -488,12 +500,13 @@ def _tile_loop(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, ful
                sizes, window, pad, tables, BM: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
                FLAGS: gl.constexpr):  # fmt: skip
     units = sizes.units
+    loc = packed_place(offsets, sizes, FLAGS)
     if D > SPARE_REGISTERS:
-        if has_keys(offsets, sizes, FLAGS):
-            _unit(c, common.program_id_volatile(units), dk_ptr, dv_ptr, factor, cap, scale, buffers,
-                  full, empty, offsets, sizes, window, pad, tables, BM, D, ST,
+        if has_keys(loc, FLAGS):
+            _unit(c, common.program_id_volatile(units), loc, dk_ptr, dv_ptr, factor, cap, scale,
+                  buffers, full, empty, offsets, sizes, window, pad, tables, BM, D, ST,
                   FLAGS)  # fmt: skip
-    elif has_keys(offsets, sizes, FLAGS):
+    elif has_keys(loc, FLAGS):
         # one unit too, but a loop to the compiler: without it ptxas computes addresses of buffers
         # and barriers in uniform registers
         programs = gl.num_programs(0)
@@ -501,8 +514,8 @@ def _tile_loop(c: gl.constexpr, dk_ptr, dv_ptr, factor, cap, scale, buffers, ful
         if FLAGS & FLAG.SOFTCAP:
             programs = units
         for unit in range(common.program_id_volatile(units), units, programs):
-            _unit(c, unit, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets, sizes,
-                  window, pad, tables, BM, D, ST, FLAGS)  # fmt: skip
+            _unit(c, unit, loc, dk_ptr, dv_ptr, factor, cap, scale, buffers, full, empty, offsets,
+                  sizes, window, pad, tables, BM, D, ST, FLAGS)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["factor", "cap", "scale", *_SIZES, *_STRIDES, *_DO_STRIDES,

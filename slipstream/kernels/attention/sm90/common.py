@@ -119,6 +119,24 @@ def pair_of_unit(unit, tiles, pairs, section):
 
 
 @gluon.jit
+def _sequence_of_tile(tile, cu_ptr, N, search_steps, B: gl.constexpr):
+    """scores.sequence_of_tile of packed rows, 32 sequences a step: each lane of a warp looks at
+    one, where halving the range would wait for five loads."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lanes = gl.arange(1, 33, layout)
+    low = N * 0
+    bits = search_steps
+    while bits > 0:
+        bits = gl.maximum(bits - 5, 0)
+        at = low + (lanes << bits)
+        first = gl.load(cu_ptr + at, mask=at < N, other=0).to(gl.int64) // B
+        before = (at < N) & (first + at <= tile)
+        low += gl.sum(before.to(gl.int32), 0) << bits
+    tile -= (gl.load(cu_ptr + low).to(gl.int64) // B).to(gl.int32) + low
+    return low, tile * B
+
+
+@gluon.jit
 def locate_tile(unit, offsets, sizes, B: gl.constexpr, KEYS: gl.constexpr, FLAGS: gl.constexpr):
     """Where a unit is. KEYS: units are tiles of keys, else of queries."""
     cu_q_ptr, cu_k_ptr, lengths_ptr = offsets
@@ -137,9 +155,10 @@ def locate_tile(unit, offsets, sizes, B: gl.constexpr, KEYS: gl.constexpr, FLAGS
     # seen by the most queries
     if not KEYS:
         tile = tiles - 1 - tile
-    i_n, row = scores.sequence_of_tile(
-        tile, pair // H, cu_ptr, N, sizes.search_steps, B, PACKED != 0
-    )
+    if PACKED:
+        i_n, row = _sequence_of_tile(tile, cu_ptr, N, sizes.search_steps, B)
+    else:
+        i_n, row = pair // H, tile * B
     i_b, begin, _, queries = scores.rows_of_sequence(
         i_n, cu_q_ptr, lengths_ptr, sizes.T, (FLAGS & FLAG.PACKED_Q) != 0, False
     )

@@ -34,7 +34,8 @@ longest first, all programs end within one unit's time. No result depends on who
         store to next_units, arrive full -->      arrive empty
 
 Packed lengths are not known to the host, which counts the most tiles that they may have: those of
-no queries are passed over by load_partition alone, which then hands out the first unit too.
+no queries are passed over by load_partition alone, which then hands out the first unit too. With a
+unit it hands out where that is, so that no warpgroup looks for its sequence.
 
 m need not be the maximum: all sums are relative to it, and it cancels when acc is divided by l. So
 it may lag behind by SLACK, and acc and l are rescaled for few tiles: in most calls hardly ever
@@ -65,10 +66,23 @@ class Scheduler(NamedTuple):
     empty: Any
 
 
+@gluon.constexpr_function
+def hands_out_places(flags):
+    """1 if units come with where they are: those of packed queries from the counter; else 0."""
+    return int(bool(common.FLAG.DYNAMIC & flags) and bool(common.FLAG.PACKED_Q & flags))
+
+
+@gluon.constexpr_function
+def unit_scalars(flags):
+    """Numbers of a stage of next_units: a unit and, if it comes with it, where it is."""
+    return 1 + hands_out_places(flags) * len(common.TileLocation._fields)
+
+
 @gluon.jit
 def alloc_scheduler(CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    next_units = gl.allocate_shared_memory(gl.int32, [SCHEDULER_STAGES, 1], layout)
+    COUNT: gl.constexpr = SCHEDULER_STAGES * unit_scalars(FLAGS)
+    next_units = gl.allocate_shared_memory(gl.int32, [COUNT, 1], layout)
     # placeholders without DYNAMIC: the tuple has the same types
     full = next_units
     empty = next_units
@@ -78,38 +92,38 @@ def alloc_scheduler(CONSUMERS: gl.constexpr, FLAGS: gl.constexpr):
     return next_units, full, empty
 
 
-@gluon.constexpr_function
-def both(flags, one, other):
-    """1 where both are among the flags, else 0."""
-    return int(bool(flags & one and flags & other))
-
-
 @gluon.jit
 def _take(scheduler):
     return gl.atomic_add(scheduler.counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
 
 
 @gluon.jit
-def _with_queries(unit, scheduler, offsets, sizes, B: gl.constexpr, FLAGS: gl.constexpr):
-    """This unit, or the first one taken after it that has queries."""
-    searching = unit < sizes.units
-    while searching:
-        loc = common.locate_tile(unit, offsets, sizes, B, False, FLAGS)
-        searching = loc.row >= loc.queries
-        if searching:
-            unit = _take(scheduler)
-            searching = unit < sizes.units
-    return unit
+def _hand_out(unit, loc, scheduler, i_step, FLAGS: gl.constexpr):
+    common.wait_empty(scheduler.empty, i_step, SCHEDULER_STAGES)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    COUNT: gl.constexpr = unit_scalars(FLAGS)
+    numbers = (unit,) + loc
+    for i in gl.static_range(COUNT):
+        scheduler.next_units.index(i_step % SCHEDULER_STAGES * COUNT + i).store(
+            gl.full([1], numbers[i], gl.int32, layout)
+        )
+    mbarrier.arrive(scheduler.full.index(i_step % SCHEDULER_STAGES))
 
 
 @gluon.jit
-def _hand_out(unit, scheduler, i_step):
-    common.wait_empty(scheduler.empty, i_step, SCHEDULER_STAGES)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    scheduler.next_units.index(i_step % SCHEDULER_STAGES).store(
-        gl.full([1], unit, gl.int32, layout)
-    )
-    mbarrier.arrive(scheduler.full.index(i_step % SCHEDULER_STAGES))
+def _hand_out_place(unit, scheduler, i_step, offsets, sizes, B: gl.constexpr, FLAGS: gl.constexpr):
+    """Hands out this unit, or the first one taken after it that has queries, and where it is."""
+    searching = True
+    while searching:
+        # the last one's place where there is none
+        at = gl.minimum(unit, sizes.units - 1)
+        loc = common.locate_tile(at, offsets, sizes, B, False, FLAGS)
+        searching = (unit < sizes.units) & (loc.row >= loc.queries)
+        if searching:
+            unit = _take(scheduler)
+        else:
+            _hand_out(unit, loc, scheduler, i_step, FLAGS)
+    return unit
 
 
 @gluon.jit
@@ -117,9 +131,10 @@ def fetch_next_tile(unit, scheduler, i_step, offsets, sizes, B: gl.constexpr, FL
     """The unit after this one, for the producer; i_step: units handed out so far."""
     if FLAGS & common.FLAG.DYNAMIC:
         unit = _take(scheduler)
-        if both(FLAGS, common.FLAG.DYNAMIC, common.FLAG.PACKED_Q):
-            unit = _with_queries(unit, scheduler, offsets, sizes, B, FLAGS)
-        _hand_out(unit, scheduler, i_step)
+        if hands_out_places(FLAGS):
+            unit = _hand_out_place(unit, scheduler, i_step, offsets, sizes, B, FLAGS)
+        else:
+            _hand_out(unit, (), scheduler, i_step, FLAGS)
     else:
         unit += gl.num_programs(0)
     return unit
@@ -130,12 +145,33 @@ def receive_next_tile(unit, scheduler, i_step, FLAGS: gl.constexpr):
     """The unit after this one, for a consumer; i_step: units received so far."""
     if FLAGS & common.FLAG.DYNAMIC:
         common.wait_full(scheduler.full, i_step, SCHEDULER_STAGES)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        unit = gl.max(scheduler.next_units.index(i_step % SCHEDULER_STAGES).load(layout), 0)
-        mbarrier.arrive(scheduler.empty.index(i_step % SCHEDULER_STAGES))
+        unit = _scalar(scheduler, i_step, 0, 4, FLAGS)
+        if not hands_out_places(FLAGS):
+            mbarrier.arrive(scheduler.empty.index(i_step % SCHEDULER_STAGES))
     else:
         unit += gl.num_programs(0)
     return unit
+
+
+@gluon.jit
+def _scalar(scheduler, i_step, at, WARPS: gl.constexpr, FLAGS: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    at += i_step % SCHEDULER_STAGES * unit_scalars(FLAGS)
+    return gl.max(scheduler.next_units.index(at).load(layout), 0)
+
+
+@gluon.jit
+def place_of_unit(unit, scheduler, i_step, offsets, sizes, B: gl.constexpr, WARPS: gl.constexpr,
+                  FLAGS: gl.constexpr):  # fmt: skip
+    """Where this unit is; i_step: units before it that were handed out to or received by WARPS."""
+    if hands_out_places(FLAGS):
+        numbers = ()
+        for i in gl.static_range(1, unit_scalars(FLAGS)):
+            numbers = numbers + (_scalar(scheduler, i_step, i, WARPS, FLAGS),)
+        loc = common.TileLocation(*numbers)
+    else:
+        loc = common.locate_tile(unit, offsets, sizes, B, False, FLAGS)
+    return loc
 
 
 # how far, in powers of two, a maximum may grow before a row's sums are rescaled
@@ -285,11 +321,10 @@ def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides,
     i_step = units * 0
     units_done = units * 0
     unit = common.program_id_volatile(i_step)
-    if both(FLAGS, common.FLAG.DYNAMIC, common.FLAG.PACKED_Q):
-        unit = _with_queries(unit, scheduler, offsets, sizes, 64 * NC, FLAGS)
-        _hand_out(unit, scheduler, units_done)
+    if hands_out_places(FLAGS):
+        unit = _hand_out_place(unit, scheduler, units_done, offsets, sizes, 64 * NC, FLAGS)
     while unit < units:
-        loc = common.locate_tile(unit, offsets, sizes, 64 * NC, False, FLAGS)
+        loc = place_of_unit(unit, scheduler, units_done, offsets, sizes, 64 * NC, 1, FLAGS)
         visible = common.visible_key_tiles(
             loc.row, loc.queries, loc.keys, window, 64 * NC, BN, FLAGS
         )
@@ -333,7 +368,7 @@ def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides,
             buffers.v.index(stage),
         )
         # after all loads of this unit are on their way: the counter's latency is hidden
-        handed_out = units_done + both(FLAGS, common.FLAG.DYNAMIC, common.FLAG.PACKED_Q)
+        handed_out = units_done + hands_out_places(FLAGS)
         unit = fetch_next_tile(unit, scheduler, handed_out, offsets, sizes, 64 * NC, FLAGS)
         units_done += 1
 
@@ -481,10 +516,12 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
     i_step = units * 0
     units_done = units * 0
     unit = common.program_id_volatile(i_step)
-    if both(FLAGS, common.FLAG.DYNAMIC, common.FLAG.PACKED_Q):
+    if hands_out_places(FLAGS):
         unit = receive_next_tile(unit, scheduler, units_done, FLAGS)
     while unit < units:
-        loc = common.locate_tile(unit, offsets, sizes, 64 * NC, False, FLAGS)
+        loc = place_of_unit(unit, scheduler, units_done, offsets, sizes, 64 * NC, 4, FLAGS)
+        if hands_out_places(FLAGS):
+            mbarrier.arrive(scheduler.empty.index(units_done % SCHEDULER_STAGES))
         queries, keys, row = loc.queries, loc.keys, loc.row
         window = window_arg
         # opaque, so that bounds are computed for each unit instead of kept: registers are full
@@ -541,7 +578,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
             DV,
             FLAGS,
         )
-        received = units_done + both(FLAGS, common.FLAG.DYNAMIC, common.FLAG.PACKED_Q)
+        received = units_done + hands_out_places(FLAGS)
         unit = receive_next_tile(unit, scheduler, received, FLAGS)
         units_done += 1
 
