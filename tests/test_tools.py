@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.backends import HAVE_TRITON
+from tests.support import wants
 from tests.support.forked import run_code
 from tests.support.scripts import ROOT
 
@@ -57,7 +57,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="kernels are chosen, though none runs")
+@wants.triton
 def test_layers_keep_no_more_than_they_did() -> None:
     done = run_code(ROOT / "tools/kept_bytes.py", *LIMITS)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -24,11 +24,11 @@ from slipstream.compiler.support_matrix import Row
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from slipstream.models.convert import convert
 from slipstream.models.convert.files import Weights
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.files import read_text
 from slipstream.tools.model_kernels import read, trace_model
 from slipstream.tools.precompile_cache import is_model
 from slipstream.training.config import load
+from tests.support import wants
 from tests.support.forked import run_code
 from tests.support.scripts import ROOT, script
 
@@ -255,9 +255,6 @@ def test_convert_there_and_back_and_errors(tmp_path: Path) -> None:
     assert status == 2 and "error: ignore: nothing is not in" in output
 
 
-needs_compiler = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
-)
 SMALL = {"vocab_size": 512, "hidden_size": 128, "num_heads": 2}
 BF16 = torch.bfloat16
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -277,7 +274,7 @@ def test_operators_are_no_models_in_a_folder(
     assert is_model("run") and is_model("./kda") and is_model("config.json")
 
 
-@needs_compiler
+@wants.compiler
 def test_kernels_of_a_step() -> None:
     names = [x.name for x in trace_model(small(*["kda"] * 5), BF16, (2, 512), "sm_90", True)]
     both = {"conv_fwd", "conv_bwd", "dplr_chunk_fwd_sm90", "dplr_dqkg_sm90", "norm_bwd"}
@@ -305,7 +302,7 @@ def test_configurations_are_read_from_folders_and_files(tmp_path: Path) -> None:
         read(str(tmp_path / "no.json"))
 
 
-@needs_compiler
+@wants.compiler
 def test_command_compiles_what_it_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiled: list[str] = []
 

@@ -16,16 +16,12 @@ from typer.testing import CliRunner
 from slipstream import ops
 from slipstream.cli.commands import app
 from slipstream.compiler import compiler_state, toolchain
-from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 from slipstream.runtime import guarded_launch
 from slipstream.tools import doctor_checks
 from slipstream.tools.catalog import SAMPLES
 from slipstream.tools.precompile_cache import stale
+from tests.support import wants
 from tests.support.triton_release import HAS_GLUON, INTERPRETS
-
-needs_compiler = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +177,7 @@ def test_doctor_reports_the_gpu_and_its_compilers(tmp_path: Path) -> None:
     assert "narrow-dot (wrong result)" in text and "avoided by how kernels are written" in text
 
 
-@needs_compiler
+@wants.compiler
 def test_doctor_interprets_the_kernels_where_no_gpu_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +226,7 @@ def test_doctor_compiles_ahead_what_it_examines(
     assert len(examined) > 1 and {*examined} <= {*compiled}
 
 
-@needs_compiler
+@wants.compiler
 def test_doctor_says_how_an_interpreter_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_checks, "SAMPLES", [*SAMPLES, SAMPLES[0].__class__("none", "q=BT")])
     checks = list(doctor_checks.interpreted([doctor_checks.SAMPLES[-1]]))
@@ -245,7 +241,7 @@ def test_doctor_names_what_it_does_not_know() -> None:
     assert status == 2 and "no 'zzz'; want one of chunk_linear_attn" in text
 
 
-@needs_compiler
+@wants.compiler
 def test_explain_names_kernels_tiles_and_reasons() -> None:
     status, text = invoke("explain", "chunk_simple_gla", "--arch", "sm_80", "--shape", "K=64,V=64")
     assert status == 0
@@ -264,7 +260,7 @@ def test_explain_names_kernels_tiles_and_reasons() -> None:
     assert status == 2 and "arch: want one of" in text
 
 
-@needs_compiler
+@wants.compiler
 @pytest.mark.parametrize("operator", ["chunk_simple_gla", "attention", "rms_norm"])
 def test_explain_says_what_was_learnt_here(
     operator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -288,7 +284,7 @@ def test_explain_says_what_was_learnt_here(
     assert status == 0 and "rejected: triton, any kernel: ptxas 13 has no sm_70" in text
 
 
-@needs_compiler
+@wants.compiler
 def test_explain_shows_gradient_backend() -> None:
     status, text = invoke("explain", "attention", "--arch", "sm_90", "--shape", "K=192,V=128")
     assert status == 0
@@ -300,7 +296,7 @@ def test_explain_shows_gradient_backend() -> None:
         assert "chosen: triton" in text and "rejected: sm90" in text
 
 
-@needs_compiler
+@wants.compiler
 def test_explain_is_of_the_dtype_asked_for() -> None:
     """Tiles of float32 are smaller; sm_90's own kernels take none of it."""
     run = ["explain", "attention", "--arch"]
@@ -316,7 +312,7 @@ def test_explain_is_of_the_dtype_asked_for() -> None:
     assert status == 2 and "--dtype: want one of" in text and "'fp64'" in text
 
 
-@needs_compiler
+@wants.compiler
 def test_precompile_fills_a_cache_that_says_by_what(tmp_path: Path) -> None:
     run = ["precompile", "chunk_retention", "--arch", "sm_80", "--head-dim", "32", "--forward"]
     run += ["--no-packed", "--no-state", "--no-grouped", "--jobs", "1", "--cache", str(tmp_path)]
@@ -329,7 +325,7 @@ def test_precompile_fills_a_cache_that_says_by_what(tmp_path: Path) -> None:
     assert f"path {tmp_path} there, {moved} here" in str(stale(moved, "sm_80"))
 
 
-@needs_compiler
+@wants.compiler
 @pytest.mark.parametrize(
     ("options", "words"),
     [

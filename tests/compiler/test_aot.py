@@ -9,12 +9,10 @@ import torch
 
 from slipstream.compiler import aot
 from slipstream.compiler.aot import common_options, compile_kernel, gpu_target, load
-from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
+from tests.support import wants
 from tests.support.drivers import Driver
 
-pytestmark = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
-)
+pytestmark = wants.compiler
 
 PRODUCT = "tests.support.planted_bugs:product_kernel"
 TENSORS = {f"{x}_ptr": "*bf16" for x in "xyo"}

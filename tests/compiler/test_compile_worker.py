@@ -17,11 +17,9 @@ import slipstream
 from slipstream.compiler import compile_worker as module
 from slipstream.compiler.aot import Job
 from slipstream.compiler.compile_worker import Outcome, Worker, child_python
-from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
-)
+pytestmark = wants.compiler
 
 
 def test_worker_outlives_its_compiler() -> None:

@@ -11,15 +11,13 @@ from slipstream.compiler import compiler_state, toolchain
 from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.known_bugs import INTERPRETER, KNOWN_BUGS, applying, suspected
 from slipstream.runtime import guarded_launch
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools import explain_text
 from slipstream.tools.backend_query import TracedKernels, trace_operator
 from slipstream.tools.catalog import Shape, chosen
+from tests.support import wants
 from tests.support.planted_fault import FAULT, plant
 
-pytestmark = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
-)
+pytestmark = wants.compiler
 BY_NAME = {x.name: x for x in KNOWN_BUGS}
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 

@@ -17,15 +17,12 @@ from slipstream.compiler.aot import Job
 from slipstream.compiler.compiler_state import CompilerState
 from slipstream.compiler.known_bugs import KNOWN_BUGS
 from slipstream.compiler.trace import PlainTorch, trace
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import SAMPLES, Sample, Shape, chosen
-from tests.support import planted_bugs
+from tests.support import planted_bugs, wants
 from tests.support.ir_patterns import kernel_ir, patterns, products
 from tests.support.scripts import script
 
-pytestmark = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
-)
+pytestmark = wants.compiler
 slow = pytest.mark.slow
 LAYER_SAMPLES = script("tools/layer_samples").LAYER_SAMPLES
 # those that the IR shows; the others are found by compiling (tools/matrix.py)

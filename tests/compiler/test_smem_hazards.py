@@ -11,14 +11,11 @@ from slipstream.compiler.compile_worker import Worker
 from slipstream.compiler.smem_hazards import find_hazard
 from slipstream.compiler.trace import PlainTorch, trace
 from slipstream.ops import chunk_simple_gla
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import Shape, chosen
-from tests.support import planted_bugs
+from tests.support import planted_bugs, wants
 from tests.support.ir_patterns import kernel_ir
 
-pytestmark = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
-)
+pytestmark = wants.compiler
 WIDE = Shape(K=256, V=256)
 
 

@@ -14,14 +14,11 @@ import pytest
 from slipstream.compiler import compiler_state, support_matrix
 from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.compile_worker import Outcome
-from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
+from tests.support import wants
 from tests.support.planted_fault import FAULT, plant
 from tests.support.scripts import script
 from tests.support.traced_in_a_thread import trace_in_a_thread
 
-compiles = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
-)
 LAYER_SAMPLES = script("tools/layer_samples").LAYER_SAMPLES
 matrix, support_page = script("tools/matrix"), script("tools/support_page")
 rows = script("tools/matrix_cache")
@@ -85,7 +82,7 @@ def test_attempt_names_the_known_fault_behind_a_crash(monkeypatch: pytest.Monkey
     assert support_page.verified([row, replace(row, status="ok")]) == {compilers: set()}
 
 
-@compiles
+@wants.compiler
 def test_matrix_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -104,7 +101,7 @@ def test_matrix_sample(
     assert all(x["triton"] and x["ptxas"] and x["registers"] for x in rows)
 
 
-@compiles
+@wants.compiler
 def test_matrix_retries_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -224,7 +221,7 @@ def test_cover_counts_other_tensor_types() -> None:
     assert {x["g_ptr"] == x["x_ptr"] for x in found} == {False, True}
 
 
-@compiles
+@wants.compiler
 def test_rows_are_valid_until_sources_change(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -304,7 +301,7 @@ def test_families_have_digests_of_what_their_kernels_are() -> None:
     assert compiler_state.family_of("slipstream.runtime.token_ids_kernel") == "core"
 
 
-@compiles
+@wants.compiler
 def test_every_row_of_layers_launches_kernels() -> None:
     """A row whose arguments an operator refuses compiles nothing, and no other test notices it."""
     from slipstream.tools.backend_query import trace_operator

@@ -11,11 +11,8 @@ import pytest
 from slipstream.compiler import arch as checked
 from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import ARCHS, MATRICES, Arch, expect_fits, instruction, named, of
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.support import wants
 
-compiles = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
-)
 slow = pytest.mark.slow
 
 
@@ -26,7 +23,7 @@ def products() -> Iterator[Any]:
             yield pytest.param(arch, rows, warps, marks=[] if quick else [slow])
 
 
-@compiles
+@wants.compiler
 @pytest.mark.parametrize(("arch", "rows", "warps"), [*products()])
 def test_instruction_is_as_predicted(arch: Arch, rows: int, warps: int) -> None:
     tensors = {"x_ptr": "*bf16", "y_ptr": "*bf16", "o_ptr": "*fp32"}

@@ -12,12 +12,10 @@ from slipstream import ops
 from slipstream.compiler import aot
 from slipstream.compiler import trace as tracing
 from slipstream.compiler.trace import trace
-from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import SAMPLES, Sample, Shape
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
-)
+pytestmark = wants.compiler
 
 
 def gated_delta_rule(device: torch.device, T: int = 100, impl: str = "triton") -> Any:

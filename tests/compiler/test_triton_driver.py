@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slipstream.compiler import triton_cache_key, triton_driver
-from slipstream.runtime.backends import HAVE_TRITON
+from tests.support import wants
 
 nvidia = pytest.importorskip("triton.backends.nvidia.driver")
 config: Any = pytest.importorskip("triton.runtime").driver
@@ -136,13 +136,13 @@ def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     triton_cache_key.reuse.cache_clear()
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="wants Triton")
+@wants.triton
 def test_digest_is_remembered(triton: Any) -> None:
     want, computed = triton.fresh(), triton.computed
     assert triton.fresh() == want and triton.computed == computed
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="wants Triton")
+@wants.triton
 @pytest.mark.parametrize("name", ["compiler/code.py", "backends/x/driver.py", "_C/libtriton.so"])
 def test_digest_follows_the_files(triton: Any, name: str) -> None:
     path = triton.root / name
@@ -154,7 +154,7 @@ def test_digest_follows_the_files(triton: Any, name: str) -> None:
     assert "2" not in triton.fresh()
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="wants Triton")
+@wants.triton
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_digest_begins_with_a_model(
     gpus: int, triton: Any, monkeypatch: pytest.MonkeyPatch
@@ -176,7 +176,7 @@ def test_digest_begins_with_a_model(
     assert triton.computed == before + 1
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="wants Triton")
+@wants.triton
 def test_digest_that_has_begun_is_waited_for(triton: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     triton.fresh()
     (triton.root / "__init__.py").write_text("3")

@@ -9,7 +9,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
+from tests.support import wants
 from tests.support.scripts import script
 from tests.support.traced_in_a_thread import trace_in_a_thread
 
@@ -53,7 +53,7 @@ def test_release_is_installed_once(wheels: Path, tmp_path: Path) -> None:
     assert list(root.iterdir()) == [folder]
 
 
-@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler")
+@wants.compiler
 def test_matrix_under_another_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -82,7 +82,7 @@ def test_matrix_under_another_release(
     assert kept.name.startswith("3.6.99-")
 
 
-@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton")
+@wants.compiler
 def test_blocking_fault_is_the_reason_of_each_operator() -> None:
     from slipstream.tools.backend_query import find_kernels
     from slipstream.tools.catalog import REPRESENTATIVE, chosen

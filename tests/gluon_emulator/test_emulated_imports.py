@@ -5,13 +5,11 @@ import pkgutil
 import re
 import sys
 
-import pytest
-
 from slipstream import kernels
-from slipstream.runtime.backends import HAVE_TRITON
 from tests.gluon_emulator import linear, threads
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+pytestmark = wants.triton
 NAMES = [x.name for x in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
 # files of kernels, which import neither launches nor back ends
 KERNELS = [

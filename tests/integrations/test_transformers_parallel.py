@@ -5,18 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support import wants
 from tests.support.processes import in_processes
 from tests.support.transformers_context import make
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch without collectives"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [wants.collectives, pytest.mark.filterwarnings("ignore")]
 NAMES = ("Qwen3Next", "Llama", "KimiLinear", "Mamba2", "Bamba")
 WAYS = ("ddp", "fsdp2 checkpointed", "ddp checkpointed", "fsdp2", "ddp compiled")
 

@@ -15,12 +15,11 @@ from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import op
 from slipstream.kernels.projection_step.inputs import NormedInputs
 from slipstream.ops import mixer_step, projection_step, rms_norm
-from slipstream.runtime.backends import HAVE_TRITON
-from tests.support import projections
+from tests.support import projections, wants
 from tests.support.mixer_steps import LARGE, job_of
 from tests.support.sass import disassemble
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+pytestmark = wants.triton
 _CODE = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(\S+)")
 _TOUCHES = ("LDG", "STG", "ATOM", "RED.", "REDG", "LDGSTS", "LD.", "ST.", "UBLKCP", "UTMA")
 

@@ -19,18 +19,16 @@ from slipstream.compiler.support_matrix import Task, judge
 from slipstream.compiler.trace import trace
 from slipstream.kernels.conv.inputs import UNIT_WIDTHS, ConvInputs
 from slipstream.kernels.conv.op import convolution
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.backend_query import find_kernels
 from slipstream.tools.catalog import REPRESENTATIVE, SAMPLES, Shape
 from slipstream.tools.samples import Sample
+from tests.support import wants
 from tests.support.sass import arrives_early, disassemble, most_spilled, overwritten
 from tests.support.scripts import script
 from tests.support.triton_release import HAS_GLUON
 from tests.support.uniform_registers import unwritten
 
-pytestmark = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
-)
+pytestmark = wants.compiler
 
 LAYER_SAMPLES = script("tools/layer_samples").LAYER_SAMPLES
 cover = script("tools/variant_cover").cover

@@ -13,11 +13,11 @@ from zlib import crc32
 import pytest
 import torch
 
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.backend_query import trace_operator
 from slipstream.tools.catalog import SAMPLES, Shape
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="compiles nothing")
+pytestmark = wants.compiler
 
 COMPILERS = {"triton": "3.6.0", "ptxas": "13.0.88"}
 FP32 = torch.float32

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import slipstream.kernels
-from slipstream.runtime.backends import HAVE_TRITON
+from tests.support import wants
 
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 
@@ -102,7 +102,7 @@ class Tile(NamedTuple):
         return Tile(self.x - other.x)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 def test_halves_have_sixteen_bits_of_a_number() -> None:
     from slipstream.kernels.primitives.sm90_device import halves
 

@@ -12,9 +12,9 @@ import torch
 from slipstream.compiler.aot import Job
 from slipstream.compiler.trace import trace
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+pytestmark = wants.compiler
 MIXERS = (
     *("gated_deltanet", "kda", "gla", "mamba2", "rwkv7", "retention", "gsa", "hgrn", "attention"),
     *("delta_net", "mla"),

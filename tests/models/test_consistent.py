@@ -16,8 +16,8 @@ from slipstream.models.block_steps import OpenBlocks
 from slipstream.models.config import CONSISTENT_MIXERS
 from slipstream.nn.consistent import linear
 from slipstream.nn.decoding import Drafts
-from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.consistent import BLOCK
+from tests.support import wants
 from tests.support.consistent_models import LENGTH, differing, logits_of, model_of, sequences
 
 # of all mixers that a consistent model takes
@@ -317,7 +317,7 @@ def test_other_models_are_refused() -> None:
         model(sequences(1))
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 def test_products_on_sm90_have_tiles_by_rows() -> None:
     """The same slices of K, so that sums have one order; one tile in float32 and with a bias."""
     from slipstream.compiler.trace import trace

@@ -11,9 +11,10 @@ from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, first_ste
 from slipstream.models import model as model_module
 from slipstream.parallel import ContextParallel
 from slipstream.runtime.launch_cache import of_thread
+from tests.support import wants
 from tests.support.processes import in_processes
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
+pytestmark = wants.collectives
 RANKS = 2
 COLLECTIVES = [
     (dist, "all_reduce"),

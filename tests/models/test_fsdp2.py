@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 
 from slipstream.models import SlipstreamForCausalLM
+from tests.support import wants
 from tests.support.fsdp2 import EVERY_MIXER, MIXERS, RANKS, compare, make
 from tests.support.processes import in_processes
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
+pytestmark = wants.collectives
 
 
 def in_process(

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, played
 from slipstream.nn import RMSNorm
 from slipstream.runtime import backends, call_replay, parallel_compile
-from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.consistent import consistent
 from slipstream.runtime.context_exchange import HeadShard
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="launches are Triton's")
+pytestmark = wants.triton
 LENGTHS = (20, 20, 33, 20, 47, 33)  # in chunks
 
 

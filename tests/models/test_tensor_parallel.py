@@ -16,10 +16,11 @@ from slipstream.models import (
     tensor_parallel,
 )
 from slipstream.models.head_layouts import heads_of
+from tests.support import wants
 from tests.support.processes import in_processes
 from tests.support.tensor_runs import DEFAULT, FOUR, TWO, run_cases
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
+pytestmark = wants.collectives
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:

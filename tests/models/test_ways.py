@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tests.support import model_ways, module_changes
+from tests.support import model_ways, module_changes, wants
 from tests.support.model_ways import MODELS, TOGETHER, VOCAB, WAYS, check, gradients, make, trained
 from tests.support.processes import in_processes
 
 pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch without collectives"),
+    wants.collectives,
     # of linear layers with a bias, torch's own among them
     pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning"),
     # of Dynamo, where FSDP's hooks made a tensor

@@ -14,18 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from slipstream import layers, nn
-from tests.support import module_changes, small_modules
+from tests.support import module_changes, small_modules, wants
 from tests.support.processes import in_processes
 from tests.support.small_modules import LAYERS, SUBJECTS, Later, flat, is_sample, modules, results
 
 pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch without collectives"),
+    wants.collectives,
     pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:The tensor attribute:UserWarning"),

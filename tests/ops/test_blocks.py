@@ -15,8 +15,8 @@ from slipstream.ops.conv import short_convolution, short_convolution_update
 from slipstream.ops.embedding import embedding
 from slipstream.ops.norm import l2_norm, rms_norm
 from slipstream.ops.rotary import packed_positions, rotary_embedding, rotary_tables
-from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.tools.catalog import Sample
+from tests.support import wants
 from tests.support.formulas import wanted
 from tests.support.operators import BLOCKS, EPS, block_size, cast, with_grads
 
@@ -258,7 +258,7 @@ def test_tables_of_a_step_are_each_calls_own() -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @pytest.mark.parametrize("wider", [(0, 0, 0, 0), (0, 0, 0, 2), (0, 0, 1, 0), (0, 1, 0, 0)])
 def test_copies_go_to_any_strides(wider: tuple[int, ...]) -> None:
     from slipstream.kernels.elementwise.triton.rotary import _copy

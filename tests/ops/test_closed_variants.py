@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.compile_ahead import Size
 from slipstream.tools.catalog import SAMPLES, Sample, Shape
+from tests.support import wants
 from tests.support.scripts import script
 from tests.support.size_variants import variants, with_size
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+pytestmark = wants.compiler
 LAYER_SAMPLES = script("tools/layer_samples").LAYER_SAMPLES
 SIZES = 5
 CACHES = {"k_cache", "latent", "key_lengths"}

@@ -5,9 +5,9 @@ import torch
 
 from slipstream.compiler.trace import trace
 from slipstream.ops import attention, chunk_simple_gla
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.consistent import consistent, consistent_scope
 from slipstream.tools.catalog import Sample
+from tests.support import wants
 from tests.support.consistent import OPERATORS, attention_differing, differing
 from tests.support.interpreted import interpreted
 from tests.support.operators import Size, assert_near, budget, with_grads
@@ -123,7 +123,7 @@ def test_nothing_and_one_token() -> None:
         assert attention(q, q, q, consistent=True).shape == q.shape
 
 
-@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+@wants.compiler
 @pytest.mark.parametrize("V", [128, 256, 512])
 def test_heads_split_for_sm90_are_taken(V: int) -> None:
     def call(device: torch.device) -> object:

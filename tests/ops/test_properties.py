@@ -151,6 +151,11 @@ def test_operator_is_batch_invariant(op: Sample) -> None:
             for name, x in args.items()
         }
         assert_near(op, flat(op(alone)), [x[b : b + 1] for x in both], 1e-6, "alone")
+    for name in {"k", "v", "x", "B"} & args.keys():
+        args[name][1] = torch.nan
+    beside_nan = flat(op(args))
+    assert beside_nan[0][1].isnan().any()
+    assert all(torch.equal(x[::2], y[::2]) for x, y in zip(beside_nan, both))
 
 
 @every_operator

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import pytest
 
 from slipstream.compiler.trace import trace
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import Sample, Shape
+from tests.support import wants
 from tests.support.chunk_sizes import CHUNKED, PACKED, WAYS
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+pytestmark = wants.compiler
 # one of each transition
 EACH = {"chunk_simple_gla", "chunk_gla", "chunk_gsa", "chunk_gated_delta_rule", "chunk_rwkv7"}
 

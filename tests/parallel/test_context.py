@@ -17,12 +17,12 @@ from slipstream.models.config import MIXERS
 from slipstream.parallel import ContextParallel, shard, unshard
 from slipstream.runtime.context_parallel import Share
 from slipstream.tools.catalog import Sample, flat
-from tests.support import context_runs
+from tests.support import context_runs, wants
 from tests.support.context_runs import CALLS, CUTS, MODEL_CUTS, RANKS, SHORT_CUTS, Cut, compare_all
 from tests.support.operators import Size, packed
 from tests.support.processes import in_processes
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
+pytestmark = wants.collectives
 
 
 def some_cut(seed: int) -> Cut:

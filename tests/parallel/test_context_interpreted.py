@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from slipstream.kernels.linear import segments
+from tests.support import wants
 from tests.support.interpreted import PARTS, interpreted
 from tests.support.linear_interpreted import reference
 from tests.support.lockstep import linear_on_ranks
@@ -173,7 +173,7 @@ def test_exchanges_match_reference_when_interpreted(part: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
+@wants.collectives
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_results_and_bits_of_many_ranks(ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]

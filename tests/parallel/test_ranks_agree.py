@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException
 
+from tests.support import wants
 from tests.support.fault_on_a_rank import fail_on_a_rank
 from tests.support.processes import in_processes
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
+@wants.collectives
 def test_fault_on_one_rank_ends_all(tmp_path: Path) -> None:
     """With the names of the kernel and the rank; the next run knows of it before it begins."""
     with pytest.raises(ProcessException):

@@ -9,15 +9,13 @@ import torch.distributed as dist
 
 from slipstream.integrations.context import call_in_context
 from slipstream.parallel import ContextParallel
+from tests.support import wants
 from tests.support.ignored_rows import faults, of_a_group
 from tests.support.language_models import small_model
 from tests.support.processes import in_processes
 from tests.support.transformers_context import make
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch without collectives"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [wants.collectives, pytest.mark.filterwarnings("ignore")]
 IDS = torch.arange(8).view(2, 4)
 NO_LABELS = torch.full_like(IDS, -100)
 

@@ -11,13 +11,11 @@ import transformers
 from slipstream.integrations.context import TYPES, call_in_context
 from slipstream.integrations.transformers import NAME, unpatch
 from slipstream.parallel import ContextParallel
+from tests.support import wants
 from tests.support.processes import in_processes
 from tests.support.transformers_context import NAMES, make, run_models
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_available(), reason="torch without collectives"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [wants.collectives, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(autouse=True)

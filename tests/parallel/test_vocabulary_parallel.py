@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.ops import linear_cross_entropy
+from tests.support import wants
 from tests.support.processes import in_processes
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
+pytestmark = wants.collectives
 DATA, TENSOR = 2, 2
 ROWS, TOKENS, WIDTH, VOCABULARY = 4, 7, 12, 26
 

@@ -17,12 +17,13 @@ from torch import Tensor
 from slipstream.runtime import call_replay, custom_op
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.launch_cache import by_sizes
+from tests.support import wants
 from tests.support.recorded import Toy, launch, record_on_cpu
 
 if HAVE_TRITON:
     from triton import knobs
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="launches are Triton's")
+pytestmark = wants.triton
 
 
 @pytest.fixture(autouse=True)

@@ -22,13 +22,13 @@ from slipstream.runtime import (
     token_ids,
     warm_up,
 )
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.custom_op import KernelOp
 from slipstream.runtime.launch_cache import of_thread
 from slipstream.tools.catalog import Shape, chosen
+from tests.support import wants
 from tests.support.size_variants import ladder, variants
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+pytestmark = wants.compiler
 OPERATORS = (
     *("chunk_simple_gla", "chunk_gla", "chunk_delta_rule", "chunk_kda"),
     *("chunk_gsa", "chunk_hgrn", "attention", "selective_scan"),

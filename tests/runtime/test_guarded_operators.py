@@ -21,12 +21,10 @@ from slipstream import kernels
 from slipstream.compiler import compiler_state, known_bugs
 from slipstream.kernels.attention import eager
 from slipstream.runtime import backends, guarded_launch
-from tests.support import kernel_calls
+from tests.support import kernel_calls, wants
 from tests.support.kernel_families import FAMILIES, KERNELS, Family, forget_plans
 
-pytestmark = pytest.mark.skipif(
-    not backends.HAVE_TRITON or backends.INTERPRETED, reason="wants Triton, not interpreted"
-)
+pytestmark = wants.compiler
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.call.__name__)
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from slipstream.runtime import call_replay, compilations, launch_cache, parallel_compile, token_ids
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.call_recorder import CallRecorder
 from slipstream.runtime.launch_cache import CachedKernel, FusedKernel, cached, of_thread
 from slipstream.runtime.symbolic_sizes import Size
+from tests.support import wants
 
 if HAVE_TRITON:
     import triton
@@ -45,7 +46,7 @@ if HAVE_TRITON:
         tl.store(x_ptr + o if y_ptr is None else y_ptr + o, b_x + FLAG, mask=o < n)
 
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+pytestmark = wants.compiler
 
 
 class Launcher:

@@ -9,15 +9,15 @@ from unittest import mock
 import pytest
 import torch
 
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.call_recorder import CallRecorder
 from slipstream.runtime.call_replay import RecordedCall, call_key
 from slipstream.runtime.custom_op import DirectCall
 from slipstream.runtime.launch_cache import CachedKernel, FusedKernel, of_thread
 from slipstream.runtime.recording import use_recorder
 from slipstream.tools.catalog import SAMPLES, Sample, Shape
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+pytestmark = wants.compiler
 SHAPES = {
     "whole": Shape(B=1, T=130, H=2, K=64, V=64, state=True),
     "packed": Shape(B=2, T=70, H=2, K=64, V=64, packed=True, grouped=True),

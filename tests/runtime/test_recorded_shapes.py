@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.recorded_shapes import Value
 from slipstream.runtime.recording import Unrecordable
 from slipstream.runtime.symbolic_sizes import Size
+from tests.support import wants
 from tests.support.recorded import Toy, launch, record_on_cpu
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="launches are Triton's")
+pytestmark = wants.triton
 W = torch.randn(6, 4)
 # operations on x [T, 4] whose results are contiguous, in all sizes
 CONTIGUOUS: dict[str, Callable[[Tensor], Tensor]] = {

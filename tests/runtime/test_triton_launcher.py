@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from slipstream.runtime import call_replay
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.launch_cache import CachedKernel, FusedKernel
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+pytestmark = wants.compiler
 
 if HAVE_TRITON:
     import triton

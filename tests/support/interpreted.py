@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.backends import INTERPRETED
+from tests.support import wants
 from tests.support.forked import run_test
 
 # Checks of more than a minute are in two parts: every form once or more, and further crossings.
@@ -27,7 +28,7 @@ def interpreted(test: Callable[..., None]) -> Callable[..., None]:
         status, text = run_test(test.__module__, test.__name__, given)
         assert status == 0, text[-8000:]
 
-    return pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")(in_a_process)
+    return wants.triton(in_a_process)
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from rich.console import Console
 from safetensors.torch import load_file
@@ -21,11 +20,12 @@ from slipstream.training.parallel import expect_processes
 from slipstream.training.ranks import Interrupt
 from slipstream.training.run import train
 from slipstream.training.sample import load
+from tests.support import wants
 from tests.support.processes import in_processes, run_ranks
 from tests.support.slow_ranks import save_slowly
 from tests.support.training_configs import config_of
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without collectives")
+pytestmark = wants.collectives
 STEPS = 6
 
 RUN = {

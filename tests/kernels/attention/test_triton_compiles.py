@@ -13,11 +13,9 @@ from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.trace import trace
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionOptions
-from slipstream.kernels.attention.plan import HAVE_TRITON, INTERPRETED
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
-)
+pytestmark = wants.compiler
 
 
 def rounded_call(D: int, dtype: torch.dtype, page: int) -> Any:

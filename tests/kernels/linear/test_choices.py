@@ -18,10 +18,10 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.modes import memory
 from slipstream.kernels.linear.sm90.delta import bwd_schedule
 from slipstream.kernels.linear.triton.delta import plan as delta
-from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.consistent import consistent
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+pytestmark = wants.triton
 
 # tokens, sequences of a batch or of a row, heads of k and v, widths of k and v
 GENERAL = product(

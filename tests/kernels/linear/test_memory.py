@@ -20,9 +20,9 @@ from slipstream.kernels.linear.dispatch import Asked, choose_plan
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes import memory
 from slipstream.kernels.linear.modes.call import LinearOptions
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.context_parallel import Share
 from slipstream.tools.catalog import Sample, flat
+from tests.support import wants
 from tests.support.memory import Allocated, make
 from tests.support.operators import LINEAR, Size, packed, with_grads
 
@@ -264,7 +264,7 @@ def inputs(kind: str, T: int, H: int, device: torch.device) -> LinearInputs:
     return LinearInputs(**given)
 
 
-@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+@wants.compiler
 @pytest.mark.parametrize(
     ("kind", "H", "limit"),
     [("kda", 16, 0.58), ("kda", 32, 0.52), ("rwkv7", 32, 0.52), ("gla", 16, 0.52)],
@@ -300,7 +300,7 @@ def gla(T: int, H: int, device: torch.device) -> LinearInputs:
     return LinearInputs(*wide)
 
 
-@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+@wants.compiler
 @pytest.mark.parametrize("H", [2, 16, 64])
 @pytest.mark.parametrize("kind", ["gla", "delta_rule", "gated", "kda", "dplr", "iplr"])
 def test_kernels_do_not_depend_on_a_rank_s_tokens(kind: str, H: int) -> None:

@@ -30,9 +30,9 @@ from slipstream.kernels.linear.modes.call import LinearOptions, Results
 from slipstream.kernels.linear.modes.transforms import Autocast, Reverse, VFirst
 from slipstream.kernels.linear.modes.wide_heads import WideHeads
 from slipstream.kernels.linear.plan import kind
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from slipstream.runtime.compile_ahead import AtSizes
 from slipstream.tools.samples import FILL, Making
+from tests.support import wants
 from tests.support.memory import make
 
 H, HV, K, V = 2, 4, 16, 24
@@ -192,7 +192,7 @@ def test_states_of_samples_are_small_beside_products() -> None:
     assert 0.99 < one.mean() < 1.01 and 0.09 < one.std() < 0.11
 
 
-@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+@wants.compiler
 @pytest.mark.parametrize("kind", ["delta_rule", "gated"])
 def test_portable_backward_after_gluon_forward(kind: str) -> None:
     def call(device: torch.device) -> None:
@@ -208,7 +208,7 @@ def test_portable_backward_after_gluon_forward(kind: str) -> None:
     assert any("sm90" in x for x in names) and "delta_chunk_dstate_kernel" in names
 
 
-@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+@wants.compiler
 def test_gates_far_apart_are_laid_side_by_side() -> None:
     """The portable scan counts a gate's place in 32 bits."""
     x = torch.empty(64, 8192, 8, 64, device="meta")
@@ -218,7 +218,7 @@ def test_gates_far_apart_are_laid_side_by_side() -> None:
     assert contiguous(LinearInputs(x[:2], x[:2], x[:2], g=near)).g is near
 
 
-@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+@wants.compiler
 def test_tokens_that_no_sequence_has_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a place for each of them, as on a GPU, where offsets are not checked before; it was past
     all states."""

@@ -11,10 +11,10 @@ from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import op
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.modes import memory
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.support import wants
 from tests.support.memory import _K, Allocated, allowed, make
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+pytestmark = wants.compiler
 ALONE, FOUR = (8192,), (8192,) * 4
 # kind, lengths of sequences, packed where they are several, and heads
 CASES: list[tuple[str, tuple[int, ...], int]] = [

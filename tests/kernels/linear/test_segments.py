@@ -11,9 +11,9 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.segments import Segments
-from slipstream.runtime.backends import HAVE_TRITON
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+pytestmark = wants.triton
 
 # programs, tiles for E and M, chunks, segments
 RULE = [

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton's JIT")
+pytestmark = wants.compiler
 C, K = 64, 128
 # B, T, H, HV, and how many packed sequences
 SHAPES = [

@@ -15,9 +15,9 @@ from slipstream.kernels.linear.backend import SavedWY
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import launches
 from tests.gluon_emulator import linear as emulator
+from tests.support import wants
 from tests.support.causality import with_other_future
 from tests.support.operators import never_written, numbers_of_no_chunk
 from tests.support.sm90_linear import (
@@ -32,9 +32,7 @@ from tests.support.sm90_linear import (
     wanted,
 )
 
-pytestmark = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"
-)
+pytestmark = wants.compiler
 
 
 class Way(NamedTuple):

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from slipstream.kernels.linear import segments
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import launches
 from tests.gluon_emulator.linear import emulated, without
+from tests.support import wants
 from tests.support.sm90_linear import SCALE, backend, inputs
 
-pytestmark = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"
-)
+pytestmark = wants.compiler
 DELTA = ("delta", (290, 1, 2, 64, 64), (5, 0, 64, 221), "resets")
 WIDE = ("delta", (290, 1, 1, 64, 128), (5, 0, 64, 221), "resets")
 SIMPLE = ("simple", (150, 1, 1, 256, 256), 1, "resets")

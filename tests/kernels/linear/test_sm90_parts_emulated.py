@@ -14,13 +14,11 @@ from torch import Tensor
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.modes import memory
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import launches, race_detector, threads
+from tests.support import wants
 from tests.support.sm90_linear import SCALE, SM90, C, backend, cut_by, fused_by, inputs, near
 
-pytestmark = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"
-)
+pytestmark = wants.compiler
 
 
 @pytest.mark.parametrize("views", [True, False], ids=["views", "tiles"])

@@ -12,9 +12,7 @@ from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import dispatch, plan
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.plan import sm90_unsupported_reason
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
-
-traces = pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler")
+from tests.support import wants
 
 
 def terms(K: int = 128, dtype: torch.dtype = torch.bfloat16, **more: torch.Tensor) -> LinearInputs:
@@ -122,7 +120,7 @@ KDA: dict[str, tuple[tuple[int, int, int, int], dict[str, Any], bool]] = {
 }
 
 
-@traces
+@wants.compiler
 @pytest.mark.parametrize("case", KDA.values(), ids=KDA)
 def test_kda_forward_goes_in_one_kernel(case: tuple[tuple, dict[str, Any], bool]) -> None:
     """With gradients too: backward makes what it needs itself."""
@@ -151,7 +149,7 @@ def test_kda_forward_goes_in_one_kernel(case: tuple[tuple, dict[str, Any], bool]
         assert grads or not (want and "dplr_chunk_fwd_sm90_kernel" in names)
 
 
-@traces
+@wants.compiler
 @pytest.mark.parametrize("heads", [64, 65])
 def test_views_of_heads_go_by_chunks(heads: int) -> None:
     """Whose kernels read them where they are."""

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
 from tests.gluon_emulator import launches, threads
 from tests.gluon_emulator.rounding import rounded
+from tests.support import wants
 from tests.support.causality import with_other_future
 from tests.support.sm90_linear import (
     GATES,
@@ -28,9 +28,7 @@ from tests.support.sm90_linear import (
     mixed,
 )
 
-pytestmark = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, which launches import"
-)
+pytestmark = wants.compiler
 SIZES = {"gla": (64, 1, 1, 128, 128), "dplr": (64, 1, 2, 64, 64)}
 SIZES |= dict.fromkeys(("kda", "gdn2"), (64, 1, 2, 128, 64))
 BF16, FP16 = torch.bfloat16, torch.float16

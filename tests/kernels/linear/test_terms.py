@@ -20,6 +20,7 @@ from slipstream.kernels.linear.inputs import (
 from slipstream.kernels.linear.op import backward_impl, by_name, forward_impl
 from slipstream.kernels.linear.plan import HAVE_TRITON
 from slipstream.kernels.linear.reference import linear_reference
+from tests.support import wants
 
 if HAVE_TRITON:
     from slipstream.kernels.linear.triton.common import gate_ones
@@ -140,7 +141,7 @@ def test_sm90_refuses_other_gates(name: str, monkeypatch: pytest.MonkeyPatch) ->
 C = 32
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 def test_ones_sum_gates_up_to_an_edge() -> None:
     g = torch.arange(1.0, C + 1)
     edges = [lambda t: 0, lambda t: t >> 4 << 4]
@@ -156,7 +157,7 @@ def test_ones_sum_gates_up_to_an_edge() -> None:
                 assert kind[t] @ g == g[span].sum(), (t, edge)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 def test_kept_ones_are_of_the_call() -> None:
     calls = [("cpu", C, torch.float32), ("meta", C, torch.float32), ("cpu", 16, torch.float32)]
     for device, size, dtype in [*calls, ("cpu", C, torch.bfloat16)]:
@@ -165,7 +166,7 @@ def test_kept_ones_are_of_the_call() -> None:
             assert (ones.device.type, ones.shape[-1], ones.dtype) == (device, size, dtype)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 def test_ones_of_graphs_are_not_kept() -> None:
     """Nothing would be there until its replay, nor after its end."""
     device, kept = torch.device("cuda", 0), {}
@@ -180,7 +181,7 @@ def test_ones_of_graphs_are_not_kept() -> None:
     assert not kept
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 def test_kept_ones_are_copied_from_the_cpu() -> None:
     """That copy waits for itself: a kernel of another stream may read them at once."""
     device, made = torch.device("cuda", 0), mock.Mock()

@@ -14,11 +14,10 @@ from slipstream.compiler.trace import trace
 from slipstream.kernels.linear import dispatch
 from slipstream.kernels.linear import op as linear_op
 from slipstream.kernels.linear.inputs import ForwardCall, LinearInputs
-from slipstream.kernels.linear.plan import HAVE_TRITON
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.runtime.dispatch import Candidate
 from slipstream.tools.catalog import Sample, flat
-from tests.support import decode_pool
+from tests.support import decode_pool, wants
 from tests.support.decode_pool import HV, INDICES, KINDS, SLOTS, TOKENS, K, V, expected, make, step
 from tests.support.interpreted import PARTS, interpreted
 from tests.support.operators import LINEAR, Size, cast, leaves, packed, relative_error
@@ -256,7 +255,7 @@ def test_step_updates_the_pool_when_interpreted(part: str) -> None:
         check("triton")
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @pytest.mark.parametrize("kind", ["linear_attn", "gated_delta_rule", "rwkv7", "all"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("v_first", [False, True])

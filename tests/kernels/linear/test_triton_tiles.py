@@ -8,12 +8,10 @@ import torch
 from slipstream.compiler.aot import Job
 from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.trace import trace
-from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 from slipstream.tools.catalog import Shape, chosen
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(
-    not HAVE_TRITON or INTERPRETED, reason="wants Triton, and its compiler"
-)
+pytestmark = wants.compiler
 
 
 def jobs(operator: str, shape: Shape, arch: str, backward: bool = True) -> list[Job]:

@@ -10,10 +10,10 @@ from slipstream.compiler.trace import PlainTorch, trace
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, LinearInputs
 from slipstream.kernels.linear.modes import wide_heads
 from slipstream.kernels.linear.modes.wide_heads import HeadGroups, groups_of, shapes_of_split
-from slipstream.kernels.linear.plan import HAVE_TRITON
 from slipstream.kernels.linear.reference import linear_reference
 from slipstream.runtime.call_replay import record_decision
 from slipstream.tools.catalog import Shape, chosen, flat
+from tests.support import wants
 from tests.support.interpreted import interpreted
 from tests.support.operators import Size, cast, offsets, packed, relative_error, with_grads
 
@@ -116,7 +116,7 @@ def compiled(name: str, K: int, V: int, arch: str, impl: str | None = None) -> s
     return {job.name for job in jobs}
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", [*CHUNKS, "gated_delta_product"])
 def test_kernels_take_values_of_512_channels(name: str, arch: str) -> None:
@@ -126,7 +126,7 @@ def test_kernels_take_values_of_512_channels(name: str, arch: str) -> None:
     assert any("sm90" in x for x in found) == (arch == "sm_90" and takes)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @pytest.mark.parametrize(
     ("K", "V", "takes"), [(128, 256, True), (128, 384, True), (128, 192, False), (256, 256, False)]
 )
@@ -140,7 +140,7 @@ def test_columns_are_split_where_sm90_then_takes_them(
     assert ("scalar_decay_chunk_bwd_sm90_kernel" in found) == takes
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @pytest.mark.parametrize("name", CHUNKS)
 def test_additive_kernels_take_512_channels(name: str) -> None:
     erases = name not in ("retention", "gla", "gsa")
@@ -163,7 +163,7 @@ def step_jobs(K: int, V: int, impl: str | None = None) -> list[Job]:
     return trace(call, "sm_90", backward=False)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @pytest.mark.parametrize(("K", "V"), [(128, 2000), (300, 64), (1024, 64)], ids=str)
 def test_step_kernel_takes_any_value_width(K: int, V: int) -> None:
     (job,) = step_jobs(K, V)
@@ -171,7 +171,7 @@ def test_step_kernel_takes_any_value_width(K: int, V: int) -> None:
     assert job.compile().shared <= ARCHS["sm_90"].shared
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 def test_step_of_wide_keys_is_plain_torch() -> None:
     with pytest.raises(NotImplementedError, match="K may be at most 1024"):
         step_jobs(1025, 64, "triton")

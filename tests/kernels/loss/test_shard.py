@@ -17,12 +17,13 @@ from slipstream.compiler import compiler_state
 from slipstream.kernels.loss import shard
 from slipstream.kernels.loss.eager import LossInputs
 from slipstream.runtime import guarded_launch
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED
+from slipstream.runtime.backends import INTERPRETED
+from tests.support import wants
 from tests.support.interpreted import interpreted
 from tests.support.sharded_losses import OPTIONS, RANKS, check
 
 
-@pytest.mark.skipif(not HAVE_TRITON or INTERPRETED, reason="wants Triton, not interpreted")
+@wants.compiler
 @pytest.mark.parametrize("fate", ["dies", "wrong"])
 def test_failing_kernel_falls_back(
     fate: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -67,7 +68,7 @@ def work(rank: int, path: str) -> None:
 
 
 @interpreted
-@pytest.mark.skipif(not dist.is_available(), reason="wants gloo")
+@wants.collectives
 def test_sharded_losses_match_whole() -> None:
     with tempfile.TemporaryDirectory() as folder:
         # of a process that has imported everything

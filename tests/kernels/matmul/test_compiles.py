@@ -11,9 +11,9 @@ from slipstream.compiler.aot import Compiled
 from slipstream.compiler.trace import trace
 from slipstream.kernels.matmul.config import MatmulConfig, Problem, check, choose, shared_bytes
 from slipstream.ops.matmul import matmul
-from slipstream.runtime.backends import HAVE_TRITON
+from tests.support import wants
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+pytestmark = wants.triton
 BF16 = Problem(torch.bfloat16, torch.bfloat16, "tf32x3", b_t=True)
 FP32 = Problem(torch.float32, torch.float32, "tf32", b_t=True)
 ROWS = Problem(torch.float32, torch.float32, "tf32")

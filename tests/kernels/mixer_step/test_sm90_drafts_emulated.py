@@ -12,11 +12,11 @@ from torch import Tensor
 from slipstream.kernels.mixer_step import op
 from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions
 from slipstream.ops import mixer_step
-from slipstream.runtime.backends import HAVE_TRITON
 from tests.gluon_emulator import linear, threads
+from tests.support import wants
 from tests.support.mixer_steps import INDICES, KINDS, POOLS, Sizes, expected, make
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+pytestmark = wants.triton
 FAMILY = "slipstream.kernels.mixer_step"
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from slipstream.compiler.arch import ARCHS
-from slipstream.runtime.backends import HAVE_TRITON
+from tests.support import wants
 from tests.support.mixer_steps import KINDS, LARGE, Sizes, job_of
 
-pytestmark = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+pytestmark = wants.triton
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

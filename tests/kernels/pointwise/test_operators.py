@@ -17,8 +17,8 @@ from slipstream.kernels.loss import fused as loss
 from slipstream.ops.activation import geglu, glu_linear, swiglu
 from slipstream.ops.rotary import rotary_embedding, rotary_tables
 from slipstream.runtime import token_ids as guard
-from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.token_ids import raise_pending
+from tests.support import wants
 from tests.support.interpreted import error, interpreted
 
 CU = torch.tensor([0, 2, 2, 9], dtype=torch.int32)
@@ -203,7 +203,7 @@ def check_heads() -> None:
 SCANS = ["ids", "ids but for one", "ids counted", "indices", "some indices", "offsets"]
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @pytest.mark.parametrize("kind", SCANS)
 def test_scans_compile(kind: str) -> None:
     some = {"lengths_ptr": "*i32", "rows_ptr": "*i64"} if "some" in kind else {}
@@ -229,7 +229,7 @@ def message() -> str:
     return ""
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @interpreted
 def test_triton_embedding_reads_rows_and_finds_wrong_ids() -> None:
     from slipstream.kernels.elementwise.triton import embedding

@@ -12,6 +12,7 @@ from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionIn
 from slipstream.ops import projection_step
 from slipstream.runtime.backends import HAVE_TRITON
 from slipstream.runtime.consistent import consistent
+from tests.support import wants
 from tests.support.interpreted import interpreted
 from tests.support.operators import relative_error
 from tests.support.projections import SIZES, compile_step, formula, inputs
@@ -46,7 +47,7 @@ def test_matches_the_formula(impl: str, size: tuple) -> None:
     check_gated(impl, size[0], torch.float32)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @pytest.mark.parametrize("rows", [1, 64])
 def test_weights_are_read_in_wide_words(rows: int) -> None:
     """16 bytes a load of every weight, whichever of them a program takes, and no spills."""
@@ -58,7 +59,7 @@ def test_weights_are_read_in_wide_words(rows: int) -> None:
     assert got.ptx.count("ld.global.b16") <= 4
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @pytest.mark.parametrize("shared", [1 << 16, 101_376, 232_448])
 @pytest.mark.parametrize("bytes_each", [2, 4])
 def test_tiles_fit_shared_memory(bytes_each: int, shared: int) -> None:
@@ -70,7 +71,7 @@ def test_tiles_fit_shared_memory(bytes_each: int, shared: int) -> None:
         assert got.shared <= shared
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @pytest.mark.parametrize("glu", [False, True])
 def test_products_of_many_rows_are_wgmma(glu: bool) -> None:
     """With x on the left, loaded in words of 16 bytes; without spills, in an SM's memory."""
@@ -82,7 +83,7 @@ def test_products_of_many_rows_are_wgmma(glu: bool) -> None:
     assert got.shared <= 232_448
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @pytest.mark.parametrize("K", [1024, 2752])
 def test_shares_of_k_fill_the_gpu(K: int) -> None:
     """Of a weight of 1024 rows about a program for each of 132 multiprocessors."""
@@ -94,7 +95,7 @@ def test_shares_of_k_fill_the_gpu(K: int) -> None:
     assert got.stack == 0 and got.shared <= 232_448 // 2
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 def test_consistent_calls_keep_their_tile() -> None:
     """Of 64 rows that of 2 rows but for its height, so that the sums of a row have one order."""
 

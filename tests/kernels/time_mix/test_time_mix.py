@@ -17,8 +17,8 @@ from slipstream.kernels.time_mix import token_mix
 from slipstream.layers.rwkv7 import RWKV7ChannelMix
 from slipstream.nn.decoding import sequence_starts
 from slipstream.ops import rwkv7_step, token_mix_step
-from slipstream.runtime.backends import HAVE_TRITON
 from tests.support import rwkv7_steps as steps
+from tests.support import wants
 from tests.support.interpreted import error, interpreted
 from tests.support.rwkv7_steps import Sizes, make
 
@@ -140,7 +140,7 @@ def test_triton_token_mix_matches_operations() -> None:
 MODULE = "slipstream.kernels.time_mix.triton.token_mix"
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @pytest.mark.parametrize(("x", "state"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")])
 def test_step_has_read_a_wide_pool_when_it_writes(x: str, state: str) -> None:
     """A thread may write what another reads, and waits for it by no other conversion's barrier."""
@@ -202,7 +202,7 @@ def test_low_rank_products_of_no_tokens() -> None:
     assert low_rank.low_rank(t).shape == (3, 0, 8)
 
 
-@pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
+@wants.triton
 @pytest.mark.parametrize(
     ("K", "v_first", "stack"), [(64, False, 0), (64, True, 0), (128, False, 0), (256, False, 300)]
 )
