@@ -44,9 +44,10 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = True,
     core_attn_out: Tensor | None = None,
     aiter_prefill_metadata: object | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """vLLM's ChunkGatedDeltaRule for packed prompts [1, T, ...]; states are [N, HV, V, K]. o is
-    written to core_attn_out too."""
+    written to core_attn_out too. options: further ones of ops.chunk_gated_delta_rule."""
     o, final = chunk_rule(
         q,
         k,
@@ -58,6 +59,7 @@ def chunk_gated_delta_rule(
         cu_seqlens=cu_seqlens,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         state_v_first=True,
+        **options,
     )
     if core_attn_out is not None:
         core_attn_out.view(-1)[: o.numel()].copy_(o.reshape(-1))

@@ -14,13 +14,7 @@ from torch import Tensor
 from slipstream.integrations import linear_mixers, serving, vllm
 from slipstream.kernels.elementwise.copy_states import copy_states
 from slipstream.kernels.linear import prefix_states
-from slipstream.ops import (
-    chunk_gated_delta_rule,
-    chunk_kda,
-    chunk_simple_gla,
-    selective_scan,
-    short_convolution,
-)
+from slipstream.ops import chunk_kda, chunk_simple_gla, selective_scan, short_convolution
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -104,21 +98,9 @@ def chunk_delta_rule(
         options["prefix_states"] = prefix_states.every(
             state_checkpoints, cu_seqlens, q.shape[1], checkpoint_every_n_tokens
         )
-    o, final = chunk_gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state=None if initial_state is None else initial_state.float(),
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        state_v_first=True,
-        **options,
-    )
-    if core_attn_out is not None:
-        core_attn_out.view(-1)[: o.numel()].copy_(o.reshape(-1))
-    return o, final
+    rule = vllm.chunk_gated_delta_rule
+    states = initial_state, output_final_state, cu_seqlens
+    return rule(q, k, v, g, beta, *states, core_attn_out=core_attn_out, **options)
 
 
 def chunk_delta_attention(

@@ -1,6 +1,5 @@
 """Functions that engines call by name, on packed prompts, tokens and drafts: their recurrences."""
 
-import dataclasses
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.integrations import sglang_functions, vllm_calls
+from slipstream.integrations import sglang_functions, vllm, vllm_calls
 from tests.support.engine_plugins import forget_vllm
 from tests.support.serving_checks import near
 
@@ -283,27 +282,31 @@ def test_lightning_batches(decodes: int) -> None:
     near(pool, after.mT)
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_mamba2_tokens(drafts: bool) -> None:
-    """SGLang's: the second has no slot, and drafts leave the pool as it is."""
-    N, steps = 3, 2 if drafts else 1
-    slots = torch.tensor([3, -7, 1], dtype=torch.int32)
+@pytest.mark.parametrize(
+    ("engine", "drafts"), [(vllm, False), (sglang_functions, False), (sglang_functions, True)]
+)
+def test_mamba2_tokens(engine: Any, drafts: bool) -> None:
+    """The second has no slot, and SGLang's drafts leave the pool as it is."""
+    N, steps, null = 3, 2 if drafts else 1, 0 if engine is vllm else -7
+    slots = torch.tensor([3, null, 1], dtype=torch.int32)
     x, raw = torch.randn(N, steps, H, V), torch.randn(N, steps, H)
     B, C = torch.randn(N, steps, 1, K), torch.randn(N, steps, 1, K)
     A, D, bias = -torch.rand(H), *torch.randn(2, H)
     pool, buffer, out = torch.randn(5, H, V, K), torch.zeros(4, 3, H, V, K), torch.zeros_like(x)
     before, wide = pool.clone(), lambda t: t[..., None].expand(*t.shape, V)
     given = [x, wide(raw), A[:, None, None].expand(H, V, K), B, C]
-    more: dict[str, Any] = {"out": out, "state_batch_indices": slots, "pad_slot_id": -7}
+    more: dict[str, Any] = {"out": out, "state_batch_indices": slots, "dt_softplus": True}
+    more |= {} if engine is vllm else {"pad_slot_id": null}
     if drafts:
         more |= {"disable_state_update": True, "intermediate_states_buffer": buffer}
         more["intermediate_state_indices"] = torch.tensor([2, -1, 0], dtype=torch.int32)
     else:
         given = [t[:, 0] if n != 2 else t for n, t in enumerate(given)]
         more["out"] = out[:, 0]
-    SGLANG.selective_state_update(
-        pool, *given, D=wide(D), dt_bias=wide(bias), dt_softplus=True, **more
-    )
+    more |= {"D": wide(D), "dt_bias": wide(bias)}
+    with pytest.raises((ValueError, NotImplementedError), match="out: want"):
+        engine.selective_state_update(pool, *given, **{**more, "out": None})
+    engine.selective_state_update(pool, *given, **more)
     after = before.clone()
     for n, slot, row in ((0, 3, 2), (2, 1, 0)):
         step = F.softplus(raw[n] + bias)
@@ -429,78 +432,6 @@ def test_vllm_steps(
             want = rms(want, scales, 1e-5) * z[i].sigmoid() if normed else want
         near(out[i], want[0])
         near(pools[1][block], state[0])
-
-
-def without_vllm(monkeypatch: pytest.MonkeyPatch, **context: Any) -> None:
-    """Modules of vLLM that ours import; forget_vllm() ends it."""
-    utils = "model_executor.layers.mamba.mamba_utils"
-    for name in ("forward_context", "model_executor.custom_op", utils):
-        monkeypatch.setitem(sys.modules, f"vllm.{name}", SimpleNamespace(**context))
-    forget_vllm()
-
-
-def test_vllm_methods_call_ours_under_names_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its module and imported late, in its own code and in that of its functions."""
-    without_vllm(monkeypatch)
-    module = SimpleNamespace(late=lambda x: ("their late", x), kept=lambda x: ("kept late", x))
-    monkeypatch.setitem(sys.modules, "some_engine", module)
-    scope: dict[str, Any] = {x: (lambda y, x=x: (x, y)) for x in ("one", "two", "kept", "unused")}
-    code = """def method(x):
-    from some_engine import late, kept as other
-    assert __import__("math", {}, {}).pi > 3
-    return one(x), kept(x), late(x), other(x), (lambda: two(x))()"""
-    exec(code, scope)
-    calls: Any = {x: (lambda y, x=x: ("our " + x, y)) for x in ("one", "two", "late", "nowhere")}
-    try:
-        from slipstream.integrations import vllm_layers
-
-        assert vllm_layers._called_by(scope["method"], calls) == {"one", "two", "late"}
-        got = vllm_layers._rebound(scope["method"], calls, "Site")(5)
-    finally:
-        forget_vllm()
-    assert [x for x, _ in got] == ["our one", "kept", "our late", "kept late", "our two"]
-
-
-def test_vllm_layers_are_warmed_once_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By prompts of a batch that decodes, with and without states; its metadata is there again."""
-
-    @dataclasses.dataclass
-    class Metadata:
-        num_prefills: int
-        num_decodes: int
-        prep_initial_states: bool = False
-        num_accepted_tokens: None = None
-
-    class Other(SimpleNamespace): ...
-
-    decoding = {"it": Metadata(0, 2), "other": None}
-    context = SimpleNamespace(attn_metadata=decoding)
-    without_vllm(monkeypatch, get_forward_context=lambda: context)
-    seen: list[Any] = []
-
-    def method(x: Tensor, y: Tensor | None, out: Tensor) -> None:
-        batch = context.attn_metadata["it"]
-        seen.append((batch.num_prefills, batch.prep_initial_states, x.shape, y, out.shape))
-
-    def pools(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        return [torch.zeros(4, *shape, dtype=dtype)]
-
-    given = torch.ones(2, 3), None, torch.ones(1, 2, 5)
-    try:
-        from slipstream.integrations import vllm_steps
-
-        kinds = (SimpleNamespace, pools(3)), (SimpleNamespace, pools(5)), (Other, pools(3))
-        kinds = (*kinds, (SimpleNamespace, pools(3, dtype=torch.float16)))
-        for _ in range(2):
-            for kind, cache in kinds:
-                vllm_steps.warm_up(kind(prefix="it", kv_cache=cache), method, *given)
-        unknown: Any = SimpleNamespace(prefix="other", kv_cache=pools(9))
-        vllm_steps.warm_up(unknown, method, *given)
-    finally:
-        forget_vllm()
-    tokens = 2 * 64
-    of_kind = [(2, x, (tokens, 3), None, (1, tokens, 5)) for x in (False, True)]
-    assert seen == of_kind * 4 and context.attn_metadata is decoding
 
 
 def test_vllm_writes_blocks_of_sequences_with_tokens() -> None:

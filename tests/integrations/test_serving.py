@@ -1,9 +1,9 @@
 """slipstream.integrations for engines: their calls beside the recurrence, and what registers them.
 tests/engines has them called by the engines' own classes, and beside the engines' own functions."""
 
+import dataclasses
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from slipstream.integrations import sglang, sglang_functions, vllm, vllm_calls
+from slipstream.integrations import sglang, sglang_functions, vllm
 from slipstream.integrations.serving import prefill, step_drafts
 from slipstream.ops import chunk_gated_delta_rule, chunk_kda
 from tests.support.engine_plugins import forget_vllm
@@ -88,45 +89,6 @@ def test_sglang_registers_known_kinds_alone() -> None:
         sglang.register(dict, [], "mamba")
     with pytest.raises(AttributeError):
         sglang.OtherBackend  # noqa: B018
-
-
-def test_vllm_prefill() -> None:
-    call = Call.prefill(False)
-    want, states = call.expected()
-    given = call.sglang_prefill()
-    tensors = [given[n] for n in ("q", "k", "v", "g", "beta")]
-    room = torch.zeros(200, HV, V)
-    o, final = vllm.chunk_gated_delta_rule(
-        *tensors,
-        initial_state=call.states[call.slots.long()],
-        output_final_state=True,
-        cu_seqlens=call.offsets,
-        core_attn_out=room,
-    )
-    near(o, want)
-    assert final is not None
-    near(final, torch.stack([x[-1] for x in states]))
-    assert torch.equal(room[: o.shape[1]], o[0])
-
-
-@pytest.mark.parametrize("engine", [vllm, sglang_functions], ids=["vllm", "sglang"])
-def test_mamba_step(engine: Any) -> None:
-    call, given = Call.mamba()
-    if engine is sglang_functions:
-        given["pad_slot_id"] = 0
-        given["A"] = given["A"][:, :1, :1].expand_as(given["A"])
-    x, out = given["x"], torch.zeros_like(given["x"])
-    dt = torch.nn.functional.softplus(given["dt"] + given["dt_bias"])[..., 0]
-    before, slots = call.states.clone(), given["state_batch_indices"]
-    S = before[slots.long()] * (dt * given["A"][:, 0, 0]).exp()[..., None, None]
-    S = S + (dt[..., None] * x)[..., None] * given["B"][:, :, None]
-    want = (S * given["C"][:, :, None]).sum(-1) + given["D"] * x
-    engine.selective_state_update(**given, out=out)
-    near(out[slots > 0], want[slots > 0])
-    near(call.states[slots[slots > 0].long()], S[slots > 0])
-    assert torch.equal(call.states[0], before[0])
-    with pytest.raises((ValueError, NotImplementedError), match=r"out: want"):
-        engine.selective_state_update(**given)
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -206,27 +168,6 @@ def test_slots_past_the_pool_are_refused() -> None:
     assert torch.equal(states, before)
 
 
-def test_vllm_prompt_without_tokens_writes_nothing() -> None:
-    """Padding behind a batch's prompts may name a block that a sequence has."""
-    x, weight, pool = torch.randn(6, 5), torch.randn(6, 4), torch.randn(5, 6, 3)
-    before = pool.clone()
-    y = vllm_calls.causal_conv1d_fn(
-        x,
-        weight,
-        None,
-        pool,
-        query_start_loc=torch.tensor([0, 5, 5, 5], dtype=torch.int32),
-        cache_indices=torch.tensor([3, 2, 0], dtype=torch.int32),
-        has_initial_state=torch.tensor([True, False, False]),
-        activation=None,
-    )
-    tokens = torch.cat([before[3], x], 1)
-    want = torch.nn.functional.conv1d(tokens[None], weight[:, None], groups=6)[0]
-    torch.testing.assert_close(y, want, atol=1e-5, rtol=1e-5)
-    assert torch.equal(pool[3], x[:, -3:]) and torch.equal(pool[:3], before[:3])
-    assert torch.equal(pool[4], before[4])
-
-
 @pytest.mark.parametrize("heads", [2, 3])
 @pytest.mark.parametrize(("tokens", "way"), [(2, "_lightning_step"), (4, "_lightning_prompts")])
 def test_lightning_tells_prompts_from_tokens_alone(
@@ -239,60 +180,6 @@ def test_lightning_tells_prompts_from_tokens_alone(
     meta = SimpleNamespace(mask=None, batch_size=2, s_offsets=torch.tensor([1, 0]))
     sglang_functions.seg_la_fwd(q, q, q, torch.empty(3, heads, 8, 8), torch.ones(heads), meta)
     assert ran == [way]
-
-
-@dataclass
-class Decodes:
-    num_prefills: int = 0
-    num_decodes: int = 2
-    num_accepted_tokens: None = None
-
-
-def test_vllm_prompts_warm_up_once_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is a class of layers, and what their pools hold."""
-    context = SimpleNamespace(attn_metadata={"layer": Decodes()})
-    module = SimpleNamespace(get_forward_context=lambda: context)
-    for name in ("forward_context", "model_executor.layers.mamba.mamba_utils"):
-        monkeypatch.setitem(sys.modules, f"vllm.{name}", module)
-    forget_vllm()
-    try:
-        from slipstream.integrations import vllm_steps
-
-        calls: list[int] = []
-        first, other = type("First", (), {}), type("Other", (), {})
-        half = torch.float16
-        for kind, pool, count in (
-            (first, torch.empty(3, 4), 2),
-            (first, torch.empty(9, 4), 2),
-            (first, torch.empty(3, 5), 4),
-            (other, torch.empty(3, 4), 6),
-            (first, torch.empty(3, 4, dtype=half), 8),
-        ):
-            layer: Any = kind()
-            layer.prefix, layer.kv_cache = "layer", (pool,)
-            vllm_steps.warm_up(layer, lambda x: calls.append(x.shape[0]), torch.zeros(2, 4))
-            assert calls == count * [2 * vllm_steps.PROMPT]
-    finally:
-        forget_vllm()
-
-
-def test_vllm_methods_get_our_functions_where_they_call_theirs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("forward_context", "model_executor.layers.mamba.mamba_utils"):
-        monkeypatch.setitem(sys.modules, f"vllm.{name}", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "vllm.model_executor.custom_op", SimpleNamespace())
-    forget_vllm()
-    try:
-        from slipstream.integrations import vllm_layers
-
-        monkeypatch.setattr(vllm_layers, "_or_theirs", lambda ours, theirs, site: ours)
-        names: dict[str, Any] = {"theirs": lambda x: x, "other": lambda x: 10 * x}
-        exec("def method(x): return theirs(x) + other(x)", names)
-        ours: Any = {"theirs": lambda x: x + 1, "absent": lambda x: x}
-        assert vllm_layers._rebound(names["method"], ours, "site")(1) == 12
-    finally:
-        forget_vllm()
 
 
 @pytest.mark.parametrize("has_state", [False, True])
@@ -314,3 +201,72 @@ def test_lightning_prompts_are_their_tokens(has_state: bool) -> None:
     y = sglang_functions.seg_la_fwd(q, k, v, pool, decay, meta, softmax_scale=0.5)
     near(y, torch.stack(want))
     near(pool, states)
+
+
+def without_vllm(monkeypatch: pytest.MonkeyPatch, **context: Any) -> None:
+    """Modules of vLLM that ours import; forget_vllm() ends it."""
+    utils = "model_executor.layers.mamba.mamba_utils"
+    for name in ("forward_context", "model_executor.custom_op", utils):
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", SimpleNamespace(**context))
+    forget_vllm()
+
+
+def test_vllm_methods_call_ours_under_names_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its module and imported late, in its own code and in that of its functions."""
+    without_vllm(monkeypatch)
+    module = SimpleNamespace(late=lambda x: ("their late", x), kept=lambda x: ("kept late", x))
+    monkeypatch.setitem(sys.modules, "some_engine", module)
+    scope: dict[str, Any] = {x: (lambda y, x=x: (x, y)) for x in ("one", "two", "kept", "unused")}
+    code = """def method(x):
+    from some_engine import late, kept as other
+    assert __import__("math", {}, {}).pi > 3
+    return one(x), kept(x), late(x), other(x), (lambda: two(x))()"""
+    exec(code, scope)
+    calls: Any = {x: (lambda y, x=x: ("our " + x, y)) for x in ("one", "two", "late", "nowhere")}
+    try:
+        from slipstream.integrations import vllm_layers
+
+        assert vllm_layers._called_by(scope["method"], calls) == {"one", "two", "late"}
+        got = vllm_layers._rebound(scope["method"], calls, "Site")(5)
+    finally:
+        forget_vllm()
+    assert [x for x, _ in got] == ["our one", "kept", "our late", "kept late", "our two"]
+
+
+def test_vllm_layers_are_warmed_once_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By prompts of a batch that decodes, with and without states; its metadata is there again."""
+
+    @dataclasses.dataclass
+    class Metadata:
+        num_prefills: int
+        num_decodes: int
+        prep_initial_states: bool = False
+        num_accepted_tokens: None = None
+
+    class Other(SimpleNamespace): ...
+
+    decoding = {"it": Metadata(0, 2), "other": None}
+    context = SimpleNamespace(attn_metadata=decoding)
+    without_vllm(monkeypatch, get_forward_context=lambda: context)
+    seen: list[Any] = []
+
+    def method(x: Tensor, y: Tensor | None, out: Tensor) -> None:
+        batch = context.attn_metadata["it"]
+        seen.append((batch.num_prefills, batch.prep_initial_states, x.shape, y, out.shape))
+
+    given = torch.ones(2, 3), None, torch.ones(1, 2, 5)
+    try:
+        from slipstream.integrations import vllm_steps
+
+        kinds: Any = (SimpleNamespace, 3, None), (SimpleNamespace, 5, None), (Other, 3, None)
+        for blocks in (4, 9):
+            for kind, width, dtype in (*kinds, (SimpleNamespace, 3, torch.float16)):
+                cache = [torch.zeros(blocks, width, dtype=dtype)]
+                vllm_steps.warm_up(kind(prefix="it", kv_cache=cache), method, *given)
+        unknown: Any = SimpleNamespace(prefix="other", kv_cache=[torch.zeros(4, 9)])
+        vllm_steps.warm_up(unknown, method, *given)
+    finally:
+        forget_vllm()
+    tokens = 2 * 64
+    of_kind = [(2, x, (tokens, 3), None, (1, tokens, 5)) for x in (False, True)]
+    assert seen == of_kind * 4 and context.attn_metadata is decoding

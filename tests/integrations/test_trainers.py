@@ -28,7 +28,7 @@ from transformers import (
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from tests.support.byte_tokenizer import tokenizer
 from tests.support.scripts import ROOT
-from tests.support.trainer_runs import MODELS
+from tests.support.trainer_runs import MODELS, QUIET
 
 TEXTS = [f"the {x} sat on the mat and the {x} ate the hat" for x in ("cat", "rat", "bat", "gnat")]
 # warnings of these libraries about one another
@@ -50,19 +50,8 @@ def small(*mixers: Any) -> SlipstreamForCausalLM:
 
 
 def arguments(folder: Path, cls: Any = TrainingArguments, **options: Any) -> Any:
-    given: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "bf16": False,
-    }
+    given = {"output_dir": str(folder), "max_steps": 6, "learning_rate": 1e-2}
+    given |= {**QUIET, "per_device_train_batch_size": 2}
     return cls(**{**given, **options})
 
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 import slipstream
 from slipstream.kernels.elementwise.place_tokens import place_tokens
-from slipstream.kernels.mixer_step.block_inputs import Blocks, TokenInputs, block_inputs
+from slipstream.kernels.mixer_step.block_inputs import block_inputs
 from slipstream.kernels.time_mix import rwkv7_step
 from slipstream.ops.conv import short_convolution_update
 from slipstream.runtime import backends
+from tests.support.block_inputs import inputs
 from tests.support.interpreted import interpreted
 from tests.support.rwkv7_steps import low_rank_inputs
 
@@ -63,23 +64,17 @@ def updated(indices: Tensor | None) -> list[Tensor]:
     return [y, state]
 
 
+def prepared(channels: tuple[int, ...]) -> list[Tensor]:
+    tokens, blocks = inputs(N, 2, 16, channels)
+    block_inputs(tokens, blocks, "triton")
+    return [*blocks]
+
+
 def placed() -> list[Tensor]:
     blocks = [torch.randn(N, 4, 3), torch.randn(N, 4, 5)]
     tokens = [torch.randn(N, 1, 3), torch.randn(N, 1, 9)[..., :5]]
     place_tokens(tokens, blocks, torch.tensor([3, 0, 1, 2, 3, -1, 0]), "triton")
     return blocks
-
-
-def prepared(channels: tuple[int, ...]) -> list[Tensor]:
-    H, K, T = 2, 16, 5
-    sizes = [(N, 4, 3 * H * K), *[(N, T, H, K)] * 3, (N, T, H, *channels), (N, T, H)]
-    blocks = Blocks._make(torch.randn(size) for size in sizes)
-    x, weight = torch.randn(N, 3 * H * K), torch.randn(3 * H * K, 4)
-    g = torch.randn(N, H, *channels)
-    bias, beta, counts = torch.randn(g[0].numel()), torch.randn(N, H), torch.tensor([4, 0, 2] * 3)
-    t = TokenInputs(x, weight, None, g, torch.randn(H), bias, beta, counts[:N], True, True, None)
-    block_inputs(t, blocks, "triton")
-    return [*blocks]
 
 
 def multiplied(ranks: tuple[int, ...]) -> list[Tensor]:

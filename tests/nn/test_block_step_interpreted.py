@@ -10,34 +10,19 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.kernels.elementwise.place_tokens import place_tokens
-from slipstream.kernels.mixer_step.block_inputs import Blocks, TokenInputs, block_inputs
+from slipstream.kernels.mixer_step.block_inputs import Blocks, block_inputs
 from slipstream.nn.conv import ShortConvolution
 from slipstream.ops import chunk_gated_delta_rule, l2_norm
 from slipstream.ops.conv import _convolve
 from slipstream.runtime.consistent import BlockStep, consistent
-from tests.support.block_inputs import LAYERS, check_inputs
+from tests.support.block_inputs import LAYERS, check_inputs, inputs
 from tests.support.interpreted import interpreted
 
 H, K = 2, 64
 
 
-def inputs(bound: float | None, channels: tuple[int, ...]) -> tuple[TokenInputs, Blocks]:
-    N, T = 3, 5
-    torch.manual_seed(0)
-    sizes = [(N, 4, 3 * H * K), *[(N, T, H, K)] * 3, (N, T, H, *channels), (N, T, H)]
-    blocks = Blocks._make(torch.randn(size) for size in sizes)
-    x, weight, g = (
-        torch.randn(N, 3 * H * K),
-        torch.randn(3 * H * K, 4),
-        torch.randn(N, H, *channels),
-    )
-    A_log, dt_bias, beta = torch.randn(H), torch.randn(g[0].numel()), torch.randn(N, H)
-    counts = torch.tensor([4, 0, 2])
-    return TokenInputs(x, weight, None, g, A_log, dt_bias, beta, counts, True, True, bound), blocks
-
-
 def check_formula(bound: float | None, channels: tuple[int, ...], impl: str) -> None:
-    tokens, blocks = inputs(bound, channels)
+    tokens, blocks = inputs(3, H, K, channels, bound)
     before = Blocks._make(x.clone() for x in blocks)
     block_inputs(tokens, blocks, impl)
     x, weight, _, g, A_log, dt_bias, beta, counts, *_ = tokens
@@ -77,7 +62,7 @@ def test_window_moves_once_all_threads_have_read_it() -> None:
                 return of[0](self, *args, **named)
 
             stack.enter_context(mock.patch.object(InterpreterBuilder, name, call))
-        block_inputs(*inputs(None, ()), "triton")
+        block_inputs(*inputs(3, H, K), "triton")
     programs = "".join(events).split()
     assert len(programs) == 3 * 2 * H
     assert all(re.match("l{5}bs{4}", x) for x in programs), programs

@@ -20,7 +20,7 @@ from slipstream.kernels.selective_scan import op as selective
 from slipstream.kernels.selective_scan.inputs import ScanInputs
 from slipstream.runtime.context_parallel import Share
 from tests.support.by_shape import RoundedByShape
-from tests.support.linear_interpreted import reference
+from tests.support.linear_interpreted import context_terms, reference
 from tests.support.lockstep import linear_on_ranks, run_ranks
 from tests.support.operators import relative_error
 
@@ -33,28 +33,7 @@ PACKED = {1: (192,), 2: (82, 110), 4: (32, 50, 32, 78)}
 
 def make(kind: str, packed: bool, dtype: torch.dtype) -> LinearInputs:
     torch.manual_seed(0)
-    B, T, H, HV, K, V = 1 if packed else 2, 192, 1, 2, 16, 24
-    q, k, a = (torch.randn(B, T, H, K) for _ in range(3))
-    k, a = (torch.nn.functional.normalize(x, dim=-1) for x in (k, a))
-    x, more = -0.3 * torch.rand(B, T, HV, K), {}
-    if kind in ("simple_gla", "gated delta"):
-        more["g"] = x[..., 0].contiguous()
-    if kind in ("gla", "rwkv6", "kda", "dplr"):
-        more["g"] = x
-    if kind == "gla of values":
-        more |= {"g": x, "gv": -0.3 * torch.rand(B, T, HV, V)}
-    if kind == "rwkv6":
-        more["u"] = torch.randn(HV, K)
-    if kind in ("gated delta", "kda"):
-        more["beta"] = torch.rand(B, T, HV)
-    if kind == "dplr":
-        more |= {"a": a.to(dtype), "b": (-torch.rand(B, T, H, 1) * a).to(dtype)}
-    cu = torch.tensor([0, *SEQUENCES]).cumsum(0).int() if packed else None
-    N = len(SEQUENCES) if packed else B
-    return LinearInputs(
-        q.to(dtype), k.to(dtype), torch.randn(B, T, HV, V).to(dtype), **more,
-        initial_state=torch.randn(N, HV, K, V), cu_seqlens=cu,
-    )  # fmt: skip
+    return context_terms(kind, 192, SEQUENCES if packed else None, dtype=dtype)
 
 
 KINDS = ("retention", "simple_gla", "gla", "gla of values", "rwkv6", "gated delta", "kda", "dplr")

@@ -4,7 +4,6 @@ context_check.py in four and eight processes: uneven shards, and the same bits."
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ import torch
 from slipstream.kernels.linear import segments
 from tests.support import wants
 from tests.support.interpreted import PARTS, interpreted
-from tests.support.linear_interpreted import reference
+from tests.support.linear_interpreted import context_terms, reference
 from tests.support.lockstep import linear_on_ranks
-from tests.support.operators import offsets, relative_error
+from tests.support.operators import relative_error
 from tests.support.scripts import ROOT
 
 # Tokens of ranks, and of packed sequences: cut anywhere, or two rows through all ranks.
@@ -69,36 +68,7 @@ BITS = {
 
 def make(kind: str, cut: str) -> tuple:
     lengths, sequences = CUTS[cut]
-    return terms_of(kind, sum(lengths), sequences), lengths
-
-
-def terms_of(kind: str, T: int, sequences: tuple[int, ...] | None, rows: int = 2) -> Any:
-    from slipstream.kernels.linear.inputs import LinearInputs
-
-    B = 1 if sequences else rows
-    H, HV, K, V = 1, 2, 16, 12
-    if kind in ("gla", "gla of values", "rwkv6", "gv", "iplr"):
-        H = 2
-    q, k, a = (torch.randn(B, T, H, K) for _ in range(3))
-    k, a = (torch.nn.functional.normalize(x, dim=-1) for x in (k, a))
-    x, more = -0.1 * torch.rand(B, T, HV, K), {}
-    if kind in ("simple_gla", "gated delta"):
-        more["g"] = x[..., 0]
-    if kind in ("gla", "gla of values", "rwkv6", "kda", "dplr"):
-        more["g"] = x
-    if kind in ("gla of values", "gv"):
-        more["gv"] = x[..., :V].clone()
-    if kind == "rwkv6":
-        more["u"] = torch.randn(HV, K)
-    if kind in ("delta", "gated delta", "kda"):
-        more["beta"] = torch.rand(B, T, HV)
-    if kind in ("dplr", "iplr"):
-        more |= {"a": a, "b": -torch.rand(B, T, H, 1) * a}
-    N = len(sequences) if sequences else B
-    cu = offsets(sequences).int() if sequences else None
-    state = torch.randn(N, HV, K, V)
-    v = torch.randn(B, T, HV, V)
-    return LinearInputs(q, k, v, **more, initial_state=state, cu_seqlens=cu)
+    return context_terms(kind, sum(lengths), sequences), lengths
 
 
 def check(kind: str, cut: str, chunks: int, wants_final: bool) -> None:
@@ -147,7 +117,7 @@ def check_bits(kind: str, packed: bool) -> None:
     lengths = BITS_PACKED if packed else BITS_ROWS
     sequences = BITS_SEQUENCES if packed else None
     rows = 2 if kind == "gla" else 1
-    terms = terms_of(kind, sum(lengths[1]), sequences, rows)
+    terms = context_terms(kind, sum(lengths[1]), sequences, rows)
     do, dfinal = torch.randn(terms.v.shape), torch.randn(terms.state_shape)
     scale = terms.q.shape[-1] ** -0.4  # no power of two
     options = {"scale": scale, "impl": "triton", "segment_tokens": SEGMENT}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from slipstream.kernels.elementwise.place_tokens import place_tokens
+from slipstream.kernels.mixer_step.block_inputs import Blocks, TokenInputs
 from slipstream.layers import GatedDeltaNet, KimiDeltaAttention
 from slipstream.layers.delta_heads import DeltaHeads
 from slipstream.ops._preprocess import beta_sigmoid
@@ -19,6 +20,19 @@ LAYERS: list[tuple[Callable[[], DeltaHeads], float | None]] = [
     (lambda: KimiDeltaAttention(64, 2, head_dim=128), None),
     (lambda: KimiDeltaAttention(64, 1, head_dim=64, lower_bound=-5.0), -5.0),
 ]
+
+
+def inputs(
+    N: int, H: int, K: int, channels: tuple[int, ...] = (), bound: float | None = None
+) -> tuple[TokenInputs, Blocks]:
+    torch.manual_seed(0)
+    width, T = 3 * H * K, 5
+    sizes = [(N, 4, width), *[(N, T, H, K)] * 3, (N, T, H, *channels), (N, T, H)]
+    blocks = Blocks._make(torch.randn(size) for size in sizes)
+    x, weight, g = torch.randn(N, width), torch.randn(width, 4), torch.randn(N, H, *channels)
+    A_log, dt_bias, beta = torch.randn(H), torch.randn(g[0].numel()), torch.randn(N, H)
+    counts = torch.tensor([4, 0, 2] * N)[:N]
+    return TokenInputs(x, weight, None, g, A_log, dt_bias, beta, counts, True, True, bound), blocks
 
 
 @torch.no_grad()

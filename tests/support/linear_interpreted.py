@@ -114,3 +114,37 @@ def expect_all(family: str, terms: LinearInputs, case: str, **options: Any) -> N
 def expect_final_alone(family: str, terms: LinearInputs, case: str) -> None:
     """Without a gradient of o."""
     expect(family, terms, None, torch.randn(terms.state_shape), 0.5, f"{case} without do")
+
+
+def context_terms(
+    kind: str,
+    T: int,
+    sequences: tuple[int, ...] | None,
+    rows: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> LinearInputs:
+    """What ranks share, of a kind of recurrence."""
+    B = 1 if sequences else rows
+    H, HV, K, V = 1, 2, 16, 12
+    if kind in ("gla", "gla of values", "rwkv6", "gv", "iplr"):
+        H = 2
+    q, k, a = (torch.randn(B, T, H, K) for _ in range(3))
+    k, a = (torch.nn.functional.normalize(x, dim=-1) for x in (k, a))
+    x, more = -0.1 * torch.rand(B, T, HV, K), {}
+    if kind in ("simple_gla", "gated delta"):
+        more["g"] = x[..., 0]
+    if kind in ("gla", "gla of values", "rwkv6", "kda", "dplr"):
+        more["g"] = x
+    if kind in ("gla of values", "gv"):
+        more["gv"] = x[..., :V].clone()
+    if kind == "rwkv6":
+        more["u"] = torch.randn(HV, K)
+    if kind in ("delta", "gated delta", "kda"):
+        more["beta"] = torch.rand(B, T, HV)
+    if kind in ("dplr", "iplr"):
+        more |= {"a": a.to(dtype), "b": (-torch.rand(B, T, H, 1) * a).to(dtype)}
+    N = len(sequences) if sequences else B
+    cu = offsets(sequences).int() if sequences else None
+    state = torch.randn(N, HV, K, V)
+    q, k, v = (x.to(dtype) for x in (q, k, torch.randn(B, T, HV, V)))
+    return LinearInputs(q, k, v, **more, initial_state=state, cu_seqlens=cu)

@@ -175,6 +175,20 @@ def _remember_promotions(semantic: Any) -> None:
     semantic.computation_type_impl = remembered
 
 
+def _common_sizes(a: Any, b: Any) -> Any:
+    """The sizes of both, or None: other numbers of dimensions, or none that fit."""
+    if not a.type.is_block():
+        return b.type.sizes if b.type.is_block() else None
+    if not b.type.is_block():
+        return a.type.sizes
+    x, y = a.type.sizes, b.type.sizes
+    if x == y:
+        return x
+    if len(x) != len(y) or any(m != n and 1 not in (m, n) for m, n in zip(x, y)):
+        return None
+    return tuple(map(max, x, y))
+
+
 def _broadcast_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
     """It compares shapes as tuples of its own, several times for each operation."""
     broadcast, check = semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl
@@ -189,19 +203,6 @@ def _broadcast_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
             types[key] = core.block_type(dtype, list(sizes))
         return types[key]
 
-    def common(a: Any, b: Any) -> Any:
-        """The sizes of both, or None: other numbers of dimensions, or none that fit."""
-        if not a.type.is_block():
-            return b.type.sizes if b.type.is_block() else None
-        if not b.type.is_block():
-            return a.type.sizes
-        x, y = a.type.sizes, b.type.sizes
-        if x == y:
-            return x
-        if len(x) != len(y) or any(m != n and 1 not in (m, n) for m, n in zip(x, y)):
-            return None
-        return tuple(map(max, x, y))
-
     def typed(x: Any, sizes: tuple[int, ...]) -> Any:
         """Of that type; numpy broadcasts the data of elementwise operations by itself."""
         if x.type.is_block() and x.type.sizes == sizes:
@@ -215,7 +216,7 @@ def _broadcast_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
         return core.tensor(handle, block(x.dtype, sizes))
 
     def quick(self: Any, a: Any, b: Any) -> tuple[Any, Any]:
-        sizes = common(a, b)
+        sizes = _common_sizes(a, b)
         if sizes is None:
             return broadcast(self, a, b)  # which adds dimensions, or refuses
         return wide(a, sizes), wide(b, sizes)
@@ -247,7 +248,7 @@ def _broadcast_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
             if type(x) is core.tensor and type(y) is core.tensor:
                 pointer = allow_lhs_ptr and x.dtype.is_ptr() and y.dtype.is_int()
                 alike = type(x.dtype) is core.dtype and x.dtype.name == y.dtype.name
-                if (pointer or alike) and (sizes := common(x, y)) is not None:
+                if (pointer or alike) and (sizes := _common_sizes(x, y)) is not None:
                     return typed(x, sizes), typed(y, sizes)
         return check(self, a, b, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
@@ -274,7 +275,7 @@ def _broadcast_at_once(interpreter: Any, core: Any, semantic: Any) -> None:
                     dtype, of_numpy = core.int64, np.int64
             if not (x.type.is_block() or y.type.is_block()):
                 kind = dtype
-            elif (sizes := common(x, y)) is None:
+            elif (sizes := _common_sizes(x, y)) is None:
                 return plain(self, a, b, *more, **named)
             else:
                 kind = x.type if x.type.name == y.type.name else block(dtype, sizes)

@@ -85,15 +85,6 @@ class Call:
     def prefill(cls, is_kda: bool, dtype: Any = torch.float32) -> "Call":
         return cls.make([70, 5, 64], torch.tensor([5, 1, 2], dtype=torch.int32), is_kda, dtype)
 
-    @classmethod
-    def mamba(cls) -> tuple["Call", dict[str, Any]]:
-        call = cls.make([1] * N, torch.tensor([5, 0, 2], dtype=torch.int32), False)
-        A = -torch.rand(HV)[:, None, None].expand(HV, V, K)
-        dt, bias, D = (x[..., None].expand(*x.shape, V) for x in (call.a, call.dt_bias, call.A_log))
-        given = {"state": call.states, "x": call.v[0], "dt": dt, "A": A, "B": call.k[0]}
-        given |= {"C": call.q[0], "D": D, "dt_bias": bias, "dt_softplus": True}
-        return call, {**given, "state_batch_indices": call.slots}
-
     def valid_rows(self, tokens: int) -> Tensor:
         """Packed tokens that have a slot."""
         if self.slots.dim() > 1:

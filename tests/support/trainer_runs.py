@@ -91,22 +91,27 @@ def own_loop(
     return found
 
 
+QUIET: dict[str, Any] = {
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "bf16": False,
+}
+
+
 def arguments(folder: Path, **options: Any) -> TrainingArguments:
     given: dict[str, Any] = {
+        **QUIET,
         "output_dir": str(folder),
         "max_steps": STEPS,
         "learning_rate": RATE,
         "optim": "sgd",
         "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant",
         "per_device_train_batch_size": ROWS,
         "per_device_eval_batch_size": ROWS,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "bf16": False,
         "train_sampling_strategy": "sequential",
         **options,
     }

@@ -97,10 +97,6 @@ class _Convolution(Function):
         return dx, dweight, dbias, dresidual, dstate, *(None,) * 5
 
 
-def _contiguous(*tensors: Any) -> Any:
-    return tuple(None if t is None else t.contiguous() for t in tensors)
-
-
 def _fake(x: Tensor, weight: Tensor, *args: Any) -> list[Tensor]:
     return [x.new_empty(*x.shape[:2], n) for n in args[4] or x.shape[2:]]
 
