@@ -34,7 +34,7 @@ from slipstream.kernels.elementwise.decay_gate import decay_gate
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear, projections, rounded
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
-from slipstream.ops import _fp32, norm
+from slipstream.ops import _fp32, _preprocess, norm
 from slipstream.runtime import autograd, consistent, context_exchange, context_parallel
 
 MODES = ("chunk", "fused_recurrent", None)
@@ -397,8 +397,12 @@ def log_sigmoid_decay(layer: nn.Linear, x: Tensor, heads: int, normalizer: float
         return F.logsigmoid(raw) / normalizer
     # -softplus(-y) / normalizer: the decay gate's kernel, once y's sign is the weight's
     raw = F.linear(x, -layer.weight).unflatten(-1, (heads, -1))
-    A_log = torch.full((heads,), -math.log(normalizer), dtype=torch.float32, device=x.device)
+    A_log = _preprocess.per_head(raw, _log_rate, normalizer)
     return decay_gate(raw, A_log, None if layer.bias is None else -layer.bias, None)
+
+
+def _log_rate(heads: Tensor, normalizer: float) -> Tensor:
+    return torch.full_like(heads, -math.log(normalizer))
 
 
 def expect_gate_activation(activation: str) -> None:

@@ -189,7 +189,7 @@ class Mamba2(Mixer):
     def _step(self, dt: Tensor) -> tuple[Tensor, Tensor]:
         """The step and the log decay over it, both [B, T, H]."""
         wide = torch.float64 if dt.dtype == torch.float64 else torch.float32
-        step = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+        step = F.softplus(dt.to(wide) + self.dt_bias)
         if self.dt_limit is not None:
             step = step.clamp(*self.dt_limit)
         return step, -self.A_log.to(wide).exp() * step
