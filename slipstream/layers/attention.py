@@ -102,7 +102,7 @@ class Attention(Mixer):
         tables = self._tables(x, call)
         qkv, gate = linear.linears(x, (self.qkv_proj, self.g_proj))
         alone = call.state is None and call.context is None and not call.use_cache
-        if alone and self.q_norm is None and tables is not None:
+        if alone and tables is not None and self._only_rotates(qkv):
             heads = qkv.unflatten(-1, (-1, self.head_dim))
             # an adapter, or another module in its place, may read what it has returned
             fresh = linear.plain_linear(self.qkv_proj)
@@ -177,6 +177,10 @@ class Attention(Mixer):
     def sizes(self) -> tuple[int, int, int]:
         """Heads of queries, keys and values."""
         return self.num_heads, self.num_kv_heads, self.num_kv_heads
+
+    def _only_rotates(self, qkv: Tensor) -> bool:
+        """Whether nothing but a rotation by tables is between the projection and attention."""
+        return self.rotary_dim > 0 and self.q_norm is None
 
     def _tables(self, x: Tensor, call: MixerCall) -> _Tables:
         return call.tables(x, self.rotary_dim, self.rotary_base) if self.rotary_dim else None
