@@ -196,8 +196,13 @@ def test_tma_reads_heads_where_they_lie() -> None:
         assert not _is_tma_readable(part), part.stride()
 
 
-def test_both_is_of_two_flags() -> None:
+def test_units_come_with_places_by_two_flags() -> None:
     forward = pytest.importorskip("slipstream.kernels.attention.sm90.forward")
-    found = {x: forward.both(x, 4, 2) for x in (0, 1, 2, 4, 5, 6, 7)}
-    assert {x for x, both in found.items() if both == 1} == {6, 7}
-    assert {x for x, both in found.items() if both == 0} == {0, 1, 2, 4, 5}
+    flag = forward.common.FLAG
+    dynamic, packed = (int(getattr(x, "value", x)) for x in (flag.DYNAMIC, flag.PACKED_Q))
+    every = range(256)
+    assert [x for x in every if forward.hands_out_places(x)] == [
+        x for x in every if x & dynamic and x & packed
+    ]
+    assert {forward.unit_scalars(x) for x in (dynamic, packed)} == {1}
+    assert forward.unit_scalars(dynamic | packed) == 1 + len(forward.common.TileLocation._fields)
