@@ -14,7 +14,7 @@ from tests.support.scripts import ROOT, script
 
 plant_faults = script("tools/plant_faults")
 FAULTS = plant_faults.listed()
-SEEDS = {"40", "41", "42", "43", "44", "45", "46", "47", "48", "49", "50", "51", "52", "53", "54"}
+SEEDS = {str(seed) for seed in range(40, 56)}
 DRAWN = [x for x in FAULTS if x.result != "equivalent"]
 
 

@@ -438,3 +438,28 @@ def test_vllm_writes_blocks_of_sequences_with_tokens() -> None:
     """Block 0 is no one's."""
     got = VLLM._written(torch.tensor([0, 1, 2, -1, 7]), torch.tensor([0, 3, 5, 5, 6]))
     assert got.tolist() == [-1, 1, -1, -1]
+
+
+def test_sglang_lightning_tokens() -> None:
+    """One of each sequence; the second has no slot."""
+    q, k, v, pool, rate = *torch.randn(3, 2, H, V), torch.randn(5, H, V, V), torch.rand(H)
+    meta: Any = SimpleNamespace(mask=None, batch_size=2, s_offsets=torch.tensor([3, -1]))
+    before = pool.clone()
+    o = SGLANG.seg_la_fwd(q, k, v, pool, rate, meta, softmax_scale=1.0)
+    g = -rate.expand(2, H)
+    want, states = scan(q[:1], k[:1], v[:1], g[:1], None, before[3].mT)
+    near(o[0], want[0])
+    near(pool[3], states[0].mT)
+    near(pool[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
+
+
+def test_vllm_normalises_keys_where_asked() -> None:
+    q, k, v = (x[None] for x in torch.randn(3, T, H, V))
+    g, beta = -torch.rand(1, T, H, V), torch.rand(1, T, H) / 9
+    for given, at in (
+        ({}, (q, k)),
+        ({"use_qk_l2norm_in_kernel": True}, (F.normalize(q, dim=-1), F.normalize(k, dim=-1))),
+    ):
+        o, _ = VLLM.chunk_delta_attention(q, k, v, g, beta, 1.0, **given)
+        want, _ = scan(*(x[0] for x in (*at, v, g, beta)), torch.zeros(H, V, V))
+        near(o[0], want)

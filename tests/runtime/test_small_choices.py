@@ -1,6 +1,7 @@
 """What no number of a whole call tells: names of samples, shapes of gradients, and what ranks,
 engines and sharded models hand on."""
 
+import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,14 @@ from torch import Tensor, nn
 
 from slipstream.compat import flash_attn_interface
 from slipstream.compat.fla.adaptor import _cast_output
+from slipstream.compat.flash_attn.ops.triton import layer_norm
 from slipstream.compiler import toolchain
 from slipstream.compiler.compile_worker import Worker
-from slipstream.integrations import sglang, usage
+from slipstream.integrations import class_mixers, sglang, usage
+from slipstream.integrations.rows import Rows
 from slipstream.kernels.attention import cache
+from slipstream.kernels.attention.eager import with_torch
+from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.kernels.attnres import op as attnres
 from slipstream.kernels.loss.eager import LossInputs
 from slipstream.kernels.loss.shard import RankRows, Shard
@@ -27,6 +32,7 @@ from slipstream.models import (
     head_layouts,
     tensor_parallel,
 )
+from slipstream.nn import decoding
 from slipstream.ops import _running_sums, loss
 from slipstream.runtime import backends, call_replay, context_exchange, token_ids
 from slipstream.runtime.recording import Line
@@ -247,3 +253,41 @@ def test_small_functions_by_their_values() -> None:
     assert head_layouts.has_parameter(model["a"], "weight")
     assert not head_layouts.has_parameter(model["a"], "bias")
     assert sglang._Kernel.supports_safe_gate
+    assert not sglang._Kernel.supports_fused_chain_verify
+    (grad,) = torch.autograd.grad(layer_norm._dropped(x.requires_grad_(), 1.0)[0].sum(), x)
+    assert grad.eq(0).all()
+
+
+def test_one_query_of_torch_sees_every_key() -> None:
+    q, k, v = torch.randn(1, 1, 2, 8), torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 8)
+    o = with_torch(AttentionInputs(q, k, v), AttentionOptions(1.0, right=0))
+    want = torch.einsum("bthd,bshd->bhts", q, k).softmax(-1)
+    torch.testing.assert_close(o, torch.einsum("bhts,bshd->bthd", want, v))
+
+
+@pytest.mark.skipif(not backends.HAVE_TRITON, reason="wants Triton, which launches import")
+def test_tiles_are_of_both_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention_launch = importlib.import_module("slipstream.kernels.attention.triton.launch")
+    monkeypatch.setattr(attention_launch.tiling, "tiles_for", lambda *given: [given[1:]])
+    tensors = torch.empty(1, 4, 3, 64), torch.empty(1, 4, 3, 64), torch.empty(1, 4, 3, 128)
+    of: Any = [AttentionInputs(*tensors), AttentionOptions(1.0)]
+    assert attention_launch._tiles_of(*of) == (64, 128, 4, False)
+
+
+def test_tokens_of_class_mixers_move_their_state() -> None:
+    q, k, v, g = *torch.randn(3, 2, 1, 3, 4), -torch.rand(2, 1, 3)
+    state = torch.randn(2, 3, 4, 4)
+    want = g[:, 0, :, None, None].exp() * state + k[:, 0, ..., None] * v[:, 0, :, None]
+    o, after = class_mixers._scalar_decay(q, k, v, g, state, Rows((2, 1)), 0.5)
+    torch.testing.assert_close(after, want)
+    torch.testing.assert_close(o[:, 0], 0.5 * (q[:, 0, :, None] @ want)[:, :, 0])
+
+
+def test_tables_are_there_for_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, device = mock.Mock(), SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch, "arange", lambda rows, device: torch.zeros(rows))
+    monkeypatch.setattr(decoding, "rotary_tables", lambda *_, **__: "tables")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    made: Any = decoding._lasting_tables.__wrapped__
+    assert made(4, device, 8, 1e4, torch.float32) == "tables"
+    stream.synchronize.assert_called_once_with()

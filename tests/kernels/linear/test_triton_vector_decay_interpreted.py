@@ -148,7 +148,7 @@ def check_apart() -> None:
     usual = backend.RANGES[torch.float32]
     backend.RANGES[torch.float32] = usual._replace(apart=55.0)
     gates = [(form, gate) for form in FORMS for gate in ("middling", "even")]
-    for form, gate in (*gates, ("g", "mixed"), ("gv", "reset")):
+    for form, gate in (*gates, ("g", "mixed"), ("gv", "reset"), ("g", "late")):
         # what a read has of the token before it does not decay, and cancels in dg
         times = 500 if form == "u" and gate == "even" else 20
         check(form, "long", gate, torch.float32, True, times=times)
