@@ -184,31 +184,18 @@ class HeadShard(NamedTuple):
     size: int
 
 
-class _SumGradients(autograd.Function):
+class _SumOnce(autograd.Function):
     operator = "slipstream::rank_sums"
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, group: Any, of_gradients: bool) -> Tensor:
+        ctx.group, ctx.of_gradients = group, of_gradients
+        return x.view_as(x) if of_gradients else _summed(x, group)
 
     @staticmethod
     @autograd.once_differentiable
     def backward(ctx: Any, saved: autograd.Saved, grad: Tensor) -> Any:
-        return _summed(grad, ctx.group), None
-
-
-class _SumParts(autograd.Function):
-    operator = "slipstream::rank_sums"
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    @autograd.once_differentiable
-    def backward(ctx: Any, saved: autograd.Saved, grad: Tensor) -> Any:
-        return grad, None
+        return _summed(grad, ctx.group) if ctx.of_gradients else grad, None, None
 
 
 class _GatherLast(autograd.Function):
@@ -252,12 +239,12 @@ class _NormOfParts(autograd.Function):
 
 def sum_gradients(x: Tensor, group: Any) -> Tensor:
     """x, whose gradient is that of all ranks: each has that of its own part."""
-    return _SumGradients.apply(x, group)
+    return _SumOnce.apply(x, group, True)
 
 
 def sum_parts(x: Tensor, group: Any) -> Tensor:
     """The sum over all ranks; each rank gets the whole gradient."""
-    return _SumParts.apply(x, group)
+    return _SumOnce.apply(x, group, False)
 
 
 def gather_last(x: Tensor, shard: HeadShard) -> Tensor:
