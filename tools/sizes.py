@@ -21,7 +21,7 @@ KERNEL_LINES = 130
 # from here on a device function has many parameters, and how many such functions there may be:
 # aggregates take their place (NamedTuple). Kernels have them flat, as launches read them.
 MANY_PARAMETERS = 15
-FUNCTIONS_WITH_MANY = 23
+FUNCTIONS_WITH_MANY = 22
 # of the lines of a file's kernels and device functions, those with a comment
 COMMENT_SHARE = 0.05
 # of the package's lines, those of import statements: what has been reached, rounded up to 0.1%. A
@@ -29,7 +29,7 @@ COMMENT_SHARE = 0.05
 IMPORT_SHARE = 0.04
 # lines of host code for each of device code: what has been reached, rounded up to 0.01. Small are
 # the families beside the linear one and attention, without what families share.
-HOST_PER_DEVICE = {"kernels": 1.0, "small families": 1.77}
+HOST_PER_DEVICE = {"kernels": 0.98, "small families": 1.76}
 LARGE_FAMILIES = ("linear", "attention", "primitives")
 # no code, where a line has nothing else
 NO_CODE = (
@@ -38,10 +38,10 @@ NO_CODE = (
 )
 # the package's lines, and its module-level constants with numbers: what has been reached, with 1%
 # of room, to be lowered wherever code goes
-PACKAGE_LINES = 90_900
-CONSTANTS = 318
+PACKAGE_LINES = 90_850
+CONSTANTS = 317
 # the tests' lines, likewise: a test that says less than another goes when one is added
-TEST_LINES = 59_600
+TEST_LINES = 59_300
 # statements that the formatter leaves as they are, such as tables whose columns line up: a limit on
 # lines is no reason for one
 UNFORMATTED = {"slipstream": 444, "tests": 130}

@@ -6,12 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.kernels.mixer_step.block_inputs import (
-    Blocks,
-    TokenInputs,
-    block_inputs,
-    unsupported_reason,
-)
+from slipstream.kernels.mixer_step import block_inputs
 from slipstream.layers import base, call
 from slipstream.nn import decoding, linear, projections
 from slipstream.ops.norm import l2_norm
@@ -108,7 +103,7 @@ class DeltaHeads(base.Mixer):
         if step is None or not step.of_tokens or conv is None or linear.is_hooked(conv):
             return None
         parameters = self.A_log, self.dt_bias
-        tokens = TokenInputs(
+        tokens = block_inputs.TokenInputs(
             qkv[:, 0],
             conv.weight,
             conv.bias,
@@ -120,10 +115,10 @@ class DeltaHeads(base.Mixer):
             self.allow_neg_eigval,
             lower_bound,
         )
-        if unsupported_reason(tokens, self.head_dim) is not None:
+        if block_inputs.unsupported_reason(tokens, self.head_dim) is not None:
             return None
-        blocks = Blocks(*step.take(len(Blocks._fields)))
-        block_inputs(tokens, blocks)
+        blocks = block_inputs.Blocks(*step.take(len(block_inputs.Blocks._fields)))
+        block_inputs.block_inputs(tokens, blocks)
         return [*blocks[1:]], blocks.window.mT
 
     def _gate_of(self, x: Tensor) -> Tensor | None:
