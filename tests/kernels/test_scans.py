@@ -13,6 +13,7 @@ from slipstream.common import linear_rows
 from slipstream.kernels.gated_scan import eager as gated
 from slipstream.kernels.selective_scan.inputs import CHUNK
 from slipstream.ops import chunk_hgrn, selective_scan
+from tests.support.operators import scan_inputs
 
 TOKENS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 5 * CHUNK + 7)
 C = gated.BLOCK
@@ -28,24 +29,11 @@ def gated_inputs(B: int = 2, T: int = 3 * C + 5, D: int = 6) -> dict[str, Tensor
 def inputs(
     B: int = 2,
     T: int = 2 * CHUNK + 5,
-    D: int = 6,
-    N: int = 3,
     G: int = 2,
     S: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
-    shapes = {
-        "u": (B, T, D),
-        "delta": (B, T, D),
-        "A": (D, N),
-        "B": (B, T, G, N),
-        "C": (B, T, G, N),
-        "D": (D,),
-        "z": (B, T, D),
-        "delta_bias": (D,),
-        "initial_state": (B if S is None else S, D, N),
-    }
-    args = {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
+    args = {name: x.to(dtype) for name, x in scan_inputs(B, T, 6, 3, G, S).items()}
     return {**args, "A": -args["A"].abs()}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.ops import chunk_hgrn, selective_scan
 from tests.support.interpreted import interpreted
-from tests.support.operators import offsets, relative_error
+from tests.support.operators import offsets, relative_error, scan_inputs
 
 # tokens of a tile there
 TILE = 8
@@ -120,19 +120,9 @@ def test_scan_matches_reference_when_interpreted() -> None:
 
 
 def inputs(size: str, dtype: torch.dtype, given: tuple[str, ...]) -> dict[str, Tensor]:
-    B, T, D, N, G, lengths = SELECTIVE_SIZES[size]
-    shapes = {
-        "u": (B, T, D),
-        "delta": (B, T, D),
-        "A": (D, N),
-        "B": (B, T, G, N),
-        "C": (B, T, G, N),
-        "D": (D,),
-        "z": (B, T, D),
-        "delta_bias": (D,),
-        "initial_state": (B if lengths is None else len(lengths), D, N),
-    }
-    args = {x: torch.randn(shape) for x, shape in shapes.items() if x in given or x not in OPTIONAL}
+    *sizes, lengths = SELECTIVE_SIZES[size]
+    args = scan_inputs(*sizes, None if lengths is None else len(lengths))
+    args = {n: x for n, x in args.items() if n in given or n not in OPTIONAL}
     args |= {"A": -2 * args["A"].abs(), "delta": args["delta"].abs()}
     return {x: y.to(dtype) if y.dim() > 2 and x in given else y for x, y in args.items()}
 

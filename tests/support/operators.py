@@ -59,6 +59,14 @@ def has_time(op: Sample, name: str) -> bool:
     return bool(set("TR") & set(op.dims[name]))
 
 
+def scan_inputs(B: int, T: int, D: int, N: int, G: int, sequences: int | None) -> dict[str, Tensor]:
+    """Arguments of selective_scan, D channels with N states each and G groups; any numbers."""
+    of_token, of_group, states = (B, T, D), (B, T, G, N), (sequences or B, D, N)
+    shapes = {"u": of_token, "delta": of_token, "A": (D, N), "B": of_group, "C": of_group}
+    shapes |= {"D": (D,), "z": of_token, "delta_bias": (D,), "initial_state": states}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
 def offsets(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 

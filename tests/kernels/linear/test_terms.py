@@ -167,29 +167,17 @@ def test_kept_ones_are_of_the_call() -> None:
 
 
 @wants.triton
-def test_ones_of_graphs_are_not_kept() -> None:
-    """Nothing would be there until its replay, nor after its end."""
-    device, kept = torch.device("cuda", 0), {}
-    made = mock.Mock()
-    with (
-        mock.patch.object(gate_ones, "_cached", kept),
-        mock.patch.object(gate_ones, "_made", made),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-    ):
-        assert gate_ones.gate_ones(device, C, torch.bfloat16) is made.return_value
-    made.assert_called_once_with(device, C, torch.bfloat16)
-    assert not kept
-
-
-@wants.triton
-def test_kept_ones_are_copied_from_the_cpu() -> None:
-    """That copy waits for itself: a kernel of another stream may read them at once."""
-    device, made = torch.device("cuda", 0), mock.Mock()
+def test_ones_are_kept_unless_of_a_graph() -> None:
+    """Whose would not be there until its replay, nor after its end. The copy from the CPU waits for
+    itself: a kernel of another stream may read what is kept at once."""
+    device, made, found = torch.device("cuda", 0), mock.Mock(), []
     with mock.patch.object(gate_ones, "_cached", {}), mock.patch.object(gate_ones, "_made", made):
-        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
-            first = gate_ones.gate_ones(device, C, torch.bfloat16)
-        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-            again = gate_ones.gate_ones(device, C, torch.bfloat16)
-    made.assert_called_once_with(torch.device("cpu"), C, torch.bfloat16)
+        for captures in (True, False, True):
+            with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda x=captures: x):
+                found.append(gate_ones.gate_ones(device, C, torch.bfloat16))
+    of_graph, first, again = found
+    places = [device, torch.device("cpu")]
+    assert [x.args for x in made.call_args_list] == [(x, C, torch.bfloat16) for x in places]
     made.return_value.to.assert_called_once_with(device)
+    assert of_graph is made.return_value
     assert first is again is made.return_value.to.return_value
