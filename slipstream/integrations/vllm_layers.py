@@ -234,10 +234,6 @@ LAYERS = (
         {**_CONVOLUTION, "selective_scan_fn": vllm_calls.selective_scan_fn},
     ),
     Layer(f"{_MAMBA}.short_conv", "ShortConv", _CONVOLUTION),
-    Layer(
-        f"{_MAMBA}.linear.minimax_linear_attn",
-        "MiniMaxText01LinearAttention",
-        _LIGHTNING,
-    ),
+    Layer(f"{_MAMBA}.linear.minimax_linear_attn", "MiniMaxText01LinearAttention", _LIGHTNING),
     Layer(f"{_MAMBA}.linear.bailing_linear_attn", "BailingMoELinearAttention", _LIGHTNING),
 )

@@ -19,18 +19,11 @@ def model(*mixers: str) -> SlipstreamForCausalLM:
 def test_generate_in_and_out_of_inference_mode(mixers: tuple, modes: tuple) -> None:
     m, ids = model(*mixers), torch.randint(3, 23, (3, 5))
     options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    found = []
+    found, captures = [], []
     for mode in modes:
         with torch.inference_mode(mode):
             found.append(m.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist())
-    assert found[0] == found[1] == found[2]
-
-
-def test_inference_mode_leaves_graphs_to_later_calls() -> None:
-    m, ids = model("attention"), torch.randint(3, 23, (3, 5))
-    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    with torch.inference_mode():
-        m.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    before = m.decoding.captures
-    m.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    assert m.decoding.captures > before and m.decoding.reason is None
+        captures.append(m.decoding.captures)
+    assert found[0] == found[1] == found[2] and m.decoding.reason is None
+    if modes[0]:  # whose graphs are of no use to later calls
+        assert captures[1] > captures[0]

@@ -160,11 +160,7 @@ ROWS: dict[str, tuple] = {
         lambda: (*_heads(4), rand(1, 4, 6), rand(6), rand(6), rand(2, 3), 1e-5, "eager"),
         1,
     ),
-    "token_mix": (
-        token_mix._forward,
-        lambda: (*rand(2, 1, 4, 3), None, rand(2, 3), "eager"),
-        1,
-    ),
+    "token_mix": (token_mix._forward, lambda: (*rand(2, 1, 4, 3), None, rand(2, 3), "eager"), 1),
     "erase": (erase._forward, lambda: (*rand(3, 1, 4, 2), "eager"), 1),
     "rotate_qk": (rotation._forward, lambda: (*rand(2, 1, 4, 2, 3), rand(1, 4, 1), "eager"), 3),
     "running_mean": (

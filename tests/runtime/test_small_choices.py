@@ -26,12 +26,7 @@ from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOption
 from slipstream.kernels.attnres import op as attnres
 from slipstream.kernels.loss.eager import LossInputs
 from slipstream.kernels.loss.shard import RankRows, Shard
-from slipstream.models import (
-    SlipstreamConfig,
-    SlipstreamForCausalLM,
-    head_layouts,
-    tensor_parallel,
-)
+from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, head_layouts, tensor_parallel
 from slipstream.nn import decoding
 from slipstream.ops import _running_sums, loss
 from slipstream.runtime import backends, call_replay, context_exchange, token_ids

@@ -13,12 +13,7 @@ from tests.support.language_models import LAYERS, small_model
 
 VOCAB, RANKS = 53, 2
 
-MIXERS: list[Any] = [
-    "gated_deltanet",
-    "rwkv7",
-    LAYERS["mla"],
-    "rwkv7",
-]
+MIXERS: list[Any] = ["gated_deltanet", "rwkv7", LAYERS["mla"], "rwkv7"]
 
 # the options of mla are not its defaults
 EVERY_MIXER = [*MIXERS, *(name for name in NAMES if name not in ("gated_deltanet", "rwkv7", "mla"))]

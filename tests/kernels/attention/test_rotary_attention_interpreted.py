@@ -47,22 +47,23 @@ def check_operator() -> None:
         assert max(errors) < 1e-5, (packed, half, in_place, errors)
 
 
+def run(layer: Any, x: torch.Tensor, inside: bool) -> list[Any]:
+    layer._only_rotates = lambda qkv: inside
+    x.requires_grad_()
+    y = layer(x)[0]
+    return [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
+
+
 def check_layer() -> None:
     """As it is without a rotation inside of attention, also where the projection has a hook."""
     torch.manual_seed(0)
     layer, x = Attention(64, 4, num_kv_heads=2), torch.randn(2, 19, 64)
     seen: list[Any] = []
 
-    def run(inside: bool) -> list[Any]:
-        layer._only_rotates = lambda qkv: inside
-        x.requires_grad_()
-        y = layer(x)[0]
-        return [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
-
-    want = run(False)
-    assert max(map(error, run(True), want)) < 1e-5
+    want = run(layer, x, False)
+    assert max(map(error, run(layer, x, True), want)) < 1e-5
     layer.qkv_proj.register_forward_hook(lambda module, args, out: seen.append(out))
-    assert max(map(error, run(True), want)) < 1e-5
+    assert max(map(error, run(layer, x, True), want)) < 1e-5
     assert torch.equal(seen[0], layer.qkv_proj(x))  # nothing has turned it
 
 
@@ -80,12 +81,7 @@ def check_other_projections() -> None:
     layer.qkv_proj = Bounded(64, 3 * 64, bias=False)
     torch.nn.init.normal_(layer.qkv_proj.weight)
 
-    def run(inside: bool) -> list[Any]:
-        layer._only_rotates = lambda qkv: inside
-        y = layer(x)[0]
-        return [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]
-
-    assert max(map(error, run(True), run(False))) < 1e-5
+    assert max(map(error, run(layer, x, True), run(layer, x, False))) < 1e-5
 
 
 def check_checkpointing() -> None:
