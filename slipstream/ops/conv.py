@@ -139,8 +139,7 @@ def _convolve(
         apart = sizes is not None and past is None and not any(n % 8 for n in sizes)
         parts = sizes if apart else None
         # a consistent model's step rounds before it takes norms (mixer_step/triton/block_inputs.py)
-        fused = parts is not None and not consistent_scope.on
-        within = fused and op.normalises(parts, unit)
+        within = parts is not None and not consistent_scope.on and op.normalises(parts, unit)
         ys = op.convolution(inputs, silu, impl, parts, unit if within else 0)
         unit = 0 if within else unit
     else:

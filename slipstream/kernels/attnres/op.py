@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import wide_dtype
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.attnres.inputs import STREAMS, AttnresInputs, ForwardSums, for_backward
 from slipstream.runtime import autograd, custom_op, dispatch, guarded_launch, kernel_pair
@@ -76,7 +77,7 @@ def eager(inputs: AttnresInputs) -> tuple[Tensor, Tensor]:
     """y [..., D] in the residuals' dtype and s [L, ...]."""
     query, residuals, weight, output_weight, eps, scale = inputs
     dtype = residuals[0].dtype
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = wide_dtype(residuals[0])
     v = torch.stack([x.to(wide) for x in residuals])
     rstd = (v.square().mean(-1) + eps).rsqrt()
     s = (v @ (query.to(wide) * weight.to(wide) * scale)) * rstd

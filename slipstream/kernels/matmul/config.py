@@ -138,7 +138,7 @@ def unpack(numbers: Sequence[int]) -> MatmulConfig:
 @dataclass(frozen=True)
 class Problem:
     """The properties that choose tiles, besides the device: dtypes, precision of float32 products,
-    order in memory (a_t: a column by column, b_t: b column by column; swaps: terms.tma_swaps)."""
+    order in memory (a_t: a column by column, b_t: b column by column; swaps: tma_swaps)."""
 
     dtype: torch.dtype
     out_dtype: torch.dtype

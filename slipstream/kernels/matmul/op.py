@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from slipstream.common.checks import cast, wide_dtype
-from slipstream.compiler import arch, known_bugs
 from slipstream.compiler import arch as arches
+from slipstream.compiler import known_bugs
 from slipstream.kernels.matmul import config as configs
-from slipstream.kernels.matmul.config import FP8, MatmulInputs, activated, scaled
+from slipstream.kernels.matmul.config import FP8, MatmulConfig, MatmulInputs, activated, scaled
 from slipstream.runtime import autograd, custom_op, kernel_pair
 from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, sm90_unsupported
 from slipstream.runtime.compile_ahead import resized
@@ -54,12 +54,10 @@ def matmul_reference(t: MatmulInputs) -> Tensor:
 # Rows between which and beyond which no other tile is chosen; with one more a number is odd.
 _ROWS = [n for power in range(4, 18) for n in (1 << power, 3 << power - 1)]
 # and whether an implementation was named
-Call = tuple[configs.MatmulInputs, configs.MatmulConfig | None, bool]
+Call = tuple[MatmulInputs, MatmulConfig | None, bool]
 
 
-def matmul(
-    t: configs.MatmulInputs, config: configs.MatmulConfig | None, impl: str | None
-) -> Tensor:
+def matmul(t: MatmulInputs, config: MatmulConfig | None, impl: str | None) -> Tensor:
     """out [M, N], differentiable by all but the scales."""
     others = () if config is None else config.pack(), impl or ""
     if autograd.needs_autograd(t.a, t.b, t.bias, t.residual):
@@ -67,11 +65,11 @@ def matmul(
     return _CALL(*t, *others)
 
 
-def _with_gradient(t: configs.MatmulInputs, *others: Any) -> Tensor:
+def _with_gradient(t: MatmulInputs, *others: Any) -> Tensor:
     if not t.activation:
         return _Matmul.apply(*t[:6], t.precision, t.out_dtype, *others)
     z = _Matmul.apply(*t[:3], None, *t[4:6], t.precision, t.out_dtype, *others)
-    y = configs.activated(z, t.activation)
+    y = activated(z, t.activation)
     return y if t.residual is None else (y + t.residual).to(t.out_dtype)
 
 
@@ -83,7 +81,7 @@ class _Matmul(autograd.Function):
         a, b, bias, residual, scale_a, scale_b, precision, out_dtype, packed, impl = args
         autograd.save(ctx, a, b, scale_a, scale_b)
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (bias, residual))
-        # hopper and a tile may refuse the other two products
+        # sm90 and a tile may refuse the other two products
         ctx.precision, ctx.impl = precision, None if impl == "sm90" else impl or None
         return _CALL(
             *args[:6],
@@ -98,11 +96,11 @@ class _Matmul(autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         a, b, scale_a, scale_b = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        dz = cast(configs.scaled(dout, scale_a, scale_b), a.dtype)
+        dz = cast(scaled(dout, scale_a, scale_b), a.dtype)
         bias_dtype, residual_dtype = ctx.dtypes
 
         def product(x: Tensor, y: Tensor) -> Tensor:
-            t = configs.MatmulInputs(x, y, None, None, None, None, "", ctx.precision, x.dtype)
+            t = MatmulInputs(x, y, None, None, None, None, "", ctx.precision, x.dtype)
             return matmul(t, None, ctx.impl)
 
         return (
@@ -114,14 +112,14 @@ class _Matmul(autograd.Function):
         )  # fmt: skip
 
 
-def arch_of(device: torch.device) -> arch.Arch:
+def arch_of(device: torch.device) -> arches.Arch:
     """The interpreter has the limits of sm_90."""
     if device.type != "cuda":
         return arches.named("sm_90")
     return arches.of(torch.cuda.get_device_capability(device), bool(torch.version.hip))
 
 
-def problem(t: configs.MatmulInputs) -> configs.Problem:
+def problem(t: MatmulInputs) -> configs.Problem:
     residual = None if t.residual is None else t.residual.dtype
     columns = t.a.stride(1) != 1, t.b.stride(1) != 1
     return configs.Problem(
@@ -129,7 +127,7 @@ def problem(t: configs.MatmulInputs) -> configs.Problem:
     )
 
 
-def _kind(name: str, t: configs.MatmulInputs) -> known_bugs.KernelKey:
+def _kind(name: str, t: MatmulInputs) -> known_bugs.KernelKey:
     """The calls that share a verdict on the kernels."""
     return (f"matmul.{name}", t.a.dtype, t.precision)
 
@@ -143,7 +141,7 @@ def _triton_unsupported_reason(call: Call) -> str | None:
     return known_failure(lambda: _kind("triton", t), t.a.device)
 
 
-def _unsupported_operands(t: configs.MatmulInputs) -> str | None:
+def _unsupported_operands(t: MatmulInputs) -> str | None:
     """Why no kernel can multiply these."""
     if not HAVE_TRITON:
         return "Triton is not installed"
@@ -154,7 +152,7 @@ def _unsupported_operands(t: configs.MatmulInputs) -> str | None:
     if 0 in (*t.a.shape, *t.b.shape):
         return "there is nothing to multiply"
     arch = arch_of(t.a.device)
-    if t.a.dtype in configs.FP8 and "fp8e5" not in arch.dots:
+    if t.a.dtype in FP8 and "fp8e5" not in arch.dots:
         return f"{arch.name} has no products of float8"
     if t.a.dtype == torch.float32 and t.precision not in arch.precisions:
         return f"{arch.name} has no {t.precision} products"
@@ -176,7 +174,7 @@ def sm90_unsupported_reason(call: Call) -> str | None:
     return known_failure(lambda: _kind("sm90", t), t.a.device)
 
 
-def tma_unsupported_reason(t: configs.MatmulInputs) -> str | None:
+def tma_unsupported_reason(t: MatmulInputs) -> str | None:
     """The dtype or stride that rules out TMA and wgmma for a call."""
     if t.a.dtype == torch.float32 and t.precision != "tf32":
         return f"wgmma multiplies float32 as tf32, not as {t.precision}"
@@ -207,15 +205,13 @@ CANDIDATES = (
 )
 
 
-def plan_for(
-    t: configs.MatmulInputs, config: configs.MatmulConfig | None, impl: str | None
-) -> Selection:
+def plan_for(t: MatmulInputs, config: MatmulConfig | None, impl: str | None) -> Selection:
     return choose(CANDIDATES, (t, config, impl is not None), impl, "matmul", t.a)
 
 
 def _impl(*args: Any) -> Tensor:
     *tensors, packed, impl = args
-    t, config = configs.MatmulInputs(*tensors), configs.unpack(packed) if packed else None
+    t, config = MatmulInputs(*tensors), configs.unpack(packed) if packed else None
     # such a call makes only what is added, whatever the kernel
     if config is not None and 0 not in (*t.a.shape, *t.b.shape):
         configs.check(config, problem(t), arch_of(t.a.device))
@@ -224,7 +220,7 @@ def _impl(*args: Any) -> Tensor:
     return _run(plan_for(t, config, impl or None).impls, t, config)
 
 
-def _run(impl: str, t: configs.MatmulInputs, config: configs.MatmulConfig | None) -> Tensor:
+def _run(impl: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
     """By the first of the implementations at which this machine's compilers do not fail."""
     name, _, others = impl.partition("|")
     with Guard(impl, t.a.device, lambda: _kind(name, t), lambda: _probe(name, t)) as usable:
@@ -235,21 +231,21 @@ def _run(impl: str, t: configs.MatmulInputs, config: configs.MatmulConfig | None
     return _run(others, t, config)
 
 
-def _tile_of(t: configs.MatmulInputs, impls: str) -> configs.MatmulConfig:
+def _tile_of(t: MatmulInputs, impls: str) -> MatmulConfig:
     shape = t.a.shape[0], t.b.shape[1], t.a.shape[1]
     return configs.choose(problem(t), arch_of(t.a.device), *shape, impls.startswith("sm90"))
 
 
-def _launch(name: str, t: configs.MatmulInputs, config: configs.MatmulConfig | None) -> Tensor:
+def _launch(name: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
     """Triton and Gluon are imported only here, once they are wanted."""
     config = config or _tile_of(t, name)
     assert config.kernel == configs.KERNELS[name == "triton"]
     return import_module(f"slipstream.kernels.matmul.{name}_kernels").matmul(t, config)
 
 
-def _probe(name: str, like: configs.MatmulInputs) -> str | None:
+def _probe(name: str, like: MatmulInputs) -> str | None:
     """A small product with edges in every direction; float8 is not random enough to compare."""
-    if like.a.dtype in configs.FP8:
+    if like.a.dtype in FP8:
         return None
     tensors = {
         "a": torch.randn(200, 168, device=like.a.device).to(like.a.dtype),
@@ -260,7 +256,7 @@ def _probe(name: str, like: configs.MatmulInputs) -> str | None:
         a, b = tensors["a"], tensors["b"]
         assert a is not None and b is not None
         return matmul(
-            configs.MatmulInputs(a, b, None, None, None, None, "", like.precision, a.dtype),
+            MatmulInputs(a, b, None, None, None, None, "", like.precision, a.dtype),
             None,
             impl,
         )
@@ -280,7 +276,7 @@ def _at_sizes(args: tuple) -> Iterator[tuple]:
     """Of other numbers of rows, or of columns where a lies column by column, as a gradient's does:
     one for each kernel and tile, and for multiples of 16 and others."""
     *tensors, packed, impl = args
-    inputs, config = configs.MatmulInputs(*tensors), configs.unpack(packed) if packed else None
+    inputs, config = MatmulInputs(*tensors), configs.unpack(packed) if packed else None
     by_rows = inputs.a.stride(1) == 1
     known: set[Any] = set()
     for n in (1, *(m for rows in _ROWS for m in (rows, rows + 1))):
@@ -293,12 +289,12 @@ def _at_sizes(args: tuple) -> Iterator[tuple]:
             yield (*t, packed, impl)
 
 
-def _with_rows(t: configs.MatmulInputs, n: int) -> configs.MatmulInputs:
+def _with_rows(t: MatmulInputs, n: int) -> MatmulInputs:
     scale = t.scale_a if t.scale_a is None or not t.scale_a.dim() else resized(t.scale_a, n)
     return t._replace(a=resized(t.a, n), residual=resized(t.residual, n), scale_a=scale)
 
 
-def _with_columns(t: configs.MatmulInputs, n: int) -> configs.MatmulInputs:
+def _with_columns(t: MatmulInputs, n: int) -> MatmulInputs:
     a, b = resized(t.a.t(), n), resized(t.b, n)
     assert a is not None
     return t._replace(a=a.t(), b=b)
@@ -318,7 +314,7 @@ _CALL = custom_op.KernelOp(
 def _of_operator(*args: Any) -> Tensor:
     """As slipstream::_matmul is called."""
     *tensors, packed, impl = args
-    return _with_gradient(configs.MatmulInputs(*tensors), packed, impl)
+    return _with_gradient(MatmulInputs(*tensors), packed, impl)
 
 
 _CALL.set_gradient(_of_operator)
