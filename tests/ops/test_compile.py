@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
+from slipstream.kernels.linear import gsa
 from slipstream.kernels.linear import op as linear_op
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.tools.catalog import Sample, flat
@@ -140,3 +141,15 @@ def test_linear_ops_pass_opcheck(make: Any, chunk: int) -> None:
     for gate_gradient in (True, False):
         args = (*terms, dout, None, 0.5, chunk, "eager", gate_gradient)
         torch.library.opcheck(linear_op.call_backward.overload, args)
+
+
+def test_passes_of_gsa_are_cut_within_a_graph() -> None:
+    """As a call on CUDA is traced, of sizes that may change."""
+
+    def cut(x: Tensor) -> Tensor:
+        groups = gsa._groups(gsa.GSAInputs(x, x, x, x, x), "triton", "triton", False)
+        return x if groups is None else x + groups.heads
+
+    x = torch.ones(1, 70, 2, 16)
+    compiled = torch.compile(cut, fullgraph=True, dynamic=True, backend="eager")
+    assert torch.equal(compiled(x), x)

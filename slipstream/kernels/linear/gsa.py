@@ -58,7 +58,7 @@ def _groups(given: GSAInputs, first: str, second: str, grads: bool) -> Groups | 
     beside = (2 + grads) * M * given.s.element_size()
     passes = (given.first(), first, 2 * beside), (given.second(given.s), second, beside)
     found = [groups_of(terms, impl, grads, beside=more) for terms, impl, more in passes]
-    # dynamo of torch 2.11 knows no default of max
+    # torch.compile knows no default of max where sizes are symbolic
     return max(cut) if (cut := [x for x in found if x is not None]) else None
 
 
