@@ -158,7 +158,7 @@ def test_step_makes_rotary_tables_once(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_tables_of_first_positions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of so many rows that few are made, but for long prompts."""
+    """One table of 4,096 positions serves all shorter prompts; longer ones share a larger one."""
     made = []
 
     def counted(positions: Tensor, *args: Any, **options: Any) -> Any:
