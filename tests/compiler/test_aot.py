@@ -1,6 +1,7 @@
 """Compiling for a GPU that is not there makes what the JIT makes there."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,24 @@ def test_compile_kernel_makes_what_the_jit_makes(
         grid=(1,),
     )
     assert theirs.hash == ours.hash
+
+
+def test_cache_has_what_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel whose name is longer than a file's, too."""
+    name = "k" * 160
+    text = f"import triton\n\n\n@triton.jit\ndef {name}(x_ptr):\n    pass\n"
+    (tmp_path / "of_a_long_name.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    long = f"of_a_long_name:{name}", {"x_ptr": "*fp32"}, {}
+    for kernel, tensors, constants in ((PRODUCT, TENSORS, CONSTANTS), long):
+        jobs = [aot.Job(kernel, tensors, constants, {}, n, 3, {}, "sm_90") for n in (4, 8)]
+        assert not aot.cached(jobs[0])
+        jobs[0].compile()
+        assert [aot.cached(job) for job in jobs] == [True, False]
+        with monkeypatch.context() as without:
+            without.delattr("triton.runtime.cache.get_cache_key")
+            assert not aot.cached(jobs[0])
 
 
 def test_registers_are_allocated_at_the_assemblers_own_level(
