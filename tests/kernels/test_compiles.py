@@ -2,8 +2,10 @@
 calls are traced (compiler/trace.py), so tiles and arguments are those of real launches. What a
 kernel's code has to have besides is in the tests of its family."""
 
+import json
 import math
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -140,6 +142,13 @@ SHARED = {
     "selective_scan_forward_sm90_kernel": ARCHS["sm_90"].shared // 6,
     "selective_scan_backward_sm90_kernel": ARCHS["sm_90"].shared // 6,
 }
+# How often the code of kernels for sm_90, by Triton 3.6, says what waits for what: a wait that goes
+# changes no result here, or waits for what another does where threads run one by one.
+ORDERS = json.loads(Path(__file__).with_name("orders.json").read_text())
+_ORDER = re.compile(
+    r"(?<![.\w])(?:bar(?:rier)?|mbarrier|fence|griddepcontrol|cp\.async\.bulk\.(?:wait|commit)_group"
+    r"|wgmma\.(?:wait|commit)_group|st\.release|ld\.acquire)\.[.\w]+"
+)
 # What a kernel's code has to have: a scan over a run's tokens is a thread's, wide loads, copies to
 # shared memory of what comes next.
 CODE = {
@@ -198,7 +207,8 @@ def _fullness(job: Job) -> tuple[int, int, str]:
     return len(job.tensors), sum(map(bool, job.constants.values())), job.key
 
 
-def check(job: Job) -> None:
+def check(job: Job, full: bool = False) -> None:
+    """full: of the variant that `jobs` has."""
     got = job.compile()
     status, reason = judge(job, Outcome("ok", compiled=got))
     assert status != "refused", f"{job.name}: {reason}"
@@ -212,6 +222,9 @@ def check(job: Job) -> None:
     wide = job.constants.get("UNIT", 16) == 16  # numbers that all counts are a multiple of
     assert not wide or re.search(pattern, got.asm[kind]), job.name
     assert not job.constants.get("PDL") or "griddepcontrol.wait" in got.ptx, job.name
+    if job.name in ORDERS and full:
+        orders = Counter(_ORDER.findall(got.ptx))
+        assert orders == ORDERS[job.name], f"{job.name}: orders.json has another number"
     for view in set(VIEW.findall(got.asm.get("ttgir", ""))) - OTHER_SIZES:
         before, after = (
             int(bits) * math.prod(map(int, shape.split("x")))
@@ -258,7 +271,7 @@ def test_kernels_compile(place: str, thorough: bool) -> None:
     found = jobs(place)
     assert {job.name for job in found} == {x for x, at in FOLDER_OF.items() if at == place}
     for job in further_jobs(place) if thorough else found:
-        check(job)
+        check(job, full=not thorough)
 
 
 # Widths that are no multiple of a tile, and rows as long as those of models, of kernels whose tiles

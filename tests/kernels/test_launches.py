@@ -15,7 +15,9 @@ import torch
 
 from slipstream.tools.backend_query import trace_operator
 from slipstream.tools.catalog import SAMPLES, Shape
+from slipstream.tools.samples import Sample
 from tests.support import wants
+from tests.support.scripts import script
 
 pytestmark = wants.compiler
 
@@ -44,7 +46,7 @@ def described(x: Any) -> Any:
     return x if plain else str(getattr(x, "dtype", type(x).__name__))
 
 
-def launches(op: str) -> list[str]:
+def launches(op: str, samples: list[Sample] = SAMPLES) -> list[str]:
     """Of each launch the kernel, its grid, options and arguments; of tensors the dtypes."""
     from triton import JITFunction
 
@@ -59,10 +61,10 @@ def launches(op: str) -> list[str]:
 
     with mock.patch.object(JITFunction, "run", note):
         # tests/kernels/linear/test_choices.py has what the linear family chooses at more shapes
-        every = 3 if op.startswith("chunk_") else 1
+        every = 3 if op.startswith("chunk_") or samples is not SAMPLES else 1
         shapes = {"sm_90": SHAPES[::every], "sm_80": SHAPES[:: 3 * every]}
         for arch, some in (shapes | dict.fromkeys(OTHERS, OF_OTHERS)).items():
-            for sample, shape in product([x for x in SAMPLES if x.op == op], some):
+            for sample, shape in product([x for x in samples if x.op == op], some):
                 trace_operator(sample, shape, arch, compilers=COMPILERS, impls=(None,))
     return [*dict.fromkeys(found)]
 
@@ -90,6 +92,13 @@ DIGESTS = {
 def test_launches_by_sizes(names: str) -> None:
     found = chain.from_iterable(map(launches, names.split()))
     assert crc32("".join(found).encode()) == DIGESTS[names]
+
+
+def test_launches_of_layers_by_sizes() -> None:
+    """Of what layers and engines ask operators for beside."""
+    samples = script("tools/layer_samples").LAYER_SAMPLES
+    found = chain.from_iterable(launches(x, samples) for x in sorted({x.op for x in samples}))
+    assert crc32("".join(found).encode()) == 2889128225
 
 
 def test_every_operator_has_a_digest() -> None:
