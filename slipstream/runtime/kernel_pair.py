@@ -1,9 +1,9 @@
 """The pair that a KernelOp runs: a launch of kernels, and its plain twin where a compiler fails.
 
 A launch is named by its module and function, "slipstream.kernels.x.triton.x:forward": Triton is
-imported where one is wanted. The plain twin is the same computation in torch. Both take the
-operator's arguments without impl, of which those that are the fields of a NamedTuple come as one.
-Its probe asks whether the two agree on a small fresh problem: outputs and gradients, within a bar
+imported where one is wanted, and the device of the tensors is the current one, on which Triton
+launches. The plain twin is the same computation in torch. Both take the operator's arguments
+without impl, of which those that are the fields of a NamedTuple come as one. Its probe asks whether the two agree on a small fresh problem: outputs and gradients, within a bar
 that rounding stays below and a wrong tile does not.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import dispatch
+from slipstream.runtime import backends, dispatch
 from slipstream.runtime.guarded_launch import Guard, plain_gradients
 
 # The tensors of a probe that are not as the call's are, by the arguments' names. A tuple is a
@@ -55,7 +55,7 @@ def guarded(
     """
     if impl.startswith(dispatch.PLAIN):
         return plain(*args, **named)
-    with Guard(impl, device, kind, mismatch) as usable:
+    with Guard(impl, device, kind, mismatch) as usable, backends.device_of(device):
         if usable:
             return launch_of(kernel)(*args, **named)
     return plain(*args, **named)
@@ -101,7 +101,8 @@ class KernelPair:
         if impl.startswith(dispatch.PLAIN) or (skips is not None and skips(args)):
             return _contiguous(self._results(self.plain(*call)))
         kind, mismatch = partial(self._kind, args), partial(self._mismatch, args)
-        with Guard(impl, args[0].device, kind, mismatch) as usable:
+        device = args[0].device
+        with Guard(impl, device, kind, mismatch) as usable, backends.device_of(device):
             if usable:
                 return self._results(launch_of(self.kernel)(*call))
         return _contiguous(self._results(self.plain(*call)))

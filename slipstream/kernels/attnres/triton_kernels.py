@@ -225,14 +225,13 @@ def forward(inputs: AttnresInputs, keep: bool) -> tuple[Tensor, ...]:
     lse = first.new_empty(R, dtype=torch.float32)
     BR, BD, warps = _tile(D, A_THREAD)
     if R > 0:
-        with backends.device_of(first.device):
-            launch_cache.cached(attnres_fwd_kernel)[(triton.cdiv(R, BR),)](
-                **named("v", residuals), q_ptr=query, w_ptr=weight, wo_ptr=output_weight,
-                y_ptr=y, o_ptr=_given(o), rest_ptr=_given(rest), s_ptr=s, rstd_ptr=rstd,
-                lse_ptr=lse, R=R,
-                eps=eps, scale=scale, L=L, D=D, BR=BR, BD=BD,
-                STAGES=_stages(first, BR * BD, STAGES), num_warps=warps,
-            )  # fmt: skip
+        launch_cache.cached(attnres_fwd_kernel)[(triton.cdiv(R, BR),)](
+            **named("v", residuals), q_ptr=query, w_ptr=weight, wo_ptr=output_weight,
+            y_ptr=y, o_ptr=_given(o), rest_ptr=_given(rest), s_ptr=s, rstd_ptr=rstd,
+            lse_ptr=lse, R=R,
+            eps=eps, scale=scale, L=L, D=D, BR=BR, BD=BD,
+            STAGES=_stages(first, BR * BD, STAGES), num_warps=warps,
+        )  # fmt: skip
     return y, s, rstd, lse, o, rest
 
 
@@ -253,11 +252,10 @@ def backward(inputs: AttnresInputs, dy: Tensor, sums: ForwardSums) -> list[Tenso
     eps = max(eps, torch.finfo(torch.float32).tiny)
     dwo = None if output_weight is None else torch.zeros_like(da)
     if R > 0:
-        with backends.device_of(first.device):
-            launch_cache.cached(attnres_bwd_kernel)[(programs,)](
-                **named("v", residuals), **named("d", grads), q_ptr=query, w_ptr=weight,
-                wo_ptr=output_weight, dy_ptr=dy, o_ptr=o, rest_ptr=_given(rest), s_ptr=s,
-                rstd_ptr=rstd, lse_ptr=lse, da_ptr=da, dwo_ptr=dwo, R=R, eps=eps, scale=scale,
-                L=L, D=D, BR=BR, BD=BD, STAGES=stages, num_warps=warps,
-            )  # fmt: skip
+        launch_cache.cached(attnres_bwd_kernel)[(programs,)](
+            **named("v", residuals), **named("d", grads), q_ptr=query, w_ptr=weight,
+            wo_ptr=output_weight, dy_ptr=dy, o_ptr=o, rest_ptr=_given(rest), s_ptr=s,
+            rstd_ptr=rstd, lse_ptr=lse, da_ptr=da, dwo_ptr=dwo, R=R, eps=eps, scale=scale,
+            L=L, D=D, BR=BR, BD=BD, STAGES=stages, num_warps=warps,
+        )  # fmt: skip
     return [da.sum(0), da.new_empty(0) if dwo is None else dwo.sum(0), *grads]

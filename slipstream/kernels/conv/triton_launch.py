@@ -42,12 +42,11 @@ def forward(inputs: ConvInputs, sizes: Sequence[int] | None, unit: int, silu: bo
     x = inputs.x
     sizes = sizes or x.shape[2:]
     ys = [torch.empty(*x.shape[:2], n, dtype=x.dtype, device=x.device) for n in sizes]
-    with backends.device_of(x.device):
-        P, outputs = _outputs(FORWARD, inputs, sizes, unit, silu)
-        for y, (_, blocks, arguments) in zip(ys, outputs):
-            cached(triton_kernels.conv_fwd_kernel)[(P * blocks,)](
-                **arguments, r_ptr=inputs.residual, y_ptr=y
-            )
+    P, outputs = _outputs(FORWARD, inputs, sizes, unit, silu)
+    for y, (_, blocks, arguments) in zip(ys, outputs):
+        cached(triton_kernels.conv_fwd_kernel)[(P * blocks,)](
+            **arguments, r_ptr=inputs.residual, y_ptr=y
+        )
     return ys
 
 
@@ -61,19 +60,18 @@ def backward(t: GradInputs, unit: int, silu: bool) -> list[Tensor]:
     if state is not None:
         # the first tile of a sequence writes it, and where there are no tokens there are no tiles
         dstate = torch.empty_like(state) if x.numel() else torch.zeros_like(state)
-    with backends.device_of(x.device):
-        P, outputs = _outputs(BACKWARD, inputs, [dy.shape[-1] for dy in dys], unit, silu)
-        partial = torch.empty(P, W + 1, x.shape[2], dtype=torch.float32, device=x.device)
-        for dy, (begin, blocks, arguments) in zip(dys, outputs):
-            n = dy.shape[-1]
-            cached(triton_kernels.conv_bwd_kernel)[(P * blocks,)](
-                **arguments,
-                dy_ptr=dy,
-                dx_ptr=dx.narrow(2, begin, n),
-                ds_ptr=None if dstate is None else dstate.narrow(1, begin, n),
-                partial_ptr=partial.narrow(2, begin, n),
-            )
-        sums = partial.sum(0)
+    P, outputs = _outputs(BACKWARD, inputs, [dy.shape[-1] for dy in dys], unit, silu)
+    partial = torch.empty(P, W + 1, x.shape[2], dtype=torch.float32, device=x.device)
+    for dy, (begin, blocks, arguments) in zip(dys, outputs):
+        n = dy.shape[-1]
+        cached(triton_kernels.conv_bwd_kernel)[(P * blocks,)](
+            **arguments,
+            dy_ptr=dy,
+            dx_ptr=dx.narrow(2, begin, n),
+            ds_ptr=None if dstate is None else dstate.narrow(1, begin, n),
+            partial_ptr=partial.narrow(2, begin, n),
+        )
+    sums = partial.sum(0)
     # copies: of float32 they would be views of both
     copy_options = {"copy": True, "memory_format": torch.contiguous_format}
     dweight = sums[:W].t().to(weight.dtype, **copy_options)
@@ -95,23 +93,22 @@ def update(t: UpdateInputs, silu: bool) -> Tensor:
     W = weight.shape[1]
     y = torch.empty_like(x)
     BD = 128
-    with backends.device_of(x.device):
-        cached(triton_kernels.conv_update_kernel)[(-(-D // BD), N)](
-            x_ptr=x,
-            s_ptr=state,
-            w_ptr=weight,
-            b_ptr=bias,
-            r_ptr=residual,
-            index_ptr=indices,
-            y_ptr=y,
-            **dict(zip(("stride_n", "stride_d", "stride_w"), state.stride())),
-            num_states=state.shape[0],
-            D=D,
-            W=W,
-            BD=BD,
-            SILU=silu,
-            num_warps=2,
-        )
+    cached(triton_kernels.conv_update_kernel)[(-(-D // BD), N)](
+        x_ptr=x,
+        s_ptr=state,
+        w_ptr=weight,
+        b_ptr=bias,
+        r_ptr=residual,
+        index_ptr=indices,
+        y_ptr=y,
+        **dict(zip(("stride_n", "stride_d", "stride_w"), state.stride())),
+        num_states=state.shape[0],
+        D=D,
+        W=W,
+        BD=BD,
+        SILU=silu,
+        num_warps=2,
+    )
     return y
 
 

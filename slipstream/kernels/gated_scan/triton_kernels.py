@@ -295,26 +295,25 @@ def _scan(
     tile = INTERPRETER if backends.INTERPRETED else FORWARD if back is None else BACKWARD
     L = tile.RUN * tile.RUNS
     num_tiles = x.shape[0] * -(-T // L) if cu is None else T // L + N
-    with backends.device_of(x.device):
-        words = torch.zeros(1 + 2 * num_tiles * D, dtype=torch.int64, device=x.device)
-        launch_cache.cached(scan_kernel)[-(-D // tile.BD) * num_tiles,](
-            x_ptr=x,
-            g_ptr=g,
-            y_ptr=y,
-            s_in_ptr=None if s_in is None else s_in.contiguous(),
-            s_out_ptr=s_out,
-            word_ptr=words,
-            h_ptr=back.h if back else None,
-            initial_ptr=back.initial if back else None,
-            dg_ptr=back.dg if back else None,
-            cu_ptr=None if cu is None else cu.contiguous(),
-            T=T,
-            N=N,
-            D=D,
-            RUN=tile.RUN,
-            RUNS=tile.RUNS,
-            BD=tile.BD,
-            REVERSE=back is not None,
-            num_warps=tile.warps,
-        )
+    words = torch.zeros(1 + 2 * num_tiles * D, dtype=torch.int64, device=x.device)
+    launch_cache.cached(scan_kernel)[-(-D // tile.BD) * num_tiles,](
+        x_ptr=x,
+        g_ptr=g,
+        y_ptr=y,
+        s_in_ptr=None if s_in is None else s_in.contiguous(),
+        s_out_ptr=s_out,
+        word_ptr=words,
+        h_ptr=back.h if back else None,
+        initial_ptr=back.initial if back else None,
+        dg_ptr=back.dg if back else None,
+        cu_ptr=None if cu is None else cu.contiguous(),
+        T=T,
+        N=N,
+        D=D,
+        RUN=tile.RUN,
+        RUNS=tile.RUNS,
+        BD=tile.BD,
+        REVERSE=back is not None,
+        num_warps=tile.warps,
+    )
     return y

@@ -12,6 +12,7 @@ float32 products have the precision that torch is set to; float8 ones are taken 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -24,7 +25,7 @@ from slipstream.compiler import known_bugs
 from slipstream.kernels.matmul import config as configs
 from slipstream.kernels.matmul.config import FP8, MatmulConfig, MatmulInputs, activated, scaled
 from slipstream.runtime import autograd, custom_op, kernel_pair
-from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, sm90_unsupported
+from slipstream.runtime.backends import HAVE_TRITON, INTERPRETED, device_of, sm90_unsupported
 from slipstream.runtime.compile_ahead import resized
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, choose
 from slipstream.runtime.guarded_launch import Guard, known_failure
@@ -223,7 +224,8 @@ def _impl(*args: Any) -> Tensor:
 def _run(impl: str, t: MatmulInputs, config: MatmulConfig | None) -> Tensor:
     """By the first of the implementations at which this machine's compilers do not fail."""
     name, _, others = impl.partition("|")
-    with Guard(impl, t.a.device, lambda: _kind(name, t), lambda: _probe(name, t)) as usable:
+    kind, probe, device = partial(_kind, name, t), partial(_probe, name, t), t.a.device
+    with Guard(impl, device, kind, probe) as usable, device_of(device):
         if usable:
             return _launch(name, t, config)
     if name in PLAIN:

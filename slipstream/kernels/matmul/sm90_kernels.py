@@ -293,28 +293,27 @@ def matmul(t: config.MatmulInputs, c: config.MatmulConfig) -> Tensor:
     levels = config.column_levels(BN, out.element_size())
     out_block = (BN >> levels, 64) if swapped else (64, BN >> levels)
     tiles = -(-M // 128) * -(-N // BN)
-    with backends.device_of(out.device):
-        launch_cache.cached(matmul_sm90_kernel)[(min(tiles, backends.sm_count(out.get_device())),)](
-            a_desc=_descriptor(lhs, (BK, 64) if lhs_t else (64, BK)),
-            b_desc=_descriptor(rhs, (BK, BN) if rhs_t else (BN, BK)),
-            out_desc=_descriptor(out, out_block),
-            **tensors,
-            M=M,
-            N=N,
-            K=K,
-            **strides,
-            BN=BN,
-            BK=BK,
-            GROUP=c.group_m,
-            STAGES=c.num_stages,
-            A_T=lhs_t,
-            B_T=not rhs_t,
-            OUT_T=swapped,
-            ACTIVATION=t.activation,
-            LEVELS=levels,
-            num_warps=4,
-            maxnreg=REGISTERS,
-        )
+    launch_cache.cached(matmul_sm90_kernel)[(min(tiles, backends.sm_count(out.get_device())),)](
+        a_desc=_descriptor(lhs, (BK, 64) if lhs_t else (64, BK)),
+        b_desc=_descriptor(rhs, (BK, BN) if rhs_t else (BN, BK)),
+        out_desc=_descriptor(out, out_block),
+        **tensors,
+        M=M,
+        N=N,
+        K=K,
+        **strides,
+        BN=BN,
+        BK=BK,
+        GROUP=c.group_m,
+        STAGES=c.num_stages,
+        A_T=lhs_t,
+        B_T=not rhs_t,
+        OUT_T=swapped,
+        ACTIVATION=t.activation,
+        LEVELS=levels,
+        num_warps=4,
+        maxnreg=REGISTERS,
+    )
     return out
 
 

@@ -141,30 +141,29 @@ def forward(
         stats = torch.empty(shape, dtype=torch.float32, device=x.device)
     # up to 64 rows it is one of a decoding step's launches, which begin ahead
     pdl = R <= 64 and backends.supports_pdl(x.device)
-    with backends.device_of(x.device):
-        launch_cache.cached(triton_kernels.norm_fwd_kernel)[(-(-R // tile.BR) * groups,)](
-            x_ptr=x,
-            r_ptr=None if residual is None else residual.contiguous(),
-            w_ptr=weight,
-            b_ptr=bias,
-            gate_ptr=None if gate is None else gate.contiguous(),
-            y_ptr=y,
-            h_ptr=h,
-            stats_ptr=stats,
-            R=R,
-            eps=n.eps,
-            G=groups,
-            D=D,
-            BR=tile.BR,
-            BD=tile.BD,
-            L2=n.l2,
-            **n.constants(),
-            ROUND=sum_dtype == x.dtype,
-            LEAN=tile.lean,
-            PDL=pdl,
-            num_warps=tile.warps,
-            **({"launch_pdl": True} if pdl else {}),
-        )
+    launch_cache.cached(triton_kernels.norm_fwd_kernel)[(-(-R // tile.BR) * groups,)](
+        x_ptr=x,
+        r_ptr=None if residual is None else residual.contiguous(),
+        w_ptr=weight,
+        b_ptr=bias,
+        gate_ptr=None if gate is None else gate.contiguous(),
+        y_ptr=y,
+        h_ptr=h,
+        stats_ptr=stats,
+        R=R,
+        eps=n.eps,
+        G=groups,
+        D=D,
+        BR=tile.BR,
+        BD=tile.BD,
+        L2=n.l2,
+        **n.constants(),
+        ROUND=sum_dtype == x.dtype,
+        LEAN=tile.lean,
+        PDL=pdl,
+        num_warps=tile.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )
     return y, h, stats
 
 
@@ -196,39 +195,38 @@ def backward(
         "dy_ptr": dy, "h_ptr": h, "w_ptr": weight, "gate_ptr": gate,
         "R": R, "G": groups, "D": D, **n.constants(),
     }  # fmt: skip
-    with backends.device_of(device):
-        sums = None
-        if blocks > 1:
-            sums = torch.empty(2, R * groups, dtype=torch.float32, device=device)
-            launch_cache.cached(triton_kernels.norm_sums_kernel)[(R * groups,)](
-                **shared,
-                stats_ptr=stats,
-                sums_ptr=sums,
-                BD=SUMS.widest,
-                STAGES=SUMS.stages,
-                num_warps=SUMS.warps,
-            )
-        launch_cache.cached(triton_kernels.norm_bwd_kernel)[(P, blocks, groups)](
+    sums = None
+    if blocks > 1:
+        sums = torch.empty(2, R * groups, dtype=torch.float32, device=device)
+        launch_cache.cached(triton_kernels.norm_sums_kernel)[(R * groups,)](
             **shared,
-            dh_ptr=dh,
-            b_ptr=bias,
-            stats_ptr=None if n.stats_shape(h, True) is None else stats,
+            stats_ptr=stats,
             sums_ptr=sums,
-            dx_ptr=dx,
-            dr_ptr=dr,
-            dgate_ptr=dgate,
-            dw_ptr=partial_sums[0] if needs_weight else None,
-            db_ptr=partial_sums[-1] if needs_bias else None,
-            eps=n.eps,
-            BR=tile.BR,
-            BD=tile.BD,
-            L2=n.l2,
-            STAGES=tile.stages,
-            num_warps=tile.warps,
+            BD=SUMS.widest,
+            STAGES=SUMS.stages,
+            num_warps=SUMS.warps,
         )
-        dweight = torch.empty_like(weight) if needs_weight and weight is not None else None
-        dbias = torch.empty_like(bias) if needs_bias and bias is not None else None
-        if partial_sums.shape[0]:
-            outs = [dweight] * needs_weight + [dbias] * needs_bias
-            add_partial_sums(partial_sums.transpose(0, 1), outs)
+    launch_cache.cached(triton_kernels.norm_bwd_kernel)[(P, blocks, groups)](
+        **shared,
+        dh_ptr=dh,
+        b_ptr=bias,
+        stats_ptr=None if n.stats_shape(h, True) is None else stats,
+        sums_ptr=sums,
+        dx_ptr=dx,
+        dr_ptr=dr,
+        dgate_ptr=dgate,
+        dw_ptr=partial_sums[0] if needs_weight else None,
+        db_ptr=partial_sums[-1] if needs_bias else None,
+        eps=n.eps,
+        BR=tile.BR,
+        BD=tile.BD,
+        L2=n.l2,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    dweight = torch.empty_like(weight) if needs_weight and weight is not None else None
+    dbias = torch.empty_like(bias) if needs_bias and bias is not None else None
+    if partial_sums.shape[0]:
+        outs = [dweight] * needs_weight + [dbias] * needs_bias
+        add_partial_sums(partial_sums.transpose(0, 1), outs)
     return dx, dr, dweight, dbias, dgate

@@ -344,25 +344,24 @@ def projection_norm(t: inputs.NormedInputs, n: norm_options.NormOptions) -> tupl
     h = torch.empty(M, N, dtype=t.residual.dtype, device=t.x.device)
     y = torch.empty(M, N, dtype=t.x.dtype, device=t.x.device)
     pdl = backends.supports_pdl(t.x.device)
-    with backends.device_of(t.x.device):
-        launch_cache.cached(projection_sums_kernel)[(M,)](
-            partial_ptr=partial,
-            residual_ptr=t.residual,
-            norm_weight_ptr=t.norm_weight,
-            h_ptr=h,
-            y_ptr=y,
-            eps=n.eps,
-            M=M,
-            row_residual=t.residual.stride(0),
-            N=N,
-            S=shares,
-            BS=_power(shares),
-            BN=_power(N),
-            **n.row_constants(),
-            PDL=pdl,
-            num_warps=8,
-            **({"launch_pdl": True} if pdl else {}),
-        )
+    launch_cache.cached(projection_sums_kernel)[(M,)](
+        partial_ptr=partial,
+        residual_ptr=t.residual,
+        norm_weight_ptr=t.norm_weight,
+        h_ptr=h,
+        y_ptr=y,
+        eps=n.eps,
+        M=M,
+        row_residual=t.residual.stride(0),
+        N=N,
+        S=shares,
+        BS=_power(shares),
+        BN=_power(N),
+        **n.row_constants(),
+        PDL=pdl,
+        num_warps=8,
+        **({"launch_pdl": True} if pdl else {}),
+    )
     return h, y
 
 
@@ -378,32 +377,31 @@ def _launch(t: inputs.ProjectionInputs, y: Tensor, tile: ProjectionTile, columns
     blocks = sum(-(-n // tile.BN) for n in (sizes[:1] if t.glu else sizes))
     tensors = {f"w{i}_ptr": w for i, w in enumerate(weights)}
     tensors |= {f"b{i}_ptr": b for i, b in enumerate(biases)}
-    with backends.device_of(t.x.device):
-        launch_cache.cached(projection_step_kernel)[blocks, -(-K // columns)](
-            x_ptr=t.x,
-            **tensors,
-            norm_weight_ptr=t.norm_weight if t.normalises else None,
-            residual_ptr=t.residual,
-            y_ptr=y,
-            eps=norm.eps,
-            M=M,
-            **{f"N{i}": n for i, n in enumerate(sizes)},
-            row_x=t.x.stride(0),
-            row_y=y.stride(-2),
-            row_residual=0 if t.residual is None else t.residual.stride(0),
-            K=K,
-            ONE=M == 1,
-            BM=tile.BM,
-            BN=tile.BN,
-            BK=tile.BK,
-            NORM=t.normalises,
-            **norm.row_constants(),
-            GLU=t.glu,
-            COLUMNS=columns,
-            X_LEFT=tile.x_left,
-            PDL=pdl,
-            PREFETCH=pdl and M <= device.PREFETCH_ROWS and _in_words(t),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            **({"launch_pdl": True} if pdl else {}),
-        )
+    launch_cache.cached(projection_step_kernel)[blocks, -(-K // columns)](
+        x_ptr=t.x,
+        **tensors,
+        norm_weight_ptr=t.norm_weight if t.normalises else None,
+        residual_ptr=t.residual,
+        y_ptr=y,
+        eps=norm.eps,
+        M=M,
+        **{f"N{i}": n for i, n in enumerate(sizes)},
+        row_x=t.x.stride(0),
+        row_y=y.stride(-2),
+        row_residual=0 if t.residual is None else t.residual.stride(0),
+        K=K,
+        ONE=M == 1,
+        BM=tile.BM,
+        BN=tile.BN,
+        BK=tile.BK,
+        NORM=t.normalises,
+        **norm.row_constants(),
+        GLU=t.glu,
+        COLUMNS=columns,
+        X_LEFT=tile.x_left,
+        PDL=pdl,
+        PREFETCH=pdl and M <= device.PREFETCH_ROWS and _in_words(t),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **({"launch_pdl": True} if pdl else {}),
+    )

@@ -246,7 +246,6 @@ def _run(
 ) -> None:
     """x [B, T, D], all contiguous."""
     D, (BT, BD) = x.shape[2], TILE
-    with backends.device_of(x.device):
-        launch_cache.cached(kernel)[start.shape[0], triton.cdiv(D, BD)](
-            **tensors, cu_ptr=cu_seqlens, T=x.shape[1], D=D, BT=BT, BD=BD, num_warps=8
-        )
+    launch_cache.cached(kernel)[start.shape[0], triton.cdiv(D, BD)](
+        **tensors, cu_ptr=cu_seqlens, T=x.shape[1], D=D, BT=BT, BD=BD, num_warps=8
+    )

@@ -44,15 +44,14 @@ def forward(
     final = states.new_empty(S, *inputs.A.shape)
     tile = _tile(FORWARD, inputs, S)
     blocks = arguments.channel_blocks(inputs, tile.width)
-    with backends.device_of(u.device):
-        launch_cache.cached(kernels.selective_scan_forward_sm90_kernel)[(blocks * S,)](
-            y_ptr=y,
-            final_ptr=final,
-            states_ptr=states if for_backward else None,
-            blocks=blocks,
-            **_layout(inputs),
-            **_constants(inputs, tile, delta_softplus),
-        )
+    launch_cache.cached(kernels.selective_scan_forward_sm90_kernel)[(blocks * S,)](
+        y_ptr=y,
+        final_ptr=final,
+        states_ptr=states if for_backward else None,
+        blocks=blocks,
+        **_layout(inputs),
+        **_constants(inputs, tile, delta_softplus),
+    )
     return y, final, states
 
 
@@ -70,21 +69,20 @@ def backward(
     tile = _tile(BACKWARD, inputs, programs)
     blocks = arguments.channel_blocks(inputs, tile.width)
     grads = arguments.empty_gradients(inputs, states, programs, blocks, tokens_last=False)
-    with backends.device_of(dy.device):
-        launch_cache.cached(kernels.selective_scan_backward_sm90_kernel)[(blocks * programs,)](
-            states_ptr=states,
-            dy_ptr=dy,
-            dfinal_ptr=arguments.contiguous(dfinal),
-            **grads.pointers(),
-            rows=B * T,
-            blocks=blocks,
-            sequences=inputs.sequences,
-            programs=programs,
-            dy_row=dy_row,
-            SUB=8,  # tokens whose states wait in shared memory
-            **_layout(inputs),
-            **_constants(inputs, tile, delta_softplus),
-        )
+    launch_cache.cached(kernels.selective_scan_backward_sm90_kernel)[(blocks * programs,)](
+        states_ptr=states,
+        dy_ptr=dy,
+        dfinal_ptr=arguments.contiguous(dfinal),
+        **grads.pointers(),
+        rows=B * T,
+        blocks=blocks,
+        sequences=inputs.sequences,
+        programs=programs,
+        dy_row=dy_row,
+        SUB=8,  # tokens whose states wait in shared memory
+        **_layout(inputs),
+        **_constants(inputs, tile, delta_softplus),
+    )
     return grads.summed(inputs, tokens_last=False)
 
 

@@ -41,19 +41,18 @@ def forward(
     states = arguments.empty_states(inputs)
     final = states.new_empty(S, *inputs.A.shape)
     tile = _tile(FORWARD, inputs)
-    with backends.device_of(u.device):
-        launch_cache.cached(kernels.selective_scan_forward_kernel)[
-            (arguments.channel_blocks(inputs, tile.BD) * S,)
-        ](
-            y_ptr=y,
-            final_ptr=final,
-            states_ptr=states,
-            cu_ptr=arguments.contiguous(inputs.cu_seqlens),
-            T=u.shape[1],
-            rows=u.shape[0] * u.shape[1],
-            **_layout(inputs),
-            **_constants(inputs, tile, delta_softplus),
-        )
+    launch_cache.cached(kernels.selective_scan_forward_kernel)[
+        (arguments.channel_blocks(inputs, tile.BD) * S,)
+    ](
+        y_ptr=y,
+        final_ptr=final,
+        states_ptr=states,
+        cu_ptr=arguments.contiguous(inputs.cu_seqlens),
+        T=u.shape[1],
+        rows=u.shape[0] * u.shape[1],
+        **_layout(inputs),
+        **_constants(inputs, tile, delta_softplus),
+    )
     return y, final, states if for_backward else states.new_empty(0, *states.shape[1:])
 
 
@@ -71,21 +70,20 @@ def backward(
     blocks = arguments.channel_blocks(inputs, tile.BD)
     programs = min(S, arguments.SEQUENCE_PROGRAMS)
     grads = arguments.empty_gradients(inputs, states, programs, blocks, tokens_last=True)
-    with backends.device_of(dy.device):
-        launch_cache.cached(kernels.selective_scan_backward_kernel)[blocks, programs](
-            states_ptr=states,
-            dy_ptr=dy,
-            dfinal_ptr=arguments.contiguous(dfinal),
-            carry_ptr=torch.empty_like(states),
-            **grads.pointers(),
-            cu_ptr=arguments.contiguous(inputs.cu_seqlens),
-            T=T,
-            S=S,
-            rows=B * T,
-            dy_row=dy_row,
-            **_layout(inputs),
-            **_constants(inputs, tile, delta_softplus),
-        )
+    launch_cache.cached(kernels.selective_scan_backward_kernel)[blocks, programs](
+        states_ptr=states,
+        dy_ptr=dy,
+        dfinal_ptr=arguments.contiguous(dfinal),
+        carry_ptr=torch.empty_like(states),
+        **grads.pointers(),
+        cu_ptr=arguments.contiguous(inputs.cu_seqlens),
+        T=T,
+        S=S,
+        rows=B * T,
+        dy_row=dy_row,
+        **_layout(inputs),
+        **_constants(inputs, tile, delta_softplus),
+    )
     return grads.summed(inputs, tokens_last=True)
 
 

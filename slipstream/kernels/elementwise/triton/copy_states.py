@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime import backends, launch_cache
+from slipstream.runtime import launch_cache
 
 
 @triton.jit(do_not_specialize=["sources", "targets"])
@@ -50,23 +50,22 @@ def copy_states(
     _, HV, V, K = target.shape
     # 32 numbers a thread at most
     BV, BK = (min(64, triton.next_power_of_2(x)) for x in (V, K))
-    with backends.device_of(target.device):
-        launch_cache.cached(copy_states_kernel)[(N * HV, -(-V // BV) * -(-K // BK))](
-            x_ptr=source,
-            from_ptr=None if source_indices is None else source_indices.contiguous(),
-            y_ptr=target,
-            to_ptr=None if target_indices is None else target_indices.contiguous(),
-            **{f"x_{n}": x for n, x in zip(_DIMS, source.stride(), strict=True)},
-            **{f"y_{n}": x for n, x in zip(_DIMS, target.stride(), strict=True)},
-            sources=source.shape[0],
-            targets=target.shape[0],
-            HV=HV,
-            V=V,
-            K=K,
-            BV=BV,
-            BK=BK,
-            num_warps=4,
-        )
+    launch_cache.cached(copy_states_kernel)[(N * HV, -(-V // BV) * -(-K // BK))](
+        x_ptr=source,
+        from_ptr=None if source_indices is None else source_indices.contiguous(),
+        y_ptr=target,
+        to_ptr=None if target_indices is None else target_indices.contiguous(),
+        **{f"x_{n}": x for n, x in zip(_DIMS, source.stride(), strict=True)},
+        **{f"y_{n}": x for n, x in zip(_DIMS, target.stride(), strict=True)},
+        sources=source.shape[0],
+        targets=target.shape[0],
+        HV=HV,
+        V=V,
+        K=K,
+        BV=BV,
+        BK=BK,
+        num_warps=4,
+    )
 
 
 _DIMS = ("state", "head", "v", "k")

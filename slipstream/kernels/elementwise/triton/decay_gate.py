@@ -129,17 +129,16 @@ def _run(
     """None what is not among the tensors."""
     sizes = _sizes(x)
     names = ("dg_ptr", "g_ptr", "dx_ptr", "partial_ptr")
-    with backends.device_of(x.device):
-        launch_cache.cached(decay_gate_kernel)[programs, sizes.blocks](
-            x_ptr=x,
-            a_ptr=None if A_log is None else A_log.contiguous(),
-            bias_ptr=None if dt_bias is None else dt_bias.contiguous(),
-            **(dict.fromkeys(names) | tensors),
-            lower_bound=lower_bound or 0.0,
-            BOUNDED=lower_bound is not None,
-            **sizes.arguments(x),
-            num_warps=4,
-        )
+    launch_cache.cached(decay_gate_kernel)[programs, sizes.blocks](
+        x_ptr=x,
+        a_ptr=None if A_log is None else A_log.contiguous(),
+        bias_ptr=None if dt_bias is None else dt_bias.contiguous(),
+        **(dict.fromkeys(names) | tensors),
+        lower_bound=lower_bound or 0.0,
+        BOUNDED=lower_bound is not None,
+        **sizes.arguments(x),
+        num_warps=4,
+    )
 
 
 def _features_in_row(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime import backends, launch_cache, token_ids, token_ids_kernel
+from slipstream.runtime import launch_cache, token_ids, token_ids_kernel
 
 
 @triton.jit(do_not_specialize=["N", "R", "V", "last"])
@@ -53,21 +53,20 @@ def gather(ids: Tensor, weight: Tensor) -> Tensor:
     # as many programs as there are records, at most
     R = BR * -(-N // (BR * token_ids.SLOTS))
     records = token_ids.slots_for(ids)
-    with backends.device_of(weight.device):
-        launch_cache.cached(embedding_kernel)[(-(-N // R), -(-D // BD))](
-            ids_ptr=ids,
-            weight_ptr=weight,
-            y_ptr=y,
-            records_ptr=records,
-            weight_stride=weight.stride(0),
-            N=N,
-            R=R,
-            V=V,
-            last=token_ids_kernel.last_length(ids),
-            D=D,
-            BR=BR,
-            BD=BD,
-            num_warps=4,
-        )
+    launch_cache.cached(embedding_kernel)[(-(-N // R), -(-D // BD))](
+        ids_ptr=ids,
+        weight_ptr=weight,
+        y_ptr=y,
+        records_ptr=records,
+        weight_stride=weight.stride(0),
+        N=N,
+        R=R,
+        V=V,
+        last=token_ids_kernel.last_length(ids),
+        D=D,
+        BR=BR,
+        BD=BD,
+        num_warps=4,
+    )
     token_ids.launched()
     return y

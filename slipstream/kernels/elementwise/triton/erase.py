@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime import backends, launch_cache
+from slipstream.runtime import launch_cache
 
 # elements of a program, 16 a thread of four warps
 TILE = 2048
@@ -64,7 +64,6 @@ def backward(da: Tensor, g: Tensor, k: Tensor, b: Tensor | None) -> list[Tensor 
 def _run(g: Tensor, k: Tensor, b: Tensor | None, **others: Tensor | None) -> None:
     """All contiguous, of one shape; None what is not among the others."""
     tensors = dict.fromkeys(("da_ptr", "a_ptr", "dg_ptr", "dk_ptr", "db_ptr")) | others
-    with backends.device_of(g.device):
-        launch_cache.cached(erase_kernel)[(triton.cdiv(g.numel(), TILE),)](
-            g_ptr=g, k_ptr=k, b_ptr=b, **tensors, size=g.numel(), TILE=TILE, num_warps=4
-        )
+    launch_cache.cached(erase_kernel)[(triton.cdiv(g.numel(), TILE),)](
+        g_ptr=g, k_ptr=k, b_ptr=b, **tensors, size=g.numel(), TILE=TILE, num_warps=4
+    )

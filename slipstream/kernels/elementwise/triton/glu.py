@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime import backends, launch_cache
+from slipstream.runtime import launch_cache
 
 
 @triton.jit
@@ -107,20 +107,19 @@ def _run(gate: Tensor, up: Tensor | None, f: str, **tensors: Tensor | None) -> N
     BD = min(1 << (D - 1).bit_length(), 1024)
     BR = 2048 // BD
     stride = 0 if up is None else up.stride(0)
-    with backends.device_of(gate.device):
-        launch_cache.cached(glu_kernel)[(-(-R // BR) * -(-D // BD),)](
-            gate_ptr=gate,
-            up_ptr=up,
-            **(dict.fromkeys(("dy_ptr", "y_ptr", "dgate_ptr", "dup_ptr")) | tensors),
-            gate_stride=gate.stride(0),
-            up_stride=stride,
-            R=R,
-            F=f,
-            D=D,
-            BR=BR,
-            BD=BD,
-            num_warps=8,
-        )
+    launch_cache.cached(glu_kernel)[(-(-R // BR) * -(-D // BD),)](
+        gate_ptr=gate,
+        up_ptr=up,
+        **(dict.fromkeys(("dy_ptr", "y_ptr", "dgate_ptr", "dup_ptr")) | tensors),
+        gate_stride=gate.stride(0),
+        up_stride=stride,
+        R=R,
+        F=f,
+        D=D,
+        BR=BR,
+        BD=BD,
+        num_warps=8,
+    )
 
 
 def _rows(x: Tensor) -> Tensor:

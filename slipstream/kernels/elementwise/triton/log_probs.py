@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.common.linear_rows import ClassifierInputs, LinearRows
 from slipstream.kernels.primitives import device, logit_chunks
-from slipstream.runtime import backends, launch_cache, token_ids
+from slipstream.runtime import launch_cache, token_ids
 
 
 @triton.jit
@@ -143,25 +143,24 @@ def _through_chunks(
         rows = slice(i, i + step)
         logits = layer.logits(rows, out=buffer[: min(step, N - i), :V])
         incoming = (None, None) if grads is None else (grads[0][rows], grads[1][rows])
-        with backends.device_of(logits.device):
-            launch_cache.cached(log_probs_kernel)[(len(logits),)](
-                logits_ptr=logits,
-                target_ptr=target[rows],
-                log_prob_ptr=outputs[0][rows],
-                entropy_ptr=outputs[1][rows],
-                dlog_prob_ptr=incoming[0],
-                dentropy_ptr=incoming[1],
-                grad_ptr=None if grads is None else logits,
-                stride=logits.stride(0),
-                grad_stride=0 if grads is None else logits.stride(0),
-                ignore_index=ignore_index,
-                scale=scale,
-                V=V,
-                BV=BV,
-                INNER=16 // logits.element_size(),
-                STAGES=logit_chunks.STAGES,
-                num_warps=warps,
-            )
+        launch_cache.cached(log_probs_kernel)[(len(logits),)](
+            logits_ptr=logits,
+            target_ptr=target[rows],
+            log_prob_ptr=outputs[0][rows],
+            entropy_ptr=outputs[1][rows],
+            dlog_prob_ptr=incoming[0],
+            dentropy_ptr=incoming[1],
+            grad_ptr=None if grads is None else logits,
+            stride=logits.stride(0),
+            grad_stride=0 if grads is None else logits.stride(0),
+            ignore_index=ignore_index,
+            scale=scale,
+            V=V,
+            BV=BV,
+            INNER=16 // logits.element_size(),
+            STAGES=logit_chunks.STAGES,
+            num_warps=warps,
+        )
         if grads is not None:
             layer.add(rows, logits)
     return [*outputs, layer.dhidden, layer.dweight, layer.dbias.to(weight.dtype)]

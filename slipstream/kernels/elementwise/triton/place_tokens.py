@@ -50,14 +50,13 @@ def place_tokens(counts: Tensor, *tensors: Tensor | None) -> None:
             place_tokens(*rows)
         return
     BD = min(1024, triton.next_power_of_2(max(widths)))
-    with backends.device_of(counts.device):
-        launch_cache.cached(place_tokens_kernel)[(-(-max(widths) // BD), N)](
-            **{f"x{i}_ptr": x for i, x in enumerate(xs)},
-            **{f"y{i}_ptr": y for i, y in enumerate(ys)},
-            counts_ptr=counts,
-            **{f"stride{i}": n for i, n in enumerate(strides)},
-            **{f"D{i}": n for i, n in enumerate(widths)},
-            T=T,
-            BD=BD,
-            num_warps=4,
-        )
+    launch_cache.cached(place_tokens_kernel)[(-(-max(widths) // BD), N)](
+        **{f"x{i}_ptr": x for i, x in enumerate(xs)},
+        **{f"y{i}_ptr": y for i, y in enumerate(ys)},
+        counts_ptr=counts,
+        **{f"stride{i}": n for i, n in enumerate(strides)},
+        **{f"D{i}": n for i, n in enumerate(widths)},
+        T=T,
+        BD=BD,
+        num_warps=4,
+    )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime import backends, launch_cache
+from slipstream.runtime import launch_cache
 from slipstream.runtime.token_ids import NAMES, SLOTS, launched, slots_for
 from slipstream.runtime.token_ids_kernel import report
 
@@ -92,31 +92,30 @@ def rotate(
     BH = max(min(1 << (H - 1).bit_length(), 2048 // BP), 1)
     stride_cos = cos.stride(0) if cos.dim() == 3 and cos.shape[0] > 1 else 0
     stride_position = T if positions is not None and positions.shape[0] > 1 else 0
-    with backends.device_of(x.device):
-        launch_cache.cached(rotary_kernel)[(B * T, -(-H // BH))](
-            x_ptr=x,
-            cos_ptr=cos,
-            sin_ptr=sin,
-            position_ptr=positions,
-            y_ptr=y,
-            records_ptr=None if positions is None else slots_for(positions),
-            **dict(zip(("stride_b", "stride_t", "stride_h"), x.stride())),
-            stride_y=y.stride(1),
-            stride_cos=stride_cos,
-            stride_position=stride_position,
-            T=T,
-            S=cos.shape[0],
-            H=H,
-            D=D,
-            HALF=HALF,
-            BH=BH,
-            BP=BP,
-            INTERLEAVED=interleaved,
-            BACK=back,
-            RECORDS=SLOTS,
-            NAME=NAMES.index("positions"),
-            num_warps=4,
-        )
+    launch_cache.cached(rotary_kernel)[(B * T, -(-H // BH))](
+        x_ptr=x,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        position_ptr=positions,
+        y_ptr=y,
+        records_ptr=None if positions is None else slots_for(positions),
+        **dict(zip(("stride_b", "stride_t", "stride_h"), x.stride())),
+        stride_y=y.stride(1),
+        stride_cos=stride_cos,
+        stride_position=stride_position,
+        T=T,
+        S=cos.shape[0],
+        H=H,
+        D=D,
+        HALF=HALF,
+        BH=BH,
+        BP=BP,
+        INTERLEAVED=interleaved,
+        BACK=back,
+        RECORDS=SLOTS,
+        NAME=NAMES.index("positions"),
+        num_warps=4,
+    )
     launched()
     return y
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime import backends, launch_cache
+from slipstream.runtime import launch_cache
 
 # tokens of a program
 ROWS = 16
@@ -178,9 +178,8 @@ def _run(q: Tensor, k: Tensor, theta: Tensor, **tensors: Tensor) -> None:
     rows = q.numel() // (R * K)
     names = ("q_out_ptr", "k_out_ptr", "dots_ptr", "dq_out_ptr", "dk_out_ptr", "ddots_ptr",
              "dq_ptr", "dk_ptr", "dtheta_ptr")  # fmt: skip
-    with backends.device_of(q.device):
-        launch_cache.cached(rotation_kernel)[triton.cdiv(rows, ROWS),](
-            q_ptr=q, k_ptr=k, theta_ptr=theta, **(dict.fromkeys(names) | tensors), rows=rows,
-            R=R, K=K, P=theta.shape[-1], ROWS=ROWS,
-            PAIRS=triton.next_power_of_2(triton.cdiv(K, 2)), num_warps=4,
-        )  # fmt: skip
+    launch_cache.cached(rotation_kernel)[triton.cdiv(rows, ROWS),](
+        q_ptr=q, k_ptr=k, theta_ptr=theta, **(dict.fromkeys(names) | tensors), rows=rows,
+        R=R, K=K, P=theta.shape[-1], ROWS=ROWS,
+        PAIRS=triton.next_power_of_2(triton.cdiv(K, 2)), num_warps=4,
+    )  # fmt: skip

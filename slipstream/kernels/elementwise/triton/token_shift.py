@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.runtime import backends, launch_cache
+from slipstream.runtime import launch_cache
 
 
 @triton.jit
@@ -87,24 +87,23 @@ def shift(
     # whatever D is: models differ in it, and layers of one model
     BT, BD = 16, 256
     blocks = -(-B * T // BT)
-    with backends.device_of(x.device):
-        launch_cache.cached(token_shift_kernel)[(blocks + -(-N // BT), -(-D // BD))](
-            x_ptr=x,
-            edge_ptr=edge,
-            cu_ptr=cu_seqlens,
-            y_ptr=y,
-            end_ptr=end,
-            stride_b=x.stride(0),
-            stride_t=x.stride(1),
-            T=T,
-            N=N,
-            R=B * T,
-            blocks=blocks,
-            steps=N.bit_length(),
-            D=D,
-            BT=BT,
-            BD=BD,
-            BACK=back,
-            num_warps=4,
-        )
+    launch_cache.cached(token_shift_kernel)[(blocks + -(-N // BT), -(-D // BD))](
+        x_ptr=x,
+        edge_ptr=edge,
+        cu_ptr=cu_seqlens,
+        y_ptr=y,
+        end_ptr=end,
+        stride_b=x.stride(0),
+        stride_t=x.stride(1),
+        T=T,
+        N=N,
+        R=B * T,
+        blocks=blocks,
+        steps=N.bit_length(),
+        D=D,
+        BT=BT,
+        BD=BD,
+        BACK=back,
+        num_warps=4,
+    )
     return y, end

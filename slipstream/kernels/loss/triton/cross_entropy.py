@@ -218,35 +218,34 @@ def cross_entropy(
     N, V = logits.shape
     BV, warps = _tile(V, logits.element_size())
     size = V if shard is None else shard.size
-    with backends.device_of(logits.device):
-        launch_cache.cached(cross_entropy_kernel)[(N,)](
-            logits_ptr=logits,
-            target_ptr=target,
-            weight_ptr=weight,
-            loss_ptr=loss,
-            lse_ptr=lse,
-            grad_ptr=grad,
-            z_sum_ptr=None if shard is None else shard.z_sum,
-            stride=logits.stride(0),
-            grad_stride=0 if grad is None else grad.stride(0),
-            weight_stride=0 if weight is None or weight.dim() == 0 else weight.stride(0),
-            ignore_index=options.ignore_index,
-            first=0 if shard is None else shard.first,
-            smoothing=options.label_smoothing,
-            smoothing_each=options.label_smoothing / size,
-            softcap=options.softcap,
-            z_loss=options.z_loss,
-            scale=options.logit_scale,
-            V=V,
-            BV=BV,
-            INNER=16 // logits.element_size(),
-            CAP=options.softcap != 0.0,
-            SMOOTH=options.label_smoothing != 0.0,
-            HAS_LSE=has_lse,
-            SHARD=shard is not None,
-            STAGES=logit_chunks.STAGES,
-            num_warps=warps,
-        )
+    launch_cache.cached(cross_entropy_kernel)[(N,)](
+        logits_ptr=logits,
+        target_ptr=target,
+        weight_ptr=weight,
+        loss_ptr=loss,
+        lse_ptr=lse,
+        grad_ptr=grad,
+        z_sum_ptr=None if shard is None else shard.z_sum,
+        stride=logits.stride(0),
+        grad_stride=0 if grad is None else grad.stride(0),
+        weight_stride=0 if weight is None or weight.dim() == 0 else weight.stride(0),
+        ignore_index=options.ignore_index,
+        first=0 if shard is None else shard.first,
+        smoothing=options.label_smoothing,
+        smoothing_each=options.label_smoothing / size,
+        softcap=options.softcap,
+        z_loss=options.z_loss,
+        scale=options.logit_scale,
+        V=V,
+        BV=BV,
+        INNER=16 // logits.element_size(),
+        CAP=options.softcap != 0.0,
+        SMOOTH=options.label_smoothing != 0.0,
+        HAS_LSE=has_lse,
+        SHARD=shard is not None,
+        STAGES=logit_chunks.STAGES,
+        num_warps=warps,
+    )
 
 
 def _tile(V: int, element_size: int) -> tuple[int, int]:
@@ -264,9 +263,8 @@ def inverse_count(target: Tensor, ignore_index: int, size: int | None = None) ->
 def scale_(x: Tensor, s: Tensor) -> Tensor:
     """x *= s in place, s [] on the device; what is 0 stays 0. Almost free if s is 1."""
     s = s.to(torch.float32)
-    with backends.device_of(x.device):
-        programs = min(backends.sm_count(x.get_device()) * 8, -(-x.numel() // 2048))
-        launch_cache.cached(scale_kernel)[(programs,)](x, s, x.numel(), 2048, num_warps=4)
+    programs = min(backends.sm_count(x.get_device()) * 8, -(-x.numel() // 2048))
+    launch_cache.cached(scale_kernel)[(programs,)](x, s, x.numel(), 2048, num_warps=4)
     return x
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.common.linear_rows import LinearRows
 from slipstream.kernels.loss.triton.cross_entropy import LN2, LOG2E, add_block, log_sum
 from slipstream.kernels.primitives import logit_chunks
-from slipstream.runtime import backends, launch_cache
+from slipstream.runtime import launch_cache
 
 
 @triton.jit
@@ -94,25 +94,24 @@ def kl_div(
     """One launch over logits [N, V] whose columns are adjacent; weight [N] or []; grad may be s."""
     N, V = s.shape
     BV, warps = next((BV, warps) for widest, BV, warps in logit_chunks.TILES if widest >= V)
-    with backends.device_of(s.device):
-        launch_cache.cached(kl_div_kernel)[(N,)](
-            s_ptr=s,
-            t_ptr=t,
-            live_ptr=live,
-            weight_ptr=weight,
-            loss_ptr=loss,
-            grad_ptr=grad,
-            s_stride=s.stride(0),
-            t_stride=t.stride(0),
-            grad_stride=0 if grad is None else grad.stride(0),
-            weight_stride=0 if weight is None or weight.dim() == 0 else weight.stride(0),
-            temperature=temperature,
-            V=V,
-            BV=BV,
-            INNER=16 // s.element_size(),
-            STAGES=logit_chunks.STAGES,
-            num_warps=warps,
-        )
+    launch_cache.cached(kl_div_kernel)[(N,)](
+        s_ptr=s,
+        t_ptr=t,
+        live_ptr=live,
+        weight_ptr=weight,
+        loss_ptr=loss,
+        grad_ptr=grad,
+        s_stride=s.stride(0),
+        t_stride=t.stride(0),
+        grad_stride=0 if grad is None else grad.stride(0),
+        weight_stride=0 if weight is None or weight.dim() == 0 else weight.stride(0),
+        temperature=temperature,
+        V=V,
+        BV=BV,
+        INNER=16 // s.element_size(),
+        STAGES=logit_chunks.STAGES,
+        num_warps=warps,
+    )
 
 
 def linear_rows(

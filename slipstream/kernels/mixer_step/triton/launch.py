@@ -191,13 +191,12 @@ def step(out: Tensor, inputs: StepInputs, counter: Tensor | None, options: StepO
     if counter is None:
         counter = counters(inputs, options)
     common = arguments(out, inputs, counter, options)
-    with backends.device_of(out.device):
-        if drafts_on_sm90(inputs, options):
-            from slipstream.kernels.mixer_step import sm90_kernels as sm90
+    if drafts_on_sm90(inputs, options):
+        from slipstream.kernels.mixer_step import sm90_kernels as sm90
 
-            sm90.drafts(common, inputs, options)
-        else:
-            _tokens(common, inputs, options)
+        sm90.drafts(common, inputs, options)
+    else:
+        _tokens(common, inputs, options)
     if common["y_ptr"] is not out:
         out.copy_(common["y_ptr"])
 

@@ -224,19 +224,18 @@ def terms(inputs: TermsInputs, heads: int) -> list[Tensor]:
     w_out = _heads(w, heads, torch.float32)
     k_out, a_out, b_out = (_heads(k, heads) for _ in range(3))
     v_out = None if inputs.v is None else _heads(inputs.v, heads)
-    with backends.device_of(w.device):
-        launch_cache.cached(rwkv7_terms_fwd_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
-            **_contiguous(inputs),
-            w_out_ptr=w_out,
-            k_out_ptr=k_out,
-            a_out_ptr=a_out,
-            b_out_ptr=b_out,
-            v_out_ptr=v_out,
-            slowest=SLOWEST_LOG_DECAY,
-            eps=EPS,
-            **sizes,
-            num_warps=4,
-        )
+    launch_cache.cached(rwkv7_terms_fwd_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
+        **_contiguous(inputs),
+        w_out_ptr=w_out,
+        k_out_ptr=k_out,
+        a_out_ptr=a_out,
+        b_out_ptr=b_out,
+        v_out_ptr=v_out,
+        slowest=SLOWEST_LOG_DECAY,
+        eps=EPS,
+        **sizes,
+        num_warps=4,
+    )
     return [x for x in (w_out, k_out, a_out, b_out, v_out) if x is not None]
 
 
@@ -250,17 +249,16 @@ def terms_backward(douts: TermsGrads, inputs: TermsInputs, heads: int) -> list[T
              for name, x in inputs._asdict().items()}  # fmt: skip
     of_tokens, parameters = [*grads][:6], [*grads.values()][6:]
     partial = torch.empty(P, len(parameters), sizes["D"], dtype=torch.float32, device=w.device)
-    with backends.device_of(w.device):
-        launch_cache.cached(rwkv7_terms_bwd_kernel)[(P, heads)](
-            **_contiguous(douts),
-            **_contiguous(inputs),
-            **{f"d{name}_ptr": grads[name] for name in of_tokens},
-            partial_ptr=partial,
-            slowest=SLOWEST_LOG_DECAY,
-            eps=EPS,
-            **sizes,
-            num_warps=warps,
-        )
+    launch_cache.cached(rwkv7_terms_bwd_kernel)[(P, heads)](
+        **_contiguous(douts),
+        **_contiguous(inputs),
+        **{f"d{name}_ptr": grads[name] for name in of_tokens},
+        partial_ptr=partial,
+        slowest=SLOWEST_LOG_DECAY,
+        eps=EPS,
+        **sizes,
+        num_warps=warps,
+    )
     add_partial_sums(partial, parameters)
     return [x for x in grads.values() if x is not None]
 
@@ -276,10 +274,9 @@ def output(inputs: OutputInputs, eps: float) -> Tensor:
     sizes, heads = _sizes(gate, o.shape[2], FORWARD), o.shape[2]
     y = torch.empty(gate.shape, dtype=o.dtype, device=o.device)
     grads = dict.fromkeys(f"{x}_ptr" for x in ("dy", "do", "dr", "dk", "dv", "dgate", "partial"))
-    with backends.device_of(o.device):
-        launch_cache.cached(rwkv7_output_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
-            **_contiguous(inputs), **grads, y_ptr=y, eps=eps, **sizes, num_warps=4
-        )
+    launch_cache.cached(rwkv7_output_kernel)[(-(-sizes["R"] // sizes["BR"]), heads)](
+        **_contiguous(inputs), **grads, y_ptr=y, eps=eps, **sizes, num_warps=4
+    )
     return y
 
 
@@ -295,17 +292,16 @@ def output_backward(dy: Tensor, inputs: OutputInputs, eps: float) -> list[Tensor
     partial = torch.empty(P, 3, sizes["D"], dtype=torch.float32, device=o.device)
     # rows past the last are zeros, and their norm is to be zero too: sums over rows have it
     eps = max(eps, torch.finfo(torch.float32).tiny)
-    with backends.device_of(o.device):
-        launch_cache.cached(rwkv7_output_kernel)[(P, heads)](
-            dy_ptr=dy.contiguous(),
-            **_contiguous(inputs),
-            y_ptr=None,
-            **{f"d{name}_ptr": grads[name] for name in of_tokens},
-            partial_ptr=partial,
-            eps=eps,
-            **sizes,
-            num_warps=warps,
-        )
+    launch_cache.cached(rwkv7_output_kernel)[(P, heads)](
+        dy_ptr=dy.contiguous(),
+        **_contiguous(inputs),
+        y_ptr=None,
+        **{f"d{name}_ptr": grads[name] for name in of_tokens},
+        partial_ptr=partial,
+        eps=eps,
+        **sizes,
+        num_warps=warps,
+    )
     add_partial_sums(partial, parameters)
     return [*grads.values()]
 

@@ -89,21 +89,20 @@ def low_rank(t: LowRankInputs) -> Tensor:
         return torch.cat([low_rank(t._replace(w=w, a=a, g=g, v=v)) for w, a, g, v in batches], 1)
     y = torch.empty(count, N, D, dtype=torch.float32, device=t.w.device)
     tile = BD[t.w.element_size()]
-    with backends.device_of(t.w.device):
-        launch_cache.cached(low_rank_step_kernel)[triton.cdiv(D, tile), count, triton.cdiv(N, BN)](
-            **{f"{n}_ptr": x if x is None else x.contiguous() for n, x in t._asdict().items()},
-            y_ptr=y,
-            w_rank=t.w.shape[1],
-            a_rank=t.a.shape[1],
-            g_rank=t.g.shape[1],
-            v_rank=0 if t.v is None else t.v.shape[1],
-            N=N,
-            D=D,
-            BN=BN,
-            BR=BR,
-            BD=tile,
-            num_warps=4,
-        )
+    launch_cache.cached(low_rank_step_kernel)[triton.cdiv(D, tile), count, triton.cdiv(N, BN)](
+        **{f"{n}_ptr": x if x is None else x.contiguous() for n, x in t._asdict().items()},
+        y_ptr=y,
+        w_rank=t.w.shape[1],
+        a_rank=t.a.shape[1],
+        g_rank=t.g.shape[1],
+        v_rank=0 if t.v is None else t.v.shape[1],
+        N=N,
+        D=D,
+        BN=BN,
+        BR=BR,
+        BD=tile,
+        num_warps=4,
+    )
     return y
 
 
@@ -218,27 +217,26 @@ def step(
         for name, x in t._asdict().items()
     }
     rows = {f"row_{name}": 0 if (x := tensors[name]) is None else x.stride(0) for name in TOKENS}
-    with backends.device_of(t.r.device):
-        launch_cache.cached(rwkv7_step_kernel)[t.r.shape[0] * H,](
-            **{f"{name}_ptr": x for name, x in tensors.items()},
-            **rows,
-            index_ptr=None if indices is None else indices.contiguous(),
-            state_ptr=state,
-            y_ptr=y,
-            row_y=y.stride(0),
-            slots=state.shape[0],
-            stride_slot=state.stride(0),
-            stride_head=state.stride(1),
-            slowest=SLOWEST_LOG_DECAY,
-            unit_eps=EPS,
-            eps=eps,
-            H=H,
-            K=K,
-            stride_k=state.stride(2),
-            stride_v=state.stride(3),
-            BK=BK,
-            BV=BV,
-            num_warps=warps,
-        )
+    launch_cache.cached(rwkv7_step_kernel)[t.r.shape[0] * H,](
+        **{f"{name}_ptr": x for name, x in tensors.items()},
+        **rows,
+        index_ptr=None if indices is None else indices.contiguous(),
+        state_ptr=state,
+        y_ptr=y,
+        row_y=y.stride(0),
+        slots=state.shape[0],
+        stride_slot=state.stride(0),
+        stride_head=state.stride(1),
+        slowest=SLOWEST_LOG_DECAY,
+        unit_eps=EPS,
+        eps=eps,
+        H=H,
+        K=K,
+        stride_k=state.stride(2),
+        stride_v=state.stride(3),
+        BK=BK,
+        BV=BV,
+        num_warps=warps,
+    )
     if y is not out:
         out.copy_(y)

@@ -169,20 +169,19 @@ def _run(
     partial: Tensor | None = None,
 ) -> None:
     P, sizes = _sizes(x, mu)
-    with backends.device_of(x.device):
-        launch_cache.cached(token_mix_kernel)[(P, -(-sizes["D"] // sizes["BD"]))](
-            dy_ptr=dy,
-            x_ptr=x.contiguous(),
-            before_ptr=None if before is None else before.contiguous(),
-            starts_ptr=starts,
-            mu_ptr=mu.contiguous(),
-            y_ptr=y,
-            dx_ptr=dx,
-            dbefore_ptr=dbefore,
-            partial_ptr=partial,
-            **sizes,
-            num_warps=4,
-        )
+    launch_cache.cached(token_mix_kernel)[(P, -(-sizes["D"] // sizes["BD"]))](
+        dy_ptr=dy,
+        x_ptr=x.contiguous(),
+        before_ptr=None if before is None else before.contiguous(),
+        starts_ptr=starts,
+        mu_ptr=mu.contiguous(),
+        y_ptr=y,
+        dx_ptr=dx,
+        dbefore_ptr=dbefore,
+        partial_ptr=partial,
+        **sizes,
+        num_warps=4,
+    )
 
 
 def _sizes(x: Tensor, mu: Tensor) -> tuple[int, dict[str, int]]:
@@ -232,20 +231,19 @@ def token_mix_step(x: Tensor, mu: Tensor, state: Tensor, indices: Tensor | None)
     N, D = x.shape
     y = torch.empty(mu.shape[0], N, D, dtype=x.dtype, device=x.device)
     BD = min(512, max(16, triton.next_power_of_2(D)))
-    with backends.device_of(x.device):
-        launch_cache.cached(token_mix_step_kernel)[N, triton.cdiv(D, BD)](
-            x_ptr=x,
-            mu_ptr=mu.contiguous(),
-            state_ptr=state,
-            index_ptr=None if indices is None else indices.contiguous(),
-            y_ptr=y,
-            N=N,
-            slots=state.shape[0],
-            row_x=x.stride(0),
-            row_state=state.stride(0),
-            D=D,
-            M=mu.shape[0],
-            BD=BD,
-            num_warps=2,
-        )
+    launch_cache.cached(token_mix_step_kernel)[N, triton.cdiv(D, BD)](
+        x_ptr=x,
+        mu_ptr=mu.contiguous(),
+        state_ptr=state,
+        index_ptr=None if indices is None else indices.contiguous(),
+        y_ptr=y,
+        N=N,
+        slots=state.shape[0],
+        row_x=x.stride(0),
+        row_state=state.stride(0),
+        D=D,
+        M=mu.shape[0],
+        BD=BD,
+        num_warps=2,
+    )
     return y
