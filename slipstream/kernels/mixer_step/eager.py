@@ -7,7 +7,7 @@ With e = exp(g), what is read of a state S is read before it decays:
     o = s + (q . k) x
     S <- e S + k x^T                   in place where every sequence has a slot of its own
 
-The oracle is the formula, token by token:
+The oracle is the recurrence as a formula, token by token:
 
 x_t = silu(bias + sum_j weight_j x_{t-W+1+j})                  of the channels of q, k and v
 q, k = q / |q|, k / |k|
@@ -22,6 +22,7 @@ y = o / sqrt(mean(o^2) + eps) weight f(z)                      mean over groups 
                                                                may come before the norm
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,99 +53,16 @@ def step_reference(out: Tensor, inputs: StepInputs, options: StepOptions) -> Non
                     x[cache_slot].copy_(y)
 
 
+_OF_TOKENS = ("q", "k", "v", "g", "beta", "write", "z")
+
+
 def _token(inputs: StepInputs, options: StepOptions, n: int, t: int, cache_slot: int) -> Tensor:
     """y [HV, V] of one token of one sequence."""
-    _, _, H, HV, _, _ = inputs.sizes
-    wide = inputs.dtype
-    q, k, v = (x[n, t].to(wide) for x in inputs[:3])
-    if inputs.conv_state is not None:
-        q, k, v = _convolved_token(inputs, options, q, k, v, inputs.conv_state[cache_slot])
-    if options.qk_l2norm:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    q, k = (x.repeat_interleave(HV // H, dim=0) for x in (q, k))  # [HV, K]
-    g, dt = gate(inputs, options, n, t)
-    value = v
-    if options.dt_scales_v:
-        assert dt is not None
-        v = v * dt[:, None]
-    memory = inputs.state[cache_slot].mT if options.state_v_first else inputs.state[cache_slot]
-    S = memory.to(wide)  # [HV, K, V]
-    if g is not None:
-        S = S * g.exp()[..., None].view(HV, -1, 1)
-    if inputs.beta is not None:
-        beta = inputs.beta[n, t].to(wide)
-        if options.use_beta_sigmoid:
-            beta = beta.sigmoid() * (2 if options.allow_neg_eigval else 1)
-        if inputs.write is None:
-            v = beta[:, None] * (v - torch.einsum("hkv,hk->hv", S, k))
-        else:
-            write = inputs.write[n, t].to(wide)
-            write = write.sigmoid() if options.use_beta_sigmoid else write
-            v = write * v - torch.einsum("hkv,hk->hv", S, beta * k)
-    S = S + k[:, :, None] * v[:, None, :]
-    memory.copy_(S)
-    o = options.scale * torch.einsum("hkv,hk->hv", S, q)
-    if inputs.D is not None:
-        o = o + inputs.D.to(wide)[:, None] * value
-    return _gated_norm(inputs, options, o, None if inputs.z is None else inputs.z[n, t].to(wide))
-
-
-def _convolved_token(
-    inputs: StepInputs, options: StepOptions, q: Tensor, k: Tensor, v: Tensor, window: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v after the convolution; the window [C, W or W - 1] moves on."""
-    assert inputs.conv_weight is not None
-    weight = inputs.conv_weight.to(q.dtype)
-    W = weight.shape[1]
-    named = {"q": q, "k": k, "v": v}
-    x = torch.cat([named[name].flatten() for name in options.channel_order])
-    seen = torch.cat([window.to(q.dtype), x[:, None]], dim=1)
-    window.copy_(seen[:, 1:])
-    y = (seen[:, -W:] * weight).sum(-1)
-    if inputs.conv_bias is not None:
-        y = y + inputs.conv_bias.to(q.dtype)
-    y = F.silu(y) if options.conv_silu else y
-    starts = channel_offsets(inputs, options.channel_order)
-    q, k, v = (y[at : at + z.numel()].view_as(z) for at, z in zip(starts, (q, k, v)))
-    return q, k, v
-
-
-def gate(
-    inputs: StepInputs, options: StepOptions, n: int, t: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """Log decay [HV] or [HV, K] of a token, and dt [HV] where that comes from one."""
-    if inputs.g is None:
-        return None, None
-    x = inputs.g[n, t].to(inputs.dtype)
-    if inputs.dt_bias is not None:
-        x = x + inputs.dt_bias.to(x.dtype).view_as(x)
-    rate = None
-    if inputs.A_log is not None:
-        a = inputs.A_log.to(x.dtype).view(-1, *([1] * (x.dim() - 1)))
-        rate = -a if options.a_is_rate else a.exp()
-    if options.lower_bound is not None:
-        return options.lower_bound * torch.sigmoid(x if rate is None else rate * x), None
-    if options.gate_logit_normalizer is not None:
-        return F.logsigmoid(x) / options.gate_logit_normalizer, None
-    if rate is None:
-        return x, None
-    dt = F.softplus(x, threshold=100.0).clamp(options.dt_min, options.dt_max)
-    return -rate * dt, dt
-
-
-def _gated_norm(inputs: StepInputs, options: StepOptions, o: Tensor, z: Tensor | None) -> Tensor:
-    if z is not None:
-        z = F.silu(z) if options.z_silu else torch.sigmoid(z)
-    if options.norm_eps is None:
-        return o if z is None else o * z
-    if z is not None and not options.norm_before_gate:
-        o = o * z
-    groups = o.reshape(-1, options.norm_group_size)
-    groups = groups * (groups.square().mean(-1, keepdim=True) + options.norm_eps).rsqrt()
-    y = groups.view_as(o)
-    if inputs.norm_weight is not None:
-        y = y * inputs.norm_weight.to(o.dtype)
-    return y * z if z is not None and options.norm_before_gate else y
+    places = dict.fromkeys(_OF_TOKENS, (slice(n, n + 1), slice(t, t + 1)))
+    places |= dict.fromkeys(("state", "conv_state"), (slice(cache_slot, cache_slot + 1),))
+    given = {name: x[places[name]] for name in places if (x := getattr(inputs, name)) is not None}
+    one = inputs._replace(**given, state_indices=None, num_accepted=None)
+    return _outputs(one, options, None, pool_rows.PoolRows(None, 1), _formula)[0, 0]
 
 
 class _Tokens(NamedTuple):
@@ -163,20 +81,31 @@ def step_eager(out: Tensor, inputs: StepInputs, options: StepOptions) -> None:
         accepted = inputs.num_accepted.long().clamp(0, options.pending)
         inputs = _without_rejected(inputs, options, accepted)
     rows = pool_rows.PoolRows(inputs.state_indices, inputs.state.shape[0])
+    y = _outputs(inputs, options, accepted, rows, _recurrence)
+    if accepted is not None:
+        y = _taken(y, accepted[:, None] + torch.arange(out.shape[1], device=y.device))
+    out.copy_(rows.or_zero(y))
+
+
+def _outputs(
+    inputs: StepInputs,
+    options: StepOptions,
+    accepted: Tensor | None,
+    rows: pool_rows.PoolRows,
+    recurrence: Callable[..., Tensor],
+) -> Tensor:
+    """y [B, T, HV, V]; the pools move on. recurrence: as _recurrence."""
     q, k, v = (x.to(inputs.dtype) for x in inputs[:3])
     if inputs.conv_state is not None:
         q, k, v = _convolved(inputs, options, q, k, v, accepted, rows)
     q, k, value = _heads(options, q, k, v)
-    g, dt = log_decay(inputs, options)
+    g, dt = _log_decay(inputs, options)
     v = value if dt is None or not options.dt_scales_v else value * dt[..., None]
     tokens = _Tokens(q, k, v, None if g is None else g.exp())
-    o = _recurrence(inputs, options, tokens, accepted, rows)
+    o = recurrence(inputs, options, tokens, accepted, rows)
     if inputs.D is not None:
         o = o + inputs.D.to(o.dtype)[:, None] * value
-    y = gated_norm(inputs, options, o)
-    if accepted is not None:
-        y = _taken(y, accepted[:, None] + torch.arange(out.shape[1], device=y.device))
-    out.copy_(rows.or_zero(y))
+    return _gated_norm(inputs, options, o)
 
 
 def _taken(x: Tensor, tokens: Tensor) -> Tensor:
@@ -191,8 +120,7 @@ def _without_rejected(inputs: StepInputs, options: StepOptions, accepted: Tensor
     t = torch.arange(T, device=accepted.device)
     new = t >= accepted[:, None]  # [B, T]
     rows = torch.where(new, t + pending - accepted[:, None], t).clamp(max=T - 1)
-    names = ("q", "k", "v", "g", "beta", "write", "z")
-    by_name = {name: getattr(inputs, name) for name in names}
+    by_name = {name: getattr(inputs, name) for name in _OF_TOKENS}
     return inputs._replace(**{n: _taken(x, rows) for n, x in by_name.items() if x is not None})
 
 
@@ -244,7 +172,7 @@ def _heads(options: StepOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     return q, k, v
 
 
-def log_decay(inputs: StepInputs, options: StepOptions) -> tuple[Tensor | None, Tensor | None]:
+def _log_decay(inputs: StepInputs, options: StepOptions) -> tuple[Tensor | None, Tensor | None]:
     """g [B, T, HV, 1 or K], and dt [B, T, HV] where it comes from one."""
     if inputs.g is None:
         return None, None
@@ -283,14 +211,7 @@ def _recurrence(
     after = state
     if accepted is not None:
         after, state = state.clone(), state.clone()
-    beta = None
-    if inputs.beta is not None:
-        beta = inputs.beta.to(inputs.dtype)
-        if options.use_beta_sigmoid:
-            beta = beta.sigmoid() * 2 if options.allow_neg_eigval else beta.sigmoid()
-    write = None if inputs.write is None else inputs.write.to(inputs.dtype)
-    if write is not None and options.use_beta_sigmoid:
-        write = write.sigmoid()
+    beta, write = _strengths(inputs, options)
     outputs = []
     for t in range(T):
         q, k, x = tokens.q[:, t], tokens.k[:, t], tokens.v[:, t]
@@ -318,7 +239,34 @@ def _recurrence(
     return o if options.scale == 1 else o * options.scale
 
 
-def gated_norm(inputs: StepInputs, options: StepOptions, o: Tensor) -> Tensor:
+def _strengths(inputs: StepInputs, options: StepOptions) -> tuple[Tensor | None, Tensor | None]:
+    """beta and write, as the recurrence has them."""
+    beta, write = (None if x is None else x.to(inputs.dtype) for x in (inputs.beta, inputs.write))
+    if options.use_beta_sigmoid:
+        beta, write = (None if x is None else x.sigmoid() for x in (beta, write))
+        beta = beta * 2 if beta is not None and options.allow_neg_eigval else beta
+    return beta, write
+
+
+def _formula(
+    inputs: StepInputs, options: StepOptions, tokens: _Tokens, *_: pool_rows.PoolRows | None
+) -> Tensor:
+    """o [1, 1, HV, V] of one token, and its state."""
+    q, k, v = (x[0, 0] for x in tokens[:3])
+    memory = inputs.pool(options.state_v_first)[0]
+    S = memory.to(inputs.dtype)  # [HV, K, V]
+    S = S if tokens.e is None else S * tokens.e[0, 0, :, :, None]
+    beta, write = (None if x is None else x[0, 0] for x in _strengths(inputs, options))
+    if beta is not None and write is None:
+        v = beta[:, None] * (v - torch.einsum("hkv,hk->hv", S, k))
+    elif beta is not None and write is not None:
+        v = write * v - torch.einsum("hkv,hk->hv", S, beta * k)
+    S = S + k[:, :, None] * v[:, None, :]
+    memory.copy_(S)
+    return (options.scale * torch.einsum("hkv,hk->hv", S, q))[None, None]
+
+
+def _gated_norm(inputs: StepInputs, options: StepOptions, o: Tensor) -> Tensor:
     """y [B, T, HV, V]."""
     z = None
     if inputs.z is not None:
