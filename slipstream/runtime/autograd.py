@@ -307,7 +307,13 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def autograd_function(
-    op: "KernelOp", backward_op: "KernelOp", *, results: str, wrt: str, **fixed: Any
+    op: "KernelOp",
+    backward_op: "KernelOp",
+    *,
+    results: str,
+    wrt: str,
+    inverse: str = "",
+    **fixed: Any,
 ) -> type[Function]:
     """The Function of an operator whose gradients are one call of another operator. It becomes the
     gradient of the operator itself as well (set_gradient).
@@ -321,13 +327,17 @@ def autograd_function(
             is saved if that names it, and not returned.
         wrt: the arguments of op whose gradients backward_op returns, without those that are None,
             which it takes too. What it returns after these is left.
+        inverse: of an operator that is its own backward, the flag that says which of both it is; it
+            takes the gradients of its results in the places of wrt.
         fixed: arguments of op that `apply` does not take, and their values.
     """
     names, differentiable = results.split(), wrt.split()
     assert len(names) == len(op.overload._schema.returns)
     taken = [x for x in op._names if x not in fixed]
     assert set(differentiable) <= set(taken)
-    kinds = {x.name: str(x.type) for x in backward_op.overload._schema.arguments}
+    named = dict(zip(differentiable, [f"d{y}" for y in names])) if inverse else {}
+    arguments = zip(backward_op._names, backward_op.overload._schema.arguments)
+    kinds = {named.get(name, name): str(x.type) for name, x in arguments}
     returned = [n for n, y in enumerate(names) if f"d{y}" in kinds]
     dnames = [f"d{names[n]}" for n in returned]
     saved_names = [x for x in kinds if "Tensor" in kinds[x] and x not in dnames]
@@ -344,6 +354,8 @@ def autograd_function(
     # a single gradient that did not come is that of a result which nothing depends on
     required = [n for n, x in enumerate(dnames) if kinds[x] == "Tensor"] if dnames[1:] else []
     values = (*fixed.values(),)
+    flag = [*kinds].index(inverse) if inverse else -1
+    needed_from = [n for n, x in enumerate(taken) if x in differentiable]
 
     def forward(ctx: Any, *args: Any) -> Any:
         all_args = args + values
@@ -365,9 +377,16 @@ def autograd_function(
             if douts[n] is None:
                 douts[n] = torch.zeros(shape, dtype=dtype, device=device)
         known = (*saved, *ctx.options, *douts)
-        found: Any = backward_op(*[known[n] for n in backward_from])
-        left = iter((found,) if isinstance(found, torch.Tensor) else found)
-        given = [next(left) if n is None or saved[n] is not None else None for n in given_from]
+        call = [known[n] for n in backward_from]
+        if inverse:
+            call[flag] = not call[flag]
+        found: Any = backward_op(*call)
+        found = (found,) if isinstance(found, torch.Tensor) else found
+        if inverse:
+            given = [x if ctx.needs_input_grad[n] else None for x, n in zip(found, needed_from)]
+        else:
+            left = iter(found)
+            given = [next(left) if n is None or saved[n] is not None else None for n in given_from]
         return tuple([None if n is None else given[n] for n in grads_from])
 
     name = op.overload.name()

@@ -3,8 +3,9 @@
 A launch is named by its module and function, "slipstream.kernels.x.triton.x:forward": Triton is
 imported where one is wanted, and the device of the tensors is the current one, on which Triton
 launches. The plain twin is the same computation in torch. Both take the operator's arguments
-without impl, of which those that are the fields of a NamedTuple come as one. Its probe asks whether the two agree on a small fresh problem: outputs and gradients, within a bar
-that rounding stays below and a wrong tile does not.
+without impl, of which those that are the fields of a NamedTuple come as one. Its probe asks whether
+the two agree on a small fresh problem: outputs and gradients, within a bar that rounding stays
+below and a wrong tile does not.
 """
 
 import inspect

@@ -80,6 +80,10 @@ def _rotary(back: bool) -> tuple:
     return (rand(1, 3, 2, 4), rand(3, 2), rand(3, 2), None, False, back, "eager")
 
 
+def _shift(back: bool) -> tuple:
+    return (rand(1, 4, 3), rand(1, 3), None, back, "eager")
+
+
 def _linear_loss() -> tuple:
     return (rand(4, 3), rand(5, 3), rand(5), IDS, None, *LOSS, True, "eager")
 
@@ -132,11 +136,8 @@ ROWS: dict[str, tuple] = {
     "embedding": (embedding._call, lambda: (IDS, rand(5, 3)), 1),
     "rotary": (rotary._call, lambda: _rotary(False), 1, 1),
     "rotary back": (rotary._call, lambda: _rotary(True), 1, 1),
-    "token_shift": (
-        token_shift._call,
-        lambda: (rand(1, 4, 3), rand(1, 3), None, False, "eager"),
-        2,
-    ),
+    "token_shift": (token_shift._call, lambda: _shift(False), 2),
+    "token_shift back": (token_shift._call, lambda: _shift(True), 2),
     "linear_cross_entropy": (loss._call_linear, _linear_loss, 1),
     "cross_entropy": (fused._call, lambda: (rand(4, 5), IDS, *LOSS, "eager"), 1),
     "linear_log_probs": (

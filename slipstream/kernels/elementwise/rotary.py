@@ -82,32 +82,8 @@ def rotary_by_table(
     """x [B, T, H, D]; cos, sin [S, R/2] and positions [1 or B, T], or [B or 1, T, R/2]; impl is
     triton, or triton|eager."""
     if autograd.needs_autograd(x):
-        return _RotaryByTable.apply(x, cos, sin, positions, interleaved, impl)
+        return _RotaryByTable.apply(x, cos, sin, positions, interleaved, False, impl)
     return _call(x, cos, sin, positions, interleaved=interleaved, back=False, impl=impl)
-
-
-class _RotaryByTable(autograd.Function):
-    operator = "slipstream::rotary"
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        interleaved: bool,
-        impl: str,
-    ) -> Tensor:
-        autograd.save(ctx, cos, sin, positions)
-        ctx.interleaved, ctx.impl = interleaved, impl
-        return _call(x, cos, sin, positions, interleaved=interleaved, back=False, impl=impl)
-
-    @staticmethod
-    @autograd.once_differentiable
-    def backward(ctx: Any, saved: autograd.Saved, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx = _call(dy, *saved, interleaved=ctx.interleaved, back=True, impl=ctx.impl)
-        return dx, None, None, None, None, None
 
 
 def split_rotary(
@@ -194,6 +170,7 @@ _call = KernelOp(
     probe=_mismatch,
     replay=not token_ids.SYNC,
 )
+_RotaryByTable = autograd.autograd_function(_call, _call, results="y", wrt="x", inverse="back")
 _join = KernelOp(
     "split_rotary_backward",
     "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, str impl) -> Tensor",
@@ -203,12 +180,3 @@ _join = KernelOp(
     probe=lambda dq, cos: _mismatch(dq, cos, False),
     replay=True,
 )
-
-
-def _of_operator(*args: Any) -> Tensor:
-    """As slipstream::_rotary is called."""
-    x, cos, sin, positions, interleaved, back, impl = args
-    return _RotaryByTable.apply(x, cos, -sin if back else sin, positions, interleaved, impl)
-
-
-_call.set_gradient(_of_operator)

@@ -5,7 +5,6 @@ gradient in the state's place, it is its own gradient: dx_t = dy_{t+1}.
 """
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,34 +78,8 @@ def kernel_shift(
 ) -> tuple[Tensor, Tensor]:
     """impl: triton, or triton|eager."""
     if autograd.needs_autograd(x, state):
-        return _Shift.apply(x, state, cu_seqlens, impl)
+        return _Shift.apply(x, state, cu_seqlens, False, impl)
     return _call(x, state, cu_seqlens, back=False, impl=impl)
-
-
-class _Shift(autograd.Function):
-    operator = "slipstream::token_shift"
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, impl: str
-    ) -> tuple[Tensor, Tensor]:
-        y, last = _call(x, state, cu_seqlens, back=False, impl=impl)
-        autograd.save(ctx, cu_seqlens)
-        ctx.shape, ctx.dtype, ctx.impl = x.shape, x.dtype, impl
-        ctx.set_materialize_grads(False)
-        return y, last
-
-    @staticmethod
-    @autograd.once_differentiable
-    def backward(
-        ctx: Any, saved: autograd.Saved, dy: Tensor | None, dlast: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            if dlast is None:
-                return None, None, None, None
-            dy = dlast.new_zeros(ctx.shape)
-        dx, dstate = _call(dy, dlast, *saved, back=True, impl=ctx.impl)
-        return dx, dstate if ctx.needs_input_grad[1] else None, None, None
 
 
 def _eager(
@@ -163,12 +136,4 @@ _call = custom_op.KernelOp(
     at_sizes=AtSizes((0,), (1,), (2,), steps=(Size(1, 1), Size(1, 3), Size(1, 16))),
 )
 _CANDIDATES = _call.candidates(_unsupported_reason)
-
-
-def _of_operator(*args: Any) -> tuple[Tensor, ...]:
-    """As slipstream::_token_shift is called."""
-    *tensors, back, impl = args
-    return () if back else _Shift.apply(*tensors, impl)
-
-
-_call.set_gradient(_of_operator)
+_Shift = autograd.autograd_function(_call, _call, results="y last", wrt="x edge", inverse="back")
