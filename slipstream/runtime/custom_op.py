@@ -395,20 +395,24 @@ class KernelOp(DirectCall):
         )
         return gradient.autograd_function(self, self.backward, results=results, wrt=wrt, **fixed)
 
-    def candidates(self, reason: Callable[..., str | None]) -> tuple[dispatch.Candidate, ...]:
+    def candidates(
+        self, reason: Callable[..., str | None], interpreted: bool = False
+    ) -> tuple[dispatch.Candidate, ...]:
         """dispatch.triton_or_eager, where the kernels of a kind may be known to fail.
 
         Args:
-            reason: of arguments by their names, first one that decides about device and dtype, why
-                the kernels can't take them, or None.
+            reason: of arguments by their names, or of NamedTuples, first one that decides about
+                device and dtype, why the kernels can't take them, or None.
+            interpreted: as dispatch.triton_or_eager.
         """
         assert self._kind is not None
         kind = by_name(self._kind, (*inspect.signature(reason).parameters,))
 
         def unsupported_reason(*call: Any) -> str | None:
-            return reason(*call) or guarded_launch.known_failure(lambda: kind(call), call[0].device)
+            device = dispatch.first_of(call).device
+            return reason(*call) or guarded_launch.known_failure(lambda: kind(call), device)
 
-        return dispatch.triton_or_eager(unsupported_reason)
+        return dispatch.triton_or_eager(unsupported_reason, interpreted)
 
     def _mismatch(self, args: tuple) -> str | None:
         """Runs a Guard's probe for a call of these arguments."""

@@ -183,28 +183,38 @@ def plain_impl(impl: str | None) -> str | None:
     return PLAIN[0] if impl in PLAIN else None
 
 
-def triton_or_eager(kernel_reason: Callable[..., str | None]) -> tuple[Candidate, ...]:
+def triton_or_eager(
+    kernel_reason: Callable[..., str | None], interpreted: bool = False
+) -> tuple[Candidate, ...]:
     """The candidates of an operator that has kernels in Triton alone, and a reference.
 
-    A call is a tuple (x, ...), of which x decides about device and dtype.
+    A call is a tuple (x, ...), of which x, or the first of a tuple x, decides about device and
+    dtype.
 
     Args:
         kernel_reason: given all of the call, why the kernels can't take it, or None if they can.
+        interpreted: whether Triton's interpreter, which runs on a CPU, is asked too.
     """
 
     def unsupported_reason(call: tuple) -> str | None:
-        x = call[0]
+        x = first_of(call)
         if backends.is_fake(x):
             return "the tensors are fake"
         return backends.triton_unsupported(x, "the input") or kernel_reason(*call)
 
     plain = Candidate("eager", "plain torch, on any device")
     elsewhere = Selection(plain.name, plain.why, (("triton", "it runs on CUDA devices"),))
+    elsewhere = None if interpreted else elsewhere
     return (
         Candidate("triton", "Triton kernels, on CUDA", unsupported_reason, elsewhere=elsewhere),
         plain,
         Candidate("reference", "the formula, the oracle of the tests", by_name_only=True),
     )
+
+
+def first_of(call: tuple) -> Tensor:
+    """The tensor that decides about device and dtype."""
+    return call[0] if isinstance(call[0], Tensor) else call[0][0]
 
 
 def is_triton(impl: str) -> bool:

@@ -199,8 +199,8 @@ LIMITS: dict[str, tuple[Callable[[int], Any], int] | tuple[Callable[[int], Any],
     "a block's taps": (lambda n: block_inputs.unsupported_reason(
         of(block_inputs.TokenInputs, x=m(1, 8), weight=m(8, n)), block_inputs.WIDTHS[0]),
         block_inputs.MAX_TAPS),
-    "mixer's K": (lambda K: step.unsupported_reason((stepping(K), None)), step.MAX_K),
-    "mixer's taps": (lambda n: step.unsupported_reason((stepping(taps=n), None)), step.MAX_TAPS),
+    "mixer's K": (lambda K: step._unsupported_reason(stepping(K)), step.MAX_K),
+    "mixer's taps": (lambda n: step._unsupported_reason(stepping(taps=n)), step.MAX_TAPS),
     "drafts": (lambda T: not drafted(T), drafts.DRAFT_ROWS // 2 + 1),
     "projected rows": (
         lambda M: projection.unsupported_reason(projecting(M)), projection.MAX_ROWS),
@@ -213,9 +213,8 @@ LIMITS: dict[str, tuple[Callable[[int], Any], int] | tuple[Callable[[int], Any],
         lambda N: not projecting(64, N).is_wide, rows.WGMMA_COLUMNS, rows.WGMMA_COLUMNS - 1),
     "columns of wide tiles": (
         lambda N: projected.tile_of(16, N, 64, 2, 2, 1 << 17).BN != 32, 2048, 2047),
-    "RWKV-7's K": (lambda K: rwkv7_step.unsupported_reason((
-        of(rwkv7_step.StepInputs, r=m(1, K), r_k=m(1, K)), (m(1, 1, K, K), None, 1e-5, False))),
-        rwkv7_step.MAX_K),
+    "RWKV-7's K": (lambda K: rwkv7_step._unsupported_reason(
+        of(rwkv7_step.StepInputs, r=m(1, K), r_k=m(1, K)), m(1, 1, K, K)), rwkv7_step.MAX_K),
     "RWKV-7's tiles": (lambda K: rwkv7._terms_tile(K) != rwkv7.TERMS_BACKWARD[64], 64),
     "attention's D": (
         lambda D: attention._too_wide(m(1, 1, 1, D), m(1, 1, 1, 8)), attention.MAX_HEAD_DIM),

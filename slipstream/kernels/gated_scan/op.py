@@ -4,7 +4,6 @@ slipstream::_scan_forward gives h and the final state; _scan_backward the gradie
 it was given, initial_state. `impl` names the implementation, or several to try in order.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,34 +13,19 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.gated_scan import eager
-from slipstream.runtime import backends, compile_ahead, guarded_launch, kernel_pair
+from slipstream.runtime import compile_ahead, kernel_pair
 from slipstream.runtime.autograd import autograd_function, needs_autograd
 from slipstream.runtime.context_exchange import tie
 from slipstream.runtime.context_in_segments import scan_of_rank
 from slipstream.runtime.context_parallel import ContextParallel, Share
 from slipstream.runtime.custom_op import KernelOp
-from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
+from slipstream.runtime.dispatch import Selection, ValidationCache, choose, signature
 from slipstream.runtime.token_ids import expect_offsets
 
 
 def kind(x: Tensor, g: Tensor) -> KernelKey:
     """The calls that share a verdict on the kernels."""
     return ("gated_scan.triton", x.dtype, g.dtype)
-
-
-def _mismatch(x: Tensor, g: Tensor) -> str | None:
-    """The probe: two packed sequences, with states."""
-    probe_inputs = {
-        "x": torch.randn(1, 150, 40, device=x.device).to(x.dtype),
-        "g": (-torch.rand(1, 150, 40, device=x.device)).to(g.dtype),
-        "s": torch.randn(2, 40, device=x.device),
-        "cu": torch.tensor([0, 50, 150], device=x.device),
-    }
-
-    def run(impl: str) -> Callable:
-        return lambda tensors: scan(*tensors.values(), impl=impl)
-
-    return kernel_pair.mismatch(run("triton|eager"), run("eager"), probe_inputs)
 
 
 def _fake_forward(
@@ -63,7 +47,13 @@ _call_forward = KernelOp(
     kernel=f"{_LAUNCH}:forward",
     plain=eager.scan_forward,
     kind=kind,
-    probe=_mismatch,
+    # two packed sequences, with states
+    probe={
+        "x": (1, kernel_pair.TOKENS, 40),
+        "g": lambda g: -kernel_pair.random_like(g, 1, kernel_pair.TOKENS, 40).abs(),
+        "initial_state": lambda x: torch.randn(2, 40, device=x.device),
+        "cu_seqlens": lambda x: torch.tensor([0, 50, kernel_pair.TOKENS], device=x.device),
+    },
     in_torch_if=lambda x: x.numel() == 0,
     replay=True,
     at_sizes=compile_ahead.AtSizes(tokens=(0, 1), states=(2,), offsets=(3,)),
@@ -76,7 +66,7 @@ _call_backward = KernelOp(
     kernel=f"{_LAUNCH}:backward",
     plain=eager.scan_backward,
     kind=lambda h, g: kind(h, g),
-    probe=lambda h, g: _mismatch(h, g),
+    probe=lambda h, g: _call_forward._mismatch((h, g, None, None, "")),
     in_torch_if=lambda h: h.numel() == 0,
     replay=True,
     at_sizes=compile_ahead.AtSizes(tokens=(0, 1, 4), states=(2, 5), offsets=(3,)),
@@ -94,21 +84,12 @@ def scan(
     return _call_forward(x, g, initial_state, cu_seqlens, impl=impl)
 
 
-def unsupported_reason(tensors: tuple[Tensor, Tensor]) -> str | None:
+def _unsupported_reason(x: Tensor, g: Tensor) -> str | None:
     """Why the Triton kernels can't take this call, or None if they can."""
-    x, g = tensors
-    if torch.version.hip:
-        return "its kernel does not compile for AMD's GPUs"
-    return backends.triton_unsupported(x, "x") or guarded_launch.known_failure(
-        lambda: kind(x, g), x.device
-    )
+    return "its kernel does not compile for AMD's GPUs" if torch.version.hip else None
 
 
-CANDIDATES = (
-    Candidate("triton", "portable Triton kernels, on CUDA", unsupported_reason),
-    Candidate("eager", "plain torch, on any device"),
-    Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
-)
+_CANDIDATES = _call_forward.candidates(_unsupported_reason, interpreted=True)
 _PLANS = ValidationCache()
 
 
@@ -208,7 +189,7 @@ def _checked(
 ) -> Selection:
     """Looks at nothing but shapes, dtypes and devices."""
     check(x, g, initial_state, cu_seqlens)
-    return choose(CANDIDATES, (x, g), impl, "hgrn", x)
+    return choose(_CANDIDATES, (x, g), impl, "hgrn", x)
 
 
 def check(x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> None:

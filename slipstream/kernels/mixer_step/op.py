@@ -3,9 +3,6 @@
 slipstream::_mixer_step writes into y and into the pools. It has no gradient.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,8 +16,6 @@ from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.token_ids import expect_below
 
 _LAUNCH = "slipstream.kernels.mixer_step.triton.launch"
-# what a probe makes in other ways
-_NOT_FLOATING = ("state_indices", "num_accepted")
 
 
 def mixer_step(
@@ -58,40 +53,6 @@ def _is_empty(q: Tensor, v: Tensor) -> bool:
     return 0 in (q.numel(), v.numel())
 
 
-def _mismatch(inputs: StepInputs, options: StepOptions) -> str | None:
-    """The probe: two sequences of a pool of three, with what the call has and the same heads."""
-    like, device = inputs, inputs.q.device
-    sizes = dict.fromkeys(("q", "k", "v", "g", "beta", "write", "z"), 2)
-    sizes |= {"state": 3, "conv_state": 3}
-    probe_inputs: dict[str, Tensor] = {}
-    for name, x in like._asdict().items():
-        if x is not None and name not in _NOT_FLOATING:
-            shape = (sizes[name], *x.shape[1:]) if name in sizes else x.shape
-            values = torch.randn(shape, device=device)
-            values = -values.abs() if name in ("g", "A_log") else values
-            probe_inputs[name] = (0.1 * values if name == "state" else values).to(x.dtype)
-
-    def run(impl: str) -> Callable[[kernel_pair.Given], Any]:
-        def call(tensors: kernel_pair.Given) -> tuple[Tensor, ...]:
-            indices = torch.tensor([2, 0], device=device)
-            counts = None if like.num_accepted is None else torch.tensor([0, 1], device=device)
-            chosen = {"state_indices": indices, "num_accepted": counts}
-            inputs = like._replace(**{**tensors, **chosen})
-            rows = inputs.v[:, options.pending :]
-            out = torch.empty_like(rows, dtype=inputs.q.dtype)
-            mixer_step(out, inputs, options, None, impl)
-            return out, *(x for x in (inputs.state, inputs.conv_state) if x is not None)
-
-        return call
-
-    # states and windows are rounded to their own dtypes
-    pools = (x.dtype for x in (like.state, like.conv_state) if x is not None)
-    minimum_bar = max(kernel_pair.BARS[x][0] if x in kernel_pair.BARS else 0.0 for x in pools)
-    return kernel_pair.mismatch(
-        run("triton|eager"), run("eager"), probe_inputs, gradients=False, minimum_bar=minimum_bar
-    )
-
-
 # One row, of which a launch prefetches, and more (primitives/device.py: PREFETCH_ROWS).
 _BY_TOKEN = tuple(
     1 + StepInputs._fields.index(x) for x in ("q", "k", "v", "g", "beta", "write", "z")
@@ -109,7 +70,19 @@ _call = KernelOp(
     kernel=f"{_LAUNCH}:step",
     plain=_plain,
     kind=kind,
-    probe=_mismatch,
+    # two sequences of a pool of three, with what the call has and the same heads
+    probe={
+        **dict.fromkeys(("out", "q", "k", "v", "beta", "write", "z"), (2, ...)),
+        "state": lambda state: 0.1 * kernel_pair.random_like(state, 3, *state.shape[1:]),
+        "state_indices": lambda q: torch.tensor([2, 0], device=q.device),
+        "num_accepted": lambda q, num_accepted: (
+            None if num_accepted is None else torch.tensor([0, 1], device=q.device)
+        ),
+        "conv_state": (3, ...),
+        "g": lambda g: None if g is None else -kernel_pair.random_like(g, 2, *g.shape[1:]).abs(),
+        "A_log": lambda A_log: None if A_log is None else -torch.randn_like(A_log).abs(),
+        "counters": None,
+    },
     packed={"inputs": StepInputs, "options": StepOptions},
     in_torch_if=_is_empty,
     replay=True,
@@ -119,11 +92,8 @@ _call = KernelOp(
 MAX_K = 1024  # all rows of a state are in one program's registers
 
 
-def unsupported_reason(call: tuple[StepInputs, StepOptions]) -> str | None:
+def _unsupported_reason(inputs: StepInputs) -> str | None:
     """Why the Triton kernel can't take this call, or None if it can."""
-    inputs, _ = call
-    if reason := backends.triton_unsupported(inputs.q, "q"):
-        return reason
     for name, x in inputs._asdict().items():
         if x is not None and x.dtype == torch.float64:
             return f"it computes in float32, and {name} is float64"
@@ -133,14 +103,10 @@ def unsupported_reason(call: tuple[StepInputs, StepOptions]) -> str | None:
         return f"it takes at most {MAX_TAPS} taps"
     if inputs.state.stride()[-2:] != (inputs.state.shape[-1], 1):
         return "the last two dimensions of state are not contiguous"
-    return guarded_launch.known_failure(lambda: kind(inputs), inputs.q.device)
+    return None
 
 
-CANDIDATES = (
-    dispatch.Candidate("triton", "one Triton kernel, on CUDA", unsupported_reason),
-    dispatch.Candidate("eager", "plain torch, on any device"),
-    dispatch.Candidate("reference", "token by token, the oracle of the tests", by_name_only=True),
-)
+_CANDIDATES = _call.candidates(_unsupported_reason, interpreted=True)
 _PLANS = dispatch.ValidationCache()
 
 
@@ -173,7 +139,7 @@ def _plan(
 ) -> dispatch.Selection:
     """Checks the arguments and chooses; looks at nothing but shapes, strides, dtypes, devices."""
     check(inputs, options, out)
-    return dispatch.choose(CANDIDATES, (inputs, options), impl, "mixer_step", inputs.q)
+    return dispatch.choose(_CANDIDATES, (inputs,), impl, "mixer_step", inputs.q)
 
 
 def check(inputs: StepInputs, options: StepOptions, out: Tensor | None) -> None:

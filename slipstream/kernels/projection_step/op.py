@@ -21,7 +21,7 @@ from slipstream.kernels.projection_step.inputs import ProjectionInputs
 from slipstream.runtime import autograd, backends, consistent, guarded_launch
 from slipstream.runtime.compile_ahead import resized
 from slipstream.runtime.custom_op import KernelOp, schema_of
-from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, Candidate, choose
+from slipstream.runtime.dispatch import PLAIN, TRITON_OR_EAGER, choose, triton_or_eager
 from slipstream.runtime.kernel_pair import Given, guarded, mismatch, random_like
 
 
@@ -73,9 +73,8 @@ MAX_ROWS = 64
 
 def unsupported_reason(t: ProjectionInputs) -> str | None:
     """Why the Triton kernel can't take this call, or None if it can."""
-    for name, x in (("x", t.x), ("weights", t.weights[0])):
-        if reason := backends.triton_unsupported(x, name):
-            return reason
+    if reason := backends.triton_unsupported(t.weights[0], "weights"):
+        return reason
     rows = t.x.shape[0]
     if rows > MAX_ROWS:
         return f"it takes at most {MAX_ROWS} rows"
@@ -91,11 +90,7 @@ def unsupported_reason(t: ProjectionInputs) -> str | None:
     return guarded_launch.known_failure(lambda: _kind(t), t.x.device)
 
 
-CANDIDATES = (
-    Candidate("triton", "one Triton kernel for few rows, on CUDA", unsupported_reason),
-    Candidate("eager", "plain torch, on any device"),
-    Candidate("reference", "the formula in float64, the oracle of the tests", by_name_only=True),
-)
+_CANDIDATES = triton_or_eager(unsupported_reason, interpreted=True)
 
 
 def run(t: ProjectionInputs, impl: str | None) -> Tensor:
@@ -104,7 +99,7 @@ def run(t: ProjectionInputs, impl: str | None) -> Tensor:
     autograd.refuse_gradients(
         "projection_step", t.x, *t.weights, *t.biases, t.norm_weight, t.residual
     )
-    impls = choose(CANDIDATES, t, impl, "projection_step", t.x).impls
+    impls = choose(_CANDIDATES, (t,), impl, "projection_step", t.x).impls
     return _call(*_flat(t), impl=impls)
 
 
@@ -242,21 +237,14 @@ def _norm_unsupported(t: inputs.NormedInputs) -> str | None:
         return "it takes x and weights of one dtype of 16 bits"
     if t.residual.stride(1) != 1 or not t.norm_weight.is_contiguous():
         return "rows of the residual, or the norm's weight, are not contiguous"
-    return guarded_launch.known_failure(lambda: _norm_kind(t), t.x.device)
-
-
-NORM_CANDIDATES = (
-    Candidate("triton", "shares of K by one Triton kernel, their sum by another, on CUDA",
-              _norm_unsupported),
-    Candidate("eager", "plain torch, on any device"),
-)  # fmt: skip
+    return None
 
 
 def run_norm(
     t: inputs.NormedInputs, n: NormOptions, impl: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """h = residual + x W^T + b [M, N] and its norm n, of rows, in the weight's dtype."""
-    impls = choose(NORM_CANDIDATES, t, impl, "projection_norm_step", t.x).impls
+    impls = choose(_NORM_CANDIDATES, (t,), impl, "projection_norm_step", t.x).impls
     return _call_norm(*t, *n, impl=impls)
 
 
@@ -284,3 +272,4 @@ _call_norm = KernelOp(
     probe={"weight": lambda weight: random_like(weight, *weight.shape) * weight.shape[1] ** -0.5},
     replay=True,
 )
+_NORM_CANDIDATES = _call_norm.candidates(_norm_unsupported, interpreted=True)

@@ -28,7 +28,7 @@ from slipstream.kernels.time_mix.inputs import (
 )
 from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair
 from slipstream.runtime.autograd import Function, Saved, as_base, by_operation, needs_autograd
-from slipstream.runtime.guarded_launch import known_failure, plain_gradients
+from slipstream.runtime.guarded_launch import plain_gradients
 
 
 def recurrence_terms(inputs: TermsInputs, heads: int, impl: str | None = None) -> list[Tensor]:
@@ -36,7 +36,7 @@ def recurrence_terms(inputs: TermsInputs, heads: int, impl: str | None = None) -
     impl: as runtime.dispatch.choose."""
     by_kernels = False
     if not by_operation():
-        impl = dispatch.choose(_TERMS, inputs, impl, "rwkv7", inputs.w).impls
+        impl = dispatch.choose(_TERMS, (inputs,), impl, "rwkv7", inputs.w).impls
         by_kernels = dispatch.is_triton(impl)
     if by_kernels and needs_autograd(*inputs):
         return [*_Terms.apply(*inputs, heads, impl)]
@@ -48,7 +48,7 @@ def output(inputs: OutputInputs, eps: float, impl: str | None = None) -> Tensor:
     """y [B, T, D]. eps: of the norm. impl: as runtime.dispatch.choose."""
     if by_operation():
         return plain_output(inputs, eps)
-    impl = dispatch.choose(_OUTPUT, inputs, impl, "rwkv7", inputs.o).impls
+    impl = dispatch.choose(_OUTPUT, (inputs,), impl, "rwkv7", inputs.o).impls
     if not dispatch.is_triton(impl):
         return plain_output(inputs, eps)
     return (_Output.apply if needs_autograd(*inputs) else _output)(*inputs, eps, impl)
@@ -116,14 +116,6 @@ class _Terms(Function):
         return *(None if x is None else next(found) for x in saved), None, None
 
 
-def _terms_unsupported(*inputs: Tensor | None) -> str | None:
-    return _unsupported_reason(inputs[:6], inputs[6:])
-
-
-def _output_unsupported(*inputs: Tensor) -> str | None:
-    return _unsupported_reason(inputs[:5], inputs[5:])
-
-
 def _unsupported_reason(
     tensors: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
 ) -> str | None:
@@ -134,11 +126,7 @@ def _unsupported_reason(
         return "it takes tokens of one dtype"
     if any(x is not None and x.dtype == torch.float64 for x in parameters):
         return "it computes in float32, and a parameter is float64"
-    return known_failure(lambda: _kind(given[0], parameters[0]), given[0].device)
-
-
-_TERMS = dispatch.triton_or_eager(_terms_unsupported)
-_OUTPUT = dispatch.triton_or_eager(_output_unsupported)
+    return None
 
 
 def _kind(x: Tensor, parameter: Tensor | None) -> KernelKey:
@@ -166,7 +154,7 @@ _terms = custom_op.KernelOp(
     f"({_TERMS_ARGS}) -> Tensor[]",
     kernel=f"{_LAUNCH}:terms",
     plain=plain_terms,
-    kind=lambda w, k_k: _kind(w, k_k),
+    kind=lambda inputs: _kind(inputs.w, inputs.k_k),
     # a few tokens, with all that there may be
     probe={
         **dict.fromkeys(TermsInputs._fields[:6], _probe_tokens),
@@ -183,7 +171,7 @@ _terms_backward = custom_op.KernelOp(
     fake=lambda *args: [x.new_empty(x.shape) for x in args[7:-2] if x is not None],
     kernel=f"{_LAUNCH}:terms_backward",
     plain=terms_grads,
-    kind=lambda w, k_k: _kind(w, k_k),
+    kind=lambda inputs: _kind(inputs.w, inputs.k_k),
     forward=_terms,
     packed={"douts": TermsGrads, "inputs": TermsInputs},
     replay=True,
@@ -195,7 +183,7 @@ _output = custom_op.KernelOp(
     fake=lambda o, r, k, v, gate, *_: o.new_empty(gate.shape),
     kernel=f"{_LAUNCH}:output",
     plain=plain_output,
-    kind=lambda o, weight: _kind(o, weight),
+    kind=lambda inputs: _kind(inputs.o, inputs.weight),
     probe={**dict.fromkeys("orkv", (1, 37, 0, 0)), "gate": (1, 37, 0)},
     packed={"inputs": OutputInputs},
     replay=True,
@@ -206,3 +194,5 @@ _Output = _output.with_gradient(
     results="y",
     wrt=" ".join(OutputInputs._fields),
 )
+_TERMS = _terms.candidates(lambda inputs: _unsupported_reason(inputs[:6], inputs[6:]))
+_OUTPUT = _output.candidates(lambda inputs: _unsupported_reason(inputs[:5], inputs[5:]))

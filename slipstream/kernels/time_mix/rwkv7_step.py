@@ -31,13 +31,13 @@ from slipstream.kernels.time_mix.inputs import (
     StepInputs,
     TermsInputs,
 )
-from slipstream.runtime import autograd, backends, custom_op, dispatch, guarded_launch, token_ids
-from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
+from slipstream.runtime import autograd, custom_op, guarded_launch, token_ids
+from slipstream.runtime.dispatch import Selection, ValidationCache, choose, signature
 
 
 def low_rank(t: LowRankInputs, impl: str | None = None) -> Tensor:
     """w, a, g and v [3 or 4, N, D], in float32 or float64. impl: as runtime.dispatch.choose."""
-    impls = choose(_LOW_RANK_CANDIDATES, t, impl, "low_rank_step", t.w).impls
+    impls = choose(_LOW_RANK_CANDIDATES, (t,), impl, "low_rank_step", t.w).impls
     return _low_rank(*t, impl=impls)
 
 
@@ -51,16 +51,14 @@ def _low_rank_kind(t: LowRankInputs) -> KernelKey:
     return ("low_rank_step.triton", t.w.dtype, t.v is not None)
 
 
-def _low_rank_unsupported(*t: Tensor | None) -> str | None:
-    inputs = LowRankInputs._make(t)
-    if inputs.w.numel() == 0:
+def _low_rank_unsupported(t: LowRankInputs) -> str | None:
+    if t.w.numel() == 0:
         return "there are no tokens"
-    if any(x is not None and x.dtype != inputs.w.dtype for x in t):
+    if any(x is not None and x.dtype != t.w.dtype for x in t):
         return "it takes tensors of one dtype"
-    return guarded_launch.known_failure(lambda: _low_rank_kind(inputs), inputs.w.device)
+    return None
 
 
-_LOW_RANK_CANDIDATES = dispatch.triton_or_eager(_low_rank_unsupported)
 _low_rank = custom_op.KernelOp(
     "low_rank_step",
     f"({custom_op.schema_of(LowRankInputs)}, str impl) -> Tensor",
@@ -72,6 +70,7 @@ _low_rank = custom_op.KernelOp(
     packed={"t": LowRankInputs},
     replay=True,
 )
+_LOW_RANK_CANDIDATES = _low_rank.candidates(_low_rank_unsupported)
 
 MAX_K = 1024  # all rows of a tile of columns are in one program's registers
 
@@ -86,11 +85,8 @@ class StepCall(NamedTuple):
     v_first: bool
 
 
-def unsupported_reason(call: tuple[StepInputs, StepCall]) -> str | None:
+def _unsupported_reason(t: StepInputs, state: Tensor) -> str | None:
     """Why the kernel can't take a call, or None if it can."""
-    t, (state, *_) = call
-    if reason := backends.triton_unsupported(t.r, "r"):
-        return reason
     for name, x in {**t._asdict(), "state": state}.items():
         if x is not None and x.dtype == torch.float64:
             return f"it computes in float32, and {name} is float64"
@@ -98,14 +94,9 @@ def unsupported_reason(call: tuple[StepInputs, StepCall]) -> str | None:
         return f"K may be at most {MAX_K}"
     if state.stride()[2:] != (state.shape[3], 1):
         return "the last two dimensions of state are not contiguous"
-    return guarded_launch.known_failure(lambda: _kind(t, state), state.device)
+    return None
 
 
-CANDIDATES = (
-    Candidate("triton", "one Triton kernel, on CUDA", unsupported_reason),
-    Candidate("eager", "plain torch, on any device"),
-    Candidate("reference", "plain torch in float64, the oracle of the tests", by_name_only=True),
-)
 _PLANS = ValidationCache()
 
 
@@ -148,7 +139,7 @@ def _plan(t: StepInputs, call: StepCall, out: Tensor | None, impl: str | None) -
     tensors = {**t._asdict(), "state": state, "out": out}
     checks.expect_one_device({**tensors, "state_indices": indices})
     checks.expect_floating(tensors)
-    return choose(CANDIDATES, (t, call), impl, "rwkv7_step", t.r)
+    return choose(_CANDIDATES, (t, state), impl, "rwkv7_step", t.r)
 
 
 def plain(
@@ -210,3 +201,4 @@ _call = custom_op.KernelOp(
     },
     replay=True,
 )
+_CANDIDATES = _call.candidates(_unsupported_reason, interpreted=True)
