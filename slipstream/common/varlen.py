@@ -5,6 +5,7 @@ cu_seqlens[n] .. cu_seqlens[n+1]-1 and may be empty. Chunks of C tokens never cr
 """
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,27 @@ def check_cu_seqlens_values(cu_seqlens: Tensor, tokens: int, name: str = "cu_seq
     for n, (begin, end) in enumerate(itertools.pairwise(offsets)):
         if end < begin:
             raise ValueError(f"{name}: want offsets that never fall, got {begin}, {end} at {n}")
+
+
+def by_sequence(
+    run: Callable[..., tuple[Tensor, Tensor]],
+    tokens: Sequence[Tensor | None],
+    states: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """run(*tokens, state), of packed sequences for one after the other: outputs [B, T, ...] and the
+    states [N, ...] after them. For oracles, which look at the offsets."""
+    if cu_seqlens is None:
+        return run(*tokens, states)
+    first = tokens[0]
+    assert first is not None
+    check_cu_seqlens_values(cu_seqlens, first.shape[1])
+    places = [slice(*ends) for ends in itertools.pairwise(cu_seqlens.tolist())]
+    pieces = [[None if x is None else x[:, at] for x in tokens] for at in places or [slice(0)]]
+    rows = [None if states is None else states[n : n + 1] for n in range(len(places))] or [None]
+    found = [run(*piece, state) for piece, state in zip(pieces, rows)]
+    y, after = torch.cat([y for y, _ in found], 1), torch.cat([state for _, state in found])
+    return (y, after) if places else (y.new_zeros(1, first.shape[1], *y.shape[2:]), after[:0])
 
 
 def bounded_offsets(cu_seqlens: Tensor, tokens: int) -> Tensor:

@@ -18,7 +18,7 @@ sequence, oldest first; the oldest is not read again, it is kept because the fie
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,19 +41,10 @@ def conv_reference(
     x: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns y [B, T, D] and the final state [N, D, W], sequence by sequence."""
-    if cu_seqlens is None:
-        return _run(x, weight, initial_state)
-    offsets = cu_seqlens.tolist()
-    outputs = [
-        _run(x[:, begin:end], weight, None if initial_state is None else initial_state[n : n + 1])
-        for n, (begin, end) in enumerate(pairwise(offsets))
-    ]
-    if not outputs:
-        return torch.zeros_like(x), x.new_zeros(0, *weight.shape)
-    return torch.cat([y for y, _ in outputs], dim=1), torch.cat([state for _, state in outputs])
+    return varlen.by_sequence(partial(_run, weight), (x,), initial_state, cu_seqlens)
 
 
-def _run(x: Tensor, weight: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def _run(weight: Tensor, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     width = weight.shape[1]
     if state is None:
         past = F.pad(x, (0, 0, width, 0))  # [B, W + T, D]

@@ -4,11 +4,10 @@ slipstream::_token_shift is the operator of the Triton kernel. Backwards, with t
 gradient in the state's place, it is its own gradient: dx_t = dy_{t+1}.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
+from slipstream.common import varlen
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair
 from slipstream.runtime.compile_ahead import AtSizes, Size
@@ -18,18 +17,13 @@ def shift_reference(
     x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """x [B, T, D], state [N, D] -> y [B, T, D] and the last token of each sequence [N, D]."""
-    if cu_seqlens is None:
+
+    def of_one(x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         first = x.new_zeros(x.shape[0], x.shape[2]) if state is None else state
         past = torch.cat([first[:, None], x], dim=1)
         return past[:, :-1], past[:, -1]
-    offsets = cu_seqlens.tolist()
-    outputs = [
-        shift_reference(x[:, begin:end], None if state is None else state[n : n + 1], None)
-        for n, (begin, end) in enumerate(pairwise(offsets))
-    ]
-    if not outputs:
-        return torch.zeros_like(x), x.new_zeros(0, x.shape[2])
-    return torch.cat([y for y, _ in outputs], dim=1), torch.cat([last for _, last in outputs])
+
+    return varlen.by_sequence(of_one, (x,), state, cu_seqlens)
 
 
 def shift(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -21,37 +21,21 @@ float64 inputs. Cost: T steps of O(B D).
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from slipstream.common.checks import wide_dtype
 from slipstream.common.linear_rows import CHUNK_ELEMENTS
-from slipstream.common.varlen import check_cu_seqlens_values
+from slipstream.common.varlen import by_sequence, check_cu_seqlens_values
 
 
 def scan_reference(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns h [B, T, D] in x's dtype and the final state [N, D]."""
-    if cu_seqlens is None:
-        h, final = _run(x, g, initial_state)
-        return h.to(x.dtype), final
-    check_cu_seqlens_values(cu_seqlens, x.shape[1])
-    offsets = cu_seqlens.tolist()
-    outputs = [
-        _run(
-            x[:, begin:end],
-            g[:, begin:end],
-            None if initial_state is None else initial_state[n : n + 1],
-        )
-        for n, (begin, end) in enumerate(pairwise(offsets))
-    ]
-    if not outputs:
-        return torch.empty_like(x), x.new_zeros(0, x.shape[2], dtype=wide_dtype(x))
-    h = torch.cat([h for h, _ in outputs], dim=1).to(x.dtype)
-    return h, torch.cat([final for _, final in outputs])
+    h, final = by_sequence(_run, (x, g), initial_state, cu_seqlens)
+    return h.to(x.dtype), final
 
 
 def _run(x: Tensor, g: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:

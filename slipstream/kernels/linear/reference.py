@@ -5,37 +5,24 @@ the measure of every other path, values and gradients. Cost: T steps of O(B HV K
 states autograd keeps.
 """
 
-import itertools
-
 import torch
 from torch import Tensor
 
-from slipstream.common.varlen import check_cu_seqlens_values
-from slipstream.kernels.linear.inputs import LinearInputs
+from slipstream.common.varlen import by_sequence
+from slipstream.kernels.linear.inputs import TOKEN_TERMS, LinearInputs
 
 
 def linear_reference(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:
     """Returns o [B, T, HV, V] in q's dtype and the final state [N, HV, K, V]."""
-    if terms.cu_seqlens is None:
-        o, state = _run(terms, scale)
-        return o.to(terms.q.dtype), state
-    check_cu_seqlens_values(terms.cu_seqlens, terms.q.shape[1])
-    offsets = terms.cu_seqlens.tolist()
-    results = [
-        _run(_sequence(terms, n, begin, end), scale)
-        for n, (begin, end) in enumerate(itertools.pairwise(offsets))
-    ]
-    if not results:
-        return torch.empty_like(terms.v), terms.v.new_zeros(terms.state_shape, dtype=terms.dtype)
-    o = torch.cat([o for o, _ in results], dim=1).to(terms.q.dtype)
-    return o, torch.cat([state for _, state in results])
 
+    def run(*given: Tensor | None) -> tuple[Tensor, Tensor]:
+        *tokens, state = given
+        named = dict(zip(TOKEN_TERMS, tokens))
+        return _run(terms._replace(**named, initial_state=state, cu_seqlens=None), scale)
 
-def _sequence(terms: LinearInputs, n: int, begin: int, end: int) -> LinearInputs:
-    """Sequence n of a packed batch, alone."""
-    state = None if terms.initial_state is None else terms.initial_state[n : n + 1]
-    terms = terms.of_tokens(lambda x: x[:, begin:end])
-    return terms._replace(initial_state=state, cu_seqlens=None)
+    tokens = [getattr(terms, name) for name in TOKEN_TERMS]
+    o, state = by_sequence(run, tokens, terms.initial_state, terms.cu_seqlens)
+    return o.to(terms.q.dtype), state
 
 
 def _run(terms: LinearInputs, scale: float) -> tuple[Tensor, Tensor]:

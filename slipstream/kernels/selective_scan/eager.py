@@ -25,28 +25,20 @@ from torch import Tensor
 
 from slipstream.common.checks import wide_dtype
 from slipstream.common.linear_rows import CHUNK_ELEMENTS
-from slipstream.common.varlen import check_cu_seqlens_values
+from slipstream.common.varlen import by_sequence, check_cu_seqlens_values
 from slipstream.kernels.selective_scan.inputs import CHUNK, ScanInputs, empty_states
 
 
 def selective_scan_reference(inputs: ScanInputs, delta_softplus: bool) -> tuple[Tensor, Tensor]:
     """y [B, T, D] in u's dtype and the final state [S, D, N]."""
-    u, cu_seqlens, state = inputs.u, inputs.cu_seqlens, inputs.initial_state
-    dtype = wide_dtype(u)
-    if cu_seqlens is None:
-        y, final = _run(inputs, delta_softplus)
-        return y.to(u.dtype), final
-    check_cu_seqlens_values(cu_seqlens, u.shape[1])
-    outputs = []
-    for s, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        cut = {x: getattr(inputs, x) for x in ("u", "delta", "B", "C", "z")}
-        cut = {name: None if x is None else x[:, begin:end] for name, x in cut.items()}
-        first = None if state is None else state[s : s + 1]
-        outputs.append(_run(inputs._replace(**cut, initial_state=first), delta_softplus))
-    if not outputs:
-        return torch.empty_like(u), u.new_zeros(0, *inputs.A.shape, dtype=dtype)
-    y = torch.cat([y for y, _ in outputs], dim=1).to(u.dtype)
-    return y, torch.cat([final for _, final in outputs])
+    names = ("u", "delta", "B", "C", "z", "initial_state")
+
+    def run(*given: Tensor | None) -> tuple[Tensor, Tensor]:
+        return _run(inputs._replace(**dict(zip(names, given))), delta_softplus)
+
+    tokens = [getattr(inputs, name) for name in names[:-1]]
+    y, final = by_sequence(run, tokens, inputs.initial_state, inputs.cu_seqlens)
+    return y.to(inputs.u.dtype), final
 
 
 def _run(inputs: ScanInputs, delta_softplus: bool) -> tuple[Tensor, Tensor]:
