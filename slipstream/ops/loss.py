@@ -71,9 +71,8 @@ def cross_entropy(
         raise ValueError("logits: want at least one class, got V = 0")
     checks.expect_floating({"logits": logits})
     checks.expect_one_device({"logits": logits, "target": target})
-    terms = _terms(
-        target, logits.shape[:-1], ignore_index, label_smoothing, softcap, z_loss, logit_scale
-    )
+    _check_target(target, logits.shape[:-1])
+    terms = _terms(ignore_index, label_smoothing, softcap, z_loss, logit_scale)
     _check_reduction(reduction)
     impl = dispatch.choose(
         _CANDIDATES, (logits, logits.shape[-1]), impl, "cross_entropy", logits
@@ -133,30 +132,11 @@ def linear_cross_entropy(
         if they are wanted ("none" in the backward, from logits computed again). Memory: a chunk of
         rows of the logits and, with gradients, hidden's and weight's size.
     """
-    checks.expect_rank("weight", weight, 2, "[V, D]")
-    if weight.shape[0] == 0:
-        raise ValueError("weight: want at least one class, got V = 0")
-    if hidden.dim() == 0:
-        raise ValueError("hidden: want at least one dimension [..., D], got a scalar")
-    checks.expect_shape("weight", weight, (weight.shape[0], hidden.shape[-1]))
-    if bias is not None:
-        checks.expect_shape("bias", bias, weight.shape[:1])
-    given = {"hidden": hidden, "weight": weight, "bias": bias}
-    checks.expect_floating(given)
-    if (dtype := checks.autocast_dtype(hidden)) is not None:
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    else:
-        checks.expect_one_dtype(given)
-    checks.expect_one_device({**given, "target": target})
-    terms = _terms(
-        target, hidden.shape[:-1], ignore_index, label_smoothing, softcap, z_loss, logit_scale
-    )
+    inputs = _classifier(hidden, weight, target, bias)
+    terms = _terms(ignore_index, label_smoothing, softcap, z_loss, logit_scale)
     _check_reduction(reduction)
-    call = (hidden, weight.shape[0])
-    impl = dispatch.choose(_CANDIDATES, call, impl, "linear_cross_entropy", hidden).impls
-    rows, ids = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
-    inputs = linear_rows.ClassifierInputs(rows, weight, bias, ids)
+    call = (inputs.hidden, inputs.weight.shape[0])
+    impl = dispatch.choose(_CANDIDATES, call, impl, "linear_cross_entropy", call[0]).impls
     if group is not None:
         from slipstream.kernels.loss import shard
 
@@ -187,18 +167,44 @@ def _check_group(group: Any) -> None:
         raise TypeError(f"group: want a process group or None, got {type(group).__name__}")
 
 
+def _check_target(target: Tensor, shape: torch.Size) -> None:
+    checks.expect_shape("target", target, shape)
+    if target.dtype != torch.int64:
+        raise TypeError(f"target: want torch.int64, got {target.dtype}")
+
+
+def _classifier(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
+) -> linear_rows.ClassifierInputs:
+    """Rows, in the dtype that autocast wants."""
+    checks.expect_rank("weight", weight, 2, "[V, D]")
+    if weight.shape[0] == 0:
+        raise ValueError("weight: want at least one class, got V = 0")
+    if hidden.dim() == 0:
+        raise ValueError("hidden: want at least one dimension [..., D], got a scalar")
+    checks.expect_shape("weight", weight, (weight.shape[0], hidden.shape[-1]))
+    if bias is not None:
+        checks.expect_shape("bias", bias, weight.shape[:1])
+    given = {"hidden": hidden, "weight": weight, "bias": bias}
+    checks.expect_floating(given)
+    if (dtype := checks.autocast_dtype(hidden)) is not None:
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    else:
+        checks.expect_one_dtype(given)
+    checks.expect_one_device({**given, "target": target})
+    _check_target(target, hidden.shape[:-1])
+    rows = hidden.reshape(target.numel(), hidden.shape[-1])
+    return linear_rows.ClassifierInputs(rows, weight, bias, target.reshape(-1))
+
+
 def _terms(
-    target: Tensor,
-    shape: torch.Size,
     ignore_index: int,
     label_smoothing: float,
     softcap: float | None,
     z_loss: float,
     logit_scale: float,
 ) -> eager.LossInputs:
-    checks.expect_shape("target", target, shape)
-    if target.dtype != torch.int64:
-        raise TypeError(f"target: want torch.int64, got {target.dtype}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing: want a number in [0, 1], got {label_smoothing}")
     if softcap is not None and not softcap > 0.0:
@@ -406,15 +412,9 @@ def linear_log_probs(
     options = {"ignore_index": ignore_index, "logit_scale": 1 / temperature, "reduction": "none"}
     if not return_entropy:
         return -linear_cross_entropy(hidden, weight, target, bias, impl=impl, **options)
-    _check_log_probs(hidden, weight, target, bias)
-    dtype = checks.autocast_dtype(hidden)
-    if dtype is not None:
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    call = (hidden, weight.shape[0])
-    impls = dispatch.choose(_LOG_PROBS_CANDIDATES, call, impl, "linear_log_probs", hidden).impls
-    rows, ids = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
-    given = linear_rows.ClassifierInputs(rows, weight, bias, ids)
+    given = _classifier(hidden, weight, target, bias)
+    call = (given.hidden, given.weight.shape[0])
+    impls = dispatch.choose(_LOG_PROBS_CANDIDATES, call, impl, "linear_log_probs", call[0]).impls
     found = log_probs.log_probs(given, 1 / float(temperature), ignore_index, impls)
     log_prob, entropy = (x.view(target.shape) for x in found)
     return log_prob, entropy
@@ -427,23 +427,3 @@ def _log_probs_unsupported(x: Tensor, classes: int) -> str | None:
 
 
 _LOG_PROBS_CANDIDATES = dispatch.triton_or_eager(_log_probs_unsupported)
-
-
-def _check_log_probs(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    if hidden.dim() == 0:
-        raise ValueError("hidden: want at least one dimension [..., D], got a scalar")
-    checks.expect_rank("weight", weight, 2, "[V, D]")
-    V = weight.shape[0]
-    if V == 0:
-        raise ValueError("weight: want at least one class, got V = 0")
-    checks.expect_shape("weight", weight, (V, hidden.shape[-1]))
-    if bias is not None:
-        checks.expect_shape("bias", bias, (V,))
-    given = {"hidden": hidden, "weight": weight, "bias": bias}
-    checks.expect_floating(given)
-    if checks.autocast_dtype(hidden) is None:
-        checks.expect_one_dtype(given)
-    checks.expect_one_device({**given, "target": target})
-    checks.expect_shape("target", target, hidden.shape[:-1])
-    if target.dtype != torch.int64:
-        raise TypeError(f"target: want torch.int64, got {target.dtype}")

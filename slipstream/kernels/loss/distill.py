@@ -16,8 +16,9 @@ from torch import Tensor
 
 from slipstream.common import linear_rows
 from slipstream.common.checks import cast, wide_dtype
-from slipstream.common.linear_rows import LinearRows, row_chunks, scaled
+from slipstream.common.linear_rows import LinearRows, row_chunks
 from slipstream.compiler.compiler_state import KernelKey
+from slipstream.kernels.loss.op import rows_function
 from slipstream.runtime import autograd, custom_op, dispatch, kernel_pair
 
 Linear = tuple[Tensor, Tensor, Tensor | None]
@@ -100,36 +101,6 @@ def _reduced(rows: Tensor, live: Tensor | None, reduction: str) -> Tensor:
     return total / (max(rows.shape[0], 1) if live is None else live.sum().clamp(min=1))
 
 
-class _Rows(autograd.Function):
-    """Where the gradient of the rows' sum was made in the forward, what comes in is one number,
-    expanded; a reduction is all that may follow."""
-
-    operator = "slipstream::linear_kl_div"
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        *tensors, temperature, grads, impl = args
-        loss, *forward_grads = _CALL(
-            *tensors, None, temperature=temperature, grads=grads, impl=impl
-        )
-        autograd.save(ctx, *tensors, *(forward_grads if grads else ()))
-        ctx.options = temperature, True, impl
-        return loss
-
-    @staticmethod
-    @autograd.once_differentiable
-    def backward(ctx: Any, saved: autograd.Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, forward_grads = saved[:7], saved[7:]
-        if not forward_grads:
-            _, *forward_grads = _CALL(*tensors, dloss.contiguous(), *ctx.options)
-        elif dloss.numel():
-            forward_grads = [scaled(x, dloss[0]) for x in forward_grads]
-        dhidden, dweight, dbias = forward_grads
-        dbias = None if tensors[2] is None else cast(dbias, tensors[2].dtype)
-        dhidden, dweight = cast(dhidden, tensors[0].dtype), cast(dweight, tensors[1].dtype)
-        return dhidden, dweight, dbias, *[None] * 7
-
-
 def _impl(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *tensors, live, dloss, temperature, grads, impl = args
     contiguous: Any = [None if t is None else t.contiguous() for t in tensors]
@@ -187,6 +158,7 @@ _CALL = custom_op.KernelOp(
     _impl,
     _fake,
 )
+_Rows = rows_function("slipstream::linear_kl_div", _CALL, 7)
 
 
 def _of_operator(*args: Any) -> Any:

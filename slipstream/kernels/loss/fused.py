@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.common.checks import wide_dtype
 from slipstream.common.linear_rows import ClassifierInputs, scaled
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.loss import eager
@@ -47,8 +48,7 @@ def _cross_entropy(
     weight: Tensor | None = None,
     has_lse: bool = False,
 ) -> None:
-    compute_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    r = eager.rows(logits.to(compute_dtype, copy=True), target, options)
+    r = eager.rows(logits.to(wide_dtype(logits), copy=True), target, options)
     if not has_lse:
         for out, x in ((loss, r.loss), (lse, r.lse.masked_fill(~r.live, 0))):
             if out is not None:
@@ -259,9 +259,8 @@ def _backward(logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor, *args:
 
 
 def _forward_fake(logits: Tensor, target: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    compute_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    rows = logits.shape[0]
-    return logits.new_empty(rows, dtype=compute_dtype), logits.new_empty(rows, dtype=compute_dtype)
+    loss, lse = (logits.new_empty(len(logits), dtype=wide_dtype(logits)) for _ in range(2))
+    return loss, lse
 
 
 def _backward_fake(logits: Tensor, *_: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """The losses behind autograd; linear_cross_entropy is one opaque operator, so that a compiled
 graph holds neither the logits nor the loop over chunks. Of logits that are there: fused.py."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def linear_cross_entropy(
         token_ids.launched()
         return loss
     if grads:
-        rows = _LinearRows.apply(*inputs, options, reduction != "none", impl)
+        rows = _LinearRows.apply(*inputs, *options, reduction != "none", impl)
     else:
         rows = _call_linear(*inputs, None, *options, grads=False, impl=impl)[0]
     return reduced(rows, target, options, reduction)
@@ -80,30 +80,42 @@ class _CrossEntropy(autograd.Function):
         return eager.dlogits(r, dloss, ctx.options), None, None
 
 
-class _LinearRows(autograd.Function):
-    """Where the gradient of the rows' sum was made in the forward, what comes in is one number,
-    expanded; a reduction is all that may follow."""
+def rows_function(
+    name: str, call: Callable[..., Sequence[Any]], count: int
+) -> type[autograd.Function]:
+    """The Function of rows' losses behind a linear layer, called as the operator without dloss.
 
-    operator = "slipstream::linear_cross_entropy"
+    Where the gradient of the rows' sum was made in the forward, what comes in is one number,
+    expanded; a reduction is all that may follow.
 
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        *inputs, options, grads, impl = args
-        loss, *forward_grads = _call_linear(*inputs, None, *options, grads=grads, impl=impl)
-        autograd.save(ctx, *([*forward_grads, *autograd.anchors(*inputs[:3])] if grads else inputs))
-        ctx.options, ctx.grads, ctx.impl = options, grads, impl
-        ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
-        return loss
+    Args:
+        call: the operator, of `count` tensors, the first three hidden, weight and bias, then dloss,
+            its options, grads and impl: the loss and those three's gradients.
+    """
 
-    @staticmethod
-    @autograd.once_differentiable
-    def backward(ctx: Any, saved: autograd.Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.grads:
-            _, *grads = _call_linear(*saved, dloss, *ctx.options, grads=True, impl=ctx.impl)
-        else:
-            grads = [scaled(x, dloss[0]) if dloss.numel() else x for x in saved[:3]]
-        pairs = zip(grads, ctx.dtypes)
-        return *(None if dtype is None else cast(x, dtype) for x, dtype in pairs), *[None] * 4
+    class Rows(autograd.Function):
+        operator = name
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            tensors, (*options, grads, impl) = args[:count], args[count:]
+            loss, *made = call(*tensors, None, *options, grads=grads, impl=impl)
+            autograd.save(ctx, *([*made, *autograd.anchors(*tensors[:3])] if grads else tensors))
+            ctx.options, ctx.grads, ctx.impl = options, grads, impl
+            ctx.dtypes = [None if x is None else x.dtype for x in tensors[:3]]
+            return loss
+
+        @staticmethod
+        @autograd.once_differentiable
+        def backward(ctx: Any, saved: autograd.Saved, dloss: Tensor) -> tuple[Tensor | None, ...]:
+            if not ctx.grads:
+                _, *grads = call(*saved, dloss, *ctx.options, grads=True, impl=ctx.impl)
+            else:
+                grads = [scaled(x, dloss[0]) if dloss.numel() else x for x in saved[:3]]
+            given = (None if t is None else cast(x, t) for x, t in zip(grads, ctx.dtypes))
+            return *given, *[None] * (count + len(ctx.options) - 1)
+
+    return Rows
 
 
 class _TritonLinear(autograd.Function):
@@ -168,13 +180,13 @@ _call_linear = KernelOp(
     _linear,
     _linear_fake,
 )
+_LinearRows = rows_function("slipstream::linear_cross_entropy", _call_linear, 4)
 
 
 def _of_operator(*args: Any) -> Any:
     """As slipstream::_linear_cross_entropy is called."""
     *inputs, dloss = args[:5]
-    options, impl = LossInputs(*args[5:-2]), args[-1]
-    return () if dloss is not None else _LinearRows.apply(*inputs, options, False, impl)
+    return () if dloss is not None else _LinearRows.apply(*inputs, *args[5:-2], False, args[-1])
 
 
 _call_linear.set_gradient(_of_operator)
