@@ -396,6 +396,4 @@ def autograd_function(
     function = metaclass(name.partition("::")[2], (Function,), body)
     taken_from = [n for n, x in enumerate(op._names) if x not in fixed]
     op.set_gradient(lambda *args: function.apply(*[args[n] for n in taken_from]))
-    if names[1:]:
-        op._returned = returned
     return function

@@ -332,9 +332,7 @@ class KernelOp(DirectCall):
         self._kind, self._probe, self._packed = kind, probe, packed
         self._forward: KernelOp = forward or self
         self.backward: Any = None  # the KernelOp that with_gradient makes
-        # of set_gradient, and which of plain's results it returns; None: all
-        self._differentiable: Callable | None = None
-        self._returned: list[int] | None = None
+        self._differentiable: Callable | None = None  # of set_gradient
         for device in ("CPU", "CUDA"):
             _LIBRARY.impl(f"_{name}", self._without_autocast, device)
         torch.library.register_fake(f"{NAMESPACE}::_{name}", fake, lib=_LIBRARY)
@@ -433,10 +431,10 @@ class KernelOp(DirectCall):
         written = [*self._written.values()]
         if (call := self._differentiable) is None:
             return compare(self, pair.in_torch, given, written, gradients=False)
+        at = self._names.index("impl")
 
         def plain(*args: Any) -> Any:
-            found = pair.in_torch(*args)
-            return found if self._returned is None else tuple(found[n] for n in self._returned)
+            return call(*args[:at], dispatch.PLAIN[0], *args[at + 1 :])
 
         return compare(call, plain, given, written, gradients=True)
 

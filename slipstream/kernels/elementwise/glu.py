@@ -109,15 +109,8 @@ class _GluLinear(autograd.Function):
     operator = "slipstream::glu_linear"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        gate: Tensor,
-        up: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        f: str,
-        impl: str,
-    ) -> Tensor:
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        gate, up, weight, bias, f, impl = args
         autograd.save(ctx, gate, up, weight)
         ctx.f, ctx.impl = f, impl
         return autograd.as_base(F.linear(_product(gate, up, f, impl), weight, bias))
@@ -132,8 +125,14 @@ class _GluLinear(autograd.Function):
         if not (needs_gate or needs_up):
             h = _product(gate, up, ctx.f, ctx.impl)
             return None, None, rows.t() @ _flat(h), dbias, None, None
-        run = _kernel_grads if dispatch.is_triton(ctx.impl) else _eager_grads
-        return *run(rows, gate, up, weight, ctx.f, ctx.impl, needs_weight), dbias, None, None
+        if dispatch.is_triton(ctx.impl):
+            h = (rows @ weight).view(gate.shape)
+            dgate, dup = _call(h, gate, up, f=ctx.f, impl=ctx.impl)
+            dup = None if up is None else dup
+            dweight = rows.t() @ _flat(h) if needs_weight else None
+        else:
+            dgate, dup, dweight = _eager_grads(rows, gate, up, weight, ctx.f, needs_weight)
+        return dgate, dup, dweight, dbias, None, None
 
 
 def _product(gate: Tensor, up: Tensor | None, f: str, impl: str) -> Tensor:
@@ -148,32 +147,10 @@ def _flat(x: Tensor) -> Tensor:
     return torch.atleast_2d(x).flatten(0, -2)
 
 
-def _kernel_grads(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    weight: Tensor,
-    f: str,
-    impl: str,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dgate, dup, dweight."""
-    h = (dy @ weight).view(gate.shape)
-    dgate, dup = _call(h, gate, up, f=f, impl=impl)
-    dweight = dy.t() @ _flat(h) if needs_weight else None
-    return dgate, None if up is None else dup, dweight
-
-
 def _eager_grads(
-    dy: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    weight: Tensor,
-    f: str,
-    impl: str,
-    needs_weight: bool,
+    dy: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, f: str, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As _kernel_grads. In memory that is there: fresh pages cost as much as the arithmetic."""
+    """dgate, dup, dweight. In memory that is there: fresh pages cost as much as the arithmetic."""
     y = FUNCTIONS[f](gate)
     h = (y if up is None else y * up).contiguous()
     dweight = dy.t() @ _flat(h) if needs_weight else None

@@ -26,7 +26,7 @@ from slipstream.runtime.context_in_segments import scan_of_rank
 from slipstream.runtime.context_parallel import ContextParallel, Share
 from slipstream.runtime.custom_op import KernelOp, schema_of
 from slipstream.runtime.dispatch import Candidate, Selection, ValidationCache, choose, signature
-from slipstream.runtime.kernel_pair import guarded, mismatch
+from slipstream.runtime.kernel_pair import TOKENS, fresh, guarded, mismatch, random_like
 from slipstream.runtime.token_ids import expect_offsets
 
 
@@ -82,37 +82,23 @@ def _guarded(what: str, impl: str, inputs: ScanInputs, plain: Callable, call: tu
     return guarded(impl, inputs.u.device, kernel, plain, call, partial(kind, inputs, name), probe)
 
 
+# two packed sequences in two groups of channels, with what the call has
+_PROBE = {
+    **dict.fromkeys(("u", "delta", "z"), (1, TOKENS, 40)),
+    "A": lambda A: -random_like(A, 40, A.shape[1]).abs(),
+    **dict.fromkeys("BC", (1, TOKENS, 2, 0)),
+    **dict.fromkeys(("D", "delta_bias"), (40,)),
+    "initial_state": (2, 40, 0),
+    "cu_seqlens": lambda u: torch.tensor([0, 50, TOKENS], device=u.device),
+}
+
+
 def _mismatch(like: ScanInputs, kernels: str) -> str | None:
-    """The probe: two packed sequences in two groups of channels, with what the call has."""
-    device, N = like.u.device, like.A.shape[1]
-    T, D, G, cuts = 150, 40, 2, [0, 50, 150]
-    shapes = {
-        "u": (1, T, D),
-        "delta": (1, T, D),
-        "A": (D, N),
-        "B": (1, T, G, N),
-        "C": (1, T, G, N),
-        "D": (D,),
-        "z": (1, T, D),
-        "delta_bias": (D,),
-        "initial_state": (2, D, N),
-    }
-    probe_inputs: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        x = getattr(like, name)
-        if x is not None:
-            values = torch.randn(shape, device=device)
-            probe_inputs[name] = (-values.abs() if name == "A" else values).to(x.dtype)
-    cu_seqlens = torch.tensor(cuts, device=device)
-
     def run(impl: str) -> Callable:
-        def call(tensors: dict[str, Tensor]) -> Any:
-            inputs = like._replace(cu_seqlens=cu_seqlens, **tensors)
-            return selective_scan(inputs, True, impl)
+        return lambda given: selective_scan(ScanInputs(**given), True, impl)
 
-        return call
-
-    return mismatch(run(f"{kernels}|eager"), run("eager"), probe_inputs)
+    given = fresh(_PROBE, like._asdict())
+    return mismatch(run(f"{kernels}|eager"), run("eager"), given)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
