@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from slipstream.common import checks
-from slipstream.kernels.linear import inputs, prefix_states
+from slipstream.kernels.linear import prefix_states
 from slipstream.kernels.linear.dispatch import LinearOptions, run
+from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops import _blocks, _fp32, _preprocess
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -72,14 +73,10 @@ def chunk_simple_gla(
     Source: Dao, Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
     Structured State Space Duality" (2024).
     """
+    terms = LinearInputs(q, k, v, g=g, initial_state=initial_state, cu_seqlens=cu_seqlens)
     options = scale, output_final_state, state_v_first, reverse, chunk_size, impl
-    return run(
-        inputs.LinearInputs(
-            q, k, v, g=_decay(v, g, g_gamma), initial_state=initial_state, cu_seqlens=cu_seqlens
-        ),
-        LinearOptions(*options, context, consistent, prefix_states),
-        recurrent=False,
-    )
+    options = LinearOptions(*options, context, consistent, prefix_states)
+    return _run(terms, g_gamma, options, recurrent=False)
 
 
 @checks.operator
@@ -103,13 +100,15 @@ def fused_recurrent_simple_gla(
 
     Arguments, result and errors as chunk_simple_gla. Cost: 4 T HV K V flops, one after the other.
     """
-    return run(
-        inputs.LinearInputs(
-            q, k, v, g=_decay(v, g, g_gamma), initial_state=initial_state, cu_seqlens=cu_seqlens
-        ),
-        LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context),
-        recurrent=True,
-    )
+    terms = LinearInputs(q, k, v, g=g, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context)
+    return _run(terms, g_gamma, options, recurrent=True)
+
+
+def _run(
+    terms: LinearInputs, g_gamma: Tensor | None, options: LinearOptions, *, recurrent: bool
+) -> tuple[Tensor, Tensor | None]:
+    return run(terms._replace(g=_decay(terms.v, terms.g, g_gamma)), options, recurrent=recurrent)
 
 
 def _decay(v: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tensor | None:
@@ -164,21 +163,11 @@ def chunk_retention(
     Source: Sun and others, "Retentive Network: A Successor to Transformer for Large Language
     Models" (2023).
     """
-    return chunk_simple_gla(
-        q,
-        k,
-        v,
-        g_gamma=_preprocess.per_head(v, log_decay),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        context=context,
-        chunk_size=chunk_size,
-        impl=impl,
+    terms = LinearInputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    options = LinearOptions(
+        scale, output_final_state, state_v_first, reverse, chunk_size, impl, context
     )
+    return _run(terms, _preprocess.per_head(v, log_decay), options, recurrent=False)
 
 
 @checks.operator
@@ -200,20 +189,9 @@ def fused_recurrent_retention(
 
     Arguments, result and errors as chunk_retention. Cost: 4 T HV K V flops, one after the other.
     """
-    return fused_recurrent_simple_gla(
-        q,
-        k,
-        v,
-        g_gamma=_preprocess.per_head(v, log_decay),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        context=context,
-        impl=impl,
-    )
+    terms = LinearInputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context)
+    return _run(terms, _preprocess.per_head(v, log_decay), options, recurrent=True)
 
 
 def log_decay(h: Tensor, first: int = 0) -> Tensor:
@@ -267,21 +245,11 @@ def chunk_lightning_attn(
     Source: Qin and others, "Lightning Attention-2: A Free Lunch for Handling Unlimited Sequence
     Lengths in Large Language Models" (2024).
     """
-    return chunk_simple_gla(
-        q,
-        k,
-        v,
-        g_gamma=_lightning_decay(v, layer_idx, num_layers),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        context=context,
-        chunk_size=chunk_size,
-        impl=impl,
+    terms = LinearInputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    options = LinearOptions(
+        scale, output_final_state, state_v_first, reverse, chunk_size, impl, context
     )
+    return _run(terms, _lightning_decay(v, layer_idx, num_layers), options, recurrent=False)
 
 
 @checks.operator
@@ -306,20 +274,9 @@ def fused_recurrent_lightning_attn(
     Arguments, result and errors as chunk_lightning_attn. Cost: 4 T HV K V flops, one after the
     other.
     """
-    return fused_recurrent_simple_gla(
-        q,
-        k,
-        v,
-        g_gamma=_lightning_decay(v, layer_idx, num_layers),
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        reverse=reverse,
-        cu_seqlens=cu_seqlens,
-        context=context,
-        impl=impl,
-    )
+    terms = LinearInputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    options = LinearOptions(scale, output_final_state, state_v_first, reverse, None, impl, context)
+    return _run(terms, _lightning_decay(v, layer_idx, num_layers), options, recurrent=True)
 
 
 def _lightning_decay(v: Tensor, layer_idx: int, num_layers: int) -> Tensor:

@@ -82,22 +82,21 @@ def _guarded(what: str, impl: str, inputs: ScanInputs, plain: Callable, call: tu
     return guarded(impl, inputs.u.device, kernel, plain, call, partial(kind, inputs, name), probe)
 
 
-# two packed sequences in two groups of channels, with what the call has
-_PROBE = {
-    **dict.fromkeys(("u", "delta", "z"), (1, TOKENS, 40)),
-    "A": lambda A: -random_like(A, 40, A.shape[1]).abs(),
-    **dict.fromkeys("BC", (1, TOKENS, 2, 0)),
-    **dict.fromkeys(("D", "delta_bias"), (40,)),
-    "initial_state": (2, 40, 0),
-    "cu_seqlens": lambda u: torch.tensor([0, 50, TOKENS], device=u.device),
-}
-
-
 def _mismatch(like: ScanInputs, kernels: str) -> str | None:
+    """The probe: two packed sequences in two groups of channels, with what the call has."""
+    probe = {
+        **dict.fromkeys(("u", "delta", "z"), (1, TOKENS, 40)),
+        "A": lambda A: -random_like(A, 40, A.shape[1]).abs(),
+        **dict.fromkeys("BC", (1, TOKENS, 2, 0)),
+        **dict.fromkeys(("D", "delta_bias"), (40,)),
+        "initial_state": (2, 40, 0),
+        "cu_seqlens": lambda u: torch.tensor([0, 50, TOKENS], device=u.device),
+    }
+
     def run(impl: str) -> Callable:
         return lambda given: selective_scan(ScanInputs(**given), True, impl)
 
-    given = fresh(_PROBE, like._asdict())
+    given = fresh(probe, like._asdict())
     return mismatch(run(f"{kernels}|eager"), run("eager"), given)
 
 

@@ -11,7 +11,6 @@ _rwkv7_terms_backward and _rwkv7_output_backward the gradients of the tensors th
 Backward reads what forward read, and nothing in between.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -116,15 +115,14 @@ class _Terms(Function):
         return *(None if x is None else next(found) for x in saved), None, None
 
 
-def _unsupported_reason(
-    tensors: Sequence[Tensor | None], parameters: Sequence[Tensor | None]
-) -> str | None:
-    given = [x for x in tensors if x is not None]
-    if given[0].numel() == 0:
+def _unsupported_reason(inputs: TermsInputs | OutputInputs) -> str | None:
+    given = [x for x in inputs if x is not None]
+    tokens = [x for x in given if x.dim() > 2]
+    if tokens[0].numel() == 0:
         return "there are no tokens"
-    if any(x.dtype != given[0].dtype for x in given):
+    if any(x.dtype != tokens[0].dtype for x in tokens):
         return "it takes tokens of one dtype"
-    if any(x is not None and x.dtype == torch.float64 for x in parameters):
+    if any(x.dtype == torch.float64 for x in given if x.dim() <= 2):
         return "it computes in float32, and a parameter is float64"
     return None
 
@@ -194,5 +192,4 @@ _Output = _output.with_gradient(
     results="y",
     wrt=" ".join(OutputInputs._fields),
 )
-_TERMS = _terms.candidates(lambda inputs: _unsupported_reason(inputs[:6], inputs[6:]))
-_OUTPUT = _output.candidates(lambda inputs: _unsupported_reason(inputs[:5], inputs[5:]))
+_TERMS, _OUTPUT = (x.candidates(_unsupported_reason) for x in (_terms, _output))
