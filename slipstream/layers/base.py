@@ -192,6 +192,8 @@ class Mixer(nn.Module):
     head_shard: context_exchange.HeadShard | None = None
     norms_across = False
     norm_weight: Any  # of _add_norm
+    # its operator chunkwise, and token by token
+    forms: ClassVar[tuple[Callable[..., tuple[Tensor, Any]], ...]] = ()
 
     def __init__(self, mode: str | None = None, layer_idx: int = 0) -> None:
         super().__init__()
@@ -224,6 +226,13 @@ class Mixer(nn.Module):
             return False
         # of any number of tokens, a graph would hold for a few of them alone
         return x.shape[1] <= (1 if torch.compiler.is_exporting() else RECURRENT_UP_TO)
+
+    def _scan(self, x: Tensor, call: MixerCall, *terms: Any, **options: Any) -> tuple[Tensor, Any]:
+        """One of the operator's forms, from the call's state on if options have none."""
+        if "initial_state" not in options:
+            options["initial_state"] = call.past("recurrent")
+        form = self.forms[self.recurrent(x, call.context)]
+        return form(*terms, **{**call.sequence(None), **options})
 
     def forward(
         self,

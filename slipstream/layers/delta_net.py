@@ -13,7 +13,11 @@ from slipstream.layers import base, delta_heads
 from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear, projections, recompute
 from slipstream.ops import delta_rule as rules
-from slipstream.ops import gated_delta_product, norm
+from slipstream.ops import norm
+from slipstream.ops.gated_delta_product import (
+    chunk_gated_delta_product,
+    fused_recurrent_gated_delta_product,
+)
 
 
 class DeltaNet(delta_heads.SteppedDeltaHeads):
@@ -44,6 +48,7 @@ class DeltaNet(delta_heads.SteppedDeltaHeads):
 
     leaves_states = True
     gate_activation = "silu"
+    forms = rules.chunk_delta_rule, rules.fused_recurrent_delta_rule
 
     def __init__(
         self,
@@ -91,12 +96,7 @@ class DeltaNet(delta_heads.SteppedDeltaHeads):
             qkv, conv = call.convolved(self.conv, qkv)
         q, k, v = self._activated(qkv)
         _, beta = self._gates(x)
-        rule = (
-            rules.fused_recurrent_delta_rule
-            if self.recurrent(x, call.context)
-            else rules.chunk_delta_rule
-        )
-        o, recurrent = rule(q, k, v, beta, **call.sequence(call.past("recurrent")))
+        o, recurrent = self._scan(x, call, q, k, v, beta)
         after = call.new_state(recurrent=recurrent, conv=conv)
         return self._output(o, self._gate_of(x)), after
 
@@ -165,6 +165,7 @@ class GatedDeltaNet(delta_heads.SteppedDeltaHeads):
     """
 
     leaves_states = True
+    forms = rules.chunk_gated_delta_rule, rules.fused_recurrent_gated_delta_rule
 
     def __init__(
         self,
@@ -215,13 +216,10 @@ class GatedDeltaNet(delta_heads.SteppedDeltaHeads):
                 *terms, initial_state=call.past("recurrent"), output_final_state=call.use_cache
             )
             return self._output(o, z), call.new_state(recurrent=recurrent, conv=conv)
-        rule = (
-            rules.fused_recurrent_gated_delta_rule
-            if self.recurrent(x, call.context)
-            else rules.chunk_gated_delta_rule
-        )
         with recompute.Recompute(prepare, elements) as (*_, q, k, v):
-            o, recurrent = rule(
+            o, recurrent = self._scan(
+                x,
+                call,
                 *self._split_heads(q, k, v),
                 g=a,
                 beta=b,
@@ -230,7 +228,6 @@ class GatedDeltaNet(delta_heads.SteppedDeltaHeads):
                 dt_bias=self.dt_bias,
                 use_beta_sigmoid_in_kernel=True,
                 allow_neg_eigval=self.allow_neg_eigval,
-                **call.sequence(call.past("recurrent")),
             )
         return self._output(o, z), call.new_state(recurrent=recurrent, conv=conv)
 
@@ -273,6 +270,8 @@ class Comba(delta_heads.DeltaHeads):
     erase, and corrects q before it is normalised.
     """
 
+    forms = rules.chunk_comba, rules.fused_recurrent_comba
+
     def __init__(
         self,
         hidden_size: int,
@@ -307,17 +306,15 @@ class Comba(delta_heads.DeltaHeads):
         qkv, conv = call.convolved(self.conv, self.qkv_proj(x))
         q, k, v = self._heads_of(qkv, norm.l2_norm)
         a, b = self.ab_proj(x).chunk(2, dim=-1)  # [B, T, HV]
-        comba = (
-            rules.fused_recurrent_comba if self.recurrent(x, call.context) else rules.chunk_comba
-        )
-        o, recurrent = comba(
+        o, recurrent = self._scan(
+            x,
+            call,
             q=q - self.correction.to(k.dtype)[:, None] * k,
             k=k,
             v=v,
             p=self.erase.sigmoid().to(k.dtype)[:, None] * k,
             g=decoding.decay_gate(a, self.A_log, self.dt_bias),
             beta=b.sigmoid(),
-            **call.sequence(call.past("recurrent")),
         )
         after = call.new_state(recurrent=recurrent, conv=conv)
         return self._output(o, self.z_proj(x)), after
@@ -347,6 +344,7 @@ class GatedDeltaProduct(delta_heads.DeltaHeads):
     """
 
     gate_activation = "silu"
+    forms = chunk_gated_delta_product, fused_recurrent_gated_delta_product
 
     def __init__(
         self,
@@ -385,21 +383,8 @@ class GatedDeltaProduct(delta_heads.DeltaHeads):
         v = self._steps(v, (self.num_v_heads, self.head_v_dim))
         beta = self._steps(self.b_proj(x), (self.num_v_heads,)).sigmoid()
         g = decoding.decay_gate(self.a_proj(x), self.A_log, self.dt_bias)
-        is_recurrent = self.recurrent(x, call.context)
-        product = (
-            gated_delta_product.fused_recurrent_gated_delta_product
-            if is_recurrent
-            else gated_delta_product.chunk_gated_delta_product
-        )
-        o, recurrent = product(
-            q,
-            k,
-            v,
-            g,
-            2 * beta if self.allow_neg_eigval else beta,
-            self.num_householder,
-            **call.sequence(call.past("recurrent")),
-        )
+        beta = 2 * beta if self.allow_neg_eigval else beta
+        o, recurrent = self._scan(x, call, q, k, v, g, beta, self.num_householder)
         after = call.new_state(recurrent=recurrent, conv=conv)
         return self._output(o, self.z_proj(x)), after
 

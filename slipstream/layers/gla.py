@@ -45,6 +45,7 @@ class GatedLinearAttention(base.Mixer):
 
     verifies_drafts = True
     leaves_states = True
+    forms = chunk_gla, fused_recurrent_gla
 
     def __init__(
         self,
@@ -99,8 +100,7 @@ class GatedLinearAttention(base.Mixer):
         q, k, v, gk, gate = linear.linears(x, layers)
         (q, k, v), conv = call.convolved_together(self.conv, q, k, v)
         q, k, v, g = self._heads(q, k, v, self._log_decay(gk))
-        gla = fused_recurrent_gla if self.recurrent(x, call.context) else chunk_gla
-        o, recurrent = gla(q, k, v, g, **call.sequence(call.past("recurrent")))
+        o, recurrent = self._scan(x, call, q, k, v, g)
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         return self.o_proj(o.flatten(-2)), call.new_state(recurrent=recurrent, conv=conv)
 
@@ -190,6 +190,8 @@ class GatedSlotAttention(base.Mixer):
     Source: Zhang et al., Gated Slot Attention, 2024, section 3.
     """
 
+    forms = chunk_gsa, fused_recurrent_gsa
+
     def __init__(
         self,
         hidden_size: int,
@@ -219,11 +221,8 @@ class GatedSlotAttention(base.Mixer):
         q = F.silu(self.q_proj(x)).unflatten(-1, (self.num_heads, -1))
         k, v = (F.silu(f(x)).unflatten(-1, heads) for f in (self.k_proj, self.v_proj))
         g = base.log_sigmoid_decay(self.f_proj, x, self.num_kv_heads, self.gate_logit_normalizer)
-        gsa = fused_recurrent_gsa if self.recurrent(x, call.context) else chunk_gsa
-        o, states = gsa(
-            q, k, v, -torch.expm1(g).to(k.dtype), g,
-            scale=1.0, **call.sequence(call.pasts("keys", "values")),
-        )  # fmt: skip
+        options = {"scale": 1.0, "initial_state": call.pasts("keys", "values")}
+        o, states = self._scan(x, call, q, k, v, -torch.expm1(g).to(k.dtype), g, **options)
         keys, values = (None, None) if states is None else states
         o = self._norm_of_all_heads(F.silu(o.flatten(-2)))
         return self.o_proj(o), call.new_state(keys=keys, values=values)
@@ -261,6 +260,8 @@ class HGRN(base.Mixer):
     Source: Qin, Yang, Zhong, Hierarchically Gated Recurrent Neural Network, 2023, section 3.
     """
 
+    forms = chunk_hgrn, fused_recurrent_hgrn
+
     def __init__(
         self,
         hidden_size: int,
@@ -284,10 +285,7 @@ class HGRN(base.Mixer):
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         i = self.i_proj(x)
         g = _log_forget(self.f_proj(x), self.lower_bound)
-        hgrn = fused_recurrent_hgrn if self.recurrent(x, call.context) else chunk_hgrn
-        h, recurrent = hgrn(
-            (F.silu(i) * -torch.expm1(g)).to(i.dtype), g, **call.sequence(call.past("recurrent"))
-        )
+        h, recurrent = self._scan(x, call, (F.silu(i) * -torch.expm1(g)).to(i.dtype), g)
         h = self._norm_of_all_heads(h, self.g_proj(x))
         return self.o_proj(h), call.new_state(recurrent=recurrent)
 
@@ -309,6 +307,8 @@ class HGRN2(base.Mixer):
     State: recurrent [N, H, K, D / H].
     Source: Qin et al., HGRN2: Gated Linear RNNs with State Expansion, 2024, section 3.
     """
+
+    forms = chunk_gla, fused_recurrent_gla
 
     def __init__(
         self,
@@ -335,9 +335,6 @@ class HGRN2(base.Mixer):
         heads = (self.num_heads, -1)
         q, v = F.silu(self.q_proj(x)).unflatten(-1, heads), self.i_proj(x).unflatten(-1, heads)
         g = _log_forget(self.f_proj(x), self.lower_bound).unflatten(-1, heads)
-        gla = fused_recurrent_gla if self.recurrent(x, call.context) else chunk_gla
-        o, recurrent = gla(
-            q, -torch.expm1(g).to(q.dtype), v, g, **call.sequence(call.past("recurrent"))
-        )
+        o, recurrent = self._scan(x, call, q, -torch.expm1(g).to(q.dtype), v, g)
         o = self._norm_of_all_heads(o.flatten(-2))
         return self.o_proj(o), call.new_state(recurrent=recurrent)

@@ -41,6 +41,7 @@ class KimiDeltaAttention(SteppedDeltaHeads):
     """
 
     leaves_states = True
+    forms = chunk_kda, fused_recurrent_kda
 
     def __init__(
         self,
@@ -99,18 +100,18 @@ class KimiDeltaAttention(SteppedDeltaHeads):
             g = delta_gate(f, A_log, dt_bias, self.lower_bound)
             return [*before, q, k, v, g]
 
-        kda = fused_recurrent_kda if self.recurrent(x, call.context) else chunk_kda
         # every fourth layer keeps them: what is made again takes time, what is kept memory
         if elements and self.layer_idx % 4 == 0:  # not read under torch.compile, one graph for all
             elements = 0
         with recompute.Recompute(prepare, elements) as (*_, q, k, v, g):
-            o, recurrent = kda(
+            o, recurrent = self._scan(
+                x,
+                call,
                 *self._split_heads(q, k, v),
                 g,
                 beta,
                 use_beta_sigmoid_in_kernel=True,
                 allow_neg_eigval=self.allow_neg_eigval,
-                **call.sequence(call.past("recurrent")),
             )
         return self._output(o, self.g_up(z)), call.new_state(recurrent=recurrent, conv=conv)
 
@@ -155,6 +156,8 @@ class GatedDeltaNet2(SteppedDeltaHeads):
     Source: the layer of flash-linear-attention 0.6.0, fla/layers/gdn2.py.
     """
 
+    forms = chunk_gdn2, fused_recurrent_gdn2
+
     def __init__(
         self,
         hidden_size: int,
@@ -190,11 +193,8 @@ class GatedDeltaNet2(SteppedDeltaHeads):
         qkv, conv = call.convolved(self.conv, self.qkv_proj(x))
         q, k, v = self._heads_of(qkv)
         g, b, w = self._gates(x)
-        gdn2 = fused_recurrent_gdn2 if self.recurrent(x, call.context) else chunk_gdn2
-        o, recurrent = gdn2(
-            q, k, v, self._of_values(g), self._of_values(b), w,
-            use_qk_l2norm_in_kernel=True, **call.sequence(call.past("recurrent")),
-        )  # fmt: skip
+        g, b = self._of_values(g), self._of_values(b)
+        o, recurrent = self._scan(x, call, q, k, v, g, b, w, use_qk_l2norm_in_kernel=True)
         return self._output(o, self._gate_of(x)), call.new_state(recurrent=recurrent, conv=conv)
 
     def _recurrence(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> Tensor:

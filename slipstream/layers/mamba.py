@@ -48,6 +48,7 @@ class Mamba2(Mixer):
 
     verifies_drafts = True
     leaves_states = True
+    forms = chunk_simple_gla, fused_recurrent_simple_gla
 
     def __init__(
         self,
@@ -108,10 +109,9 @@ class Mamba2(Mixer):
             u = u.unflatten(-1, (self.num_heads, -1))  # [B, T, H, P]
             return [inner, u, b, c, u * step.to(u.dtype)[..., None]]
 
-        ssd = fused_recurrent_simple_gla if self.recurrent(x, call.context) else chunk_simple_gla
         with recompute.Recompute(prepare, elements) as (_, u, b, c, v):
             b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
-            o, recurrent = ssd(c, b, v, g, scale=1.0, **call.sequence(call.past("recurrent")))
+            o, recurrent = self._scan(x, call, c, b, v, g, scale=1.0)
             o = torch.addcmul(o, u, self._skip(u.dtype)).flatten(-2)
         return self.out_proj(self._gated(o, z)), call.new_state(recurrent=recurrent, conv=conv)
 
@@ -230,6 +230,8 @@ class Mamba3(Mixer):
     Source: Mamba-3 (2026), as mamba_ssm 2.3 and flash-linear-attention 0.6.0 have it.
     """
 
+    forms = chunk_mamba3, fused_recurrent_mamba3
+
     mimo_x: nn.Parameter | None
     mimo_z: nn.Parameter | None
     mimo_o: nn.Parameter | None
@@ -310,8 +312,9 @@ class Mamba3(Mixer):
         rate = _ACTIVATIONS[self.A_activation](_fp32.widen(a)).clamp(min=self.A_floor)
         angles = math.pi * step[..., None] * torch.tanh(_fp32.widen(angle))[:, :, None]
         u, z = self._of_ranks(u, self.mimo_x), self._of_ranks(z, self.mimo_z)
-        mamba3 = fused_recurrent_mamba3 if self.recurrent(x, call.context) else chunk_mamba3
-        o, after = mamba3(
+        o, after = self._scan(
+            x,
+            call,
             q=self._of_heads(c, self.C_norm, self.C_bias),
             k=self._of_heads(b, self.B_norm, self.B_bias),
             v=u,
@@ -319,7 +322,7 @@ class Mamba3(Mixer):
             dt=step,
             trap=torch.sigmoid(_fp32.widen(trap)),
             angles=angles,
-            **call.sequence(call.pasts("recurrent", "key", "value", "theta")),
+            initial_state=call.pasts("recurrent", "key", "value", "theta"),
         )
         o = o + self.D[:, None, None].to(o.dtype) * u
         if self.norm_weight is not None:

@@ -2,7 +2,6 @@
 has one for each layer too (MiniMax-01).
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ class MultiScaleRetention(base.Mixer):
     """
 
     leaves_states = True
+    forms = simple_gla.chunk_simple_gla, simple_gla.fused_recurrent_simple_gla
 
     def __init__(
         self,
@@ -96,14 +96,8 @@ class MultiScaleRetention(base.Mixer):
             tables = call.tables(x, self.head_dim, self.rotary_base)
             q, k = rotary.rotary_embedding(q, *tables), rotary.rotary_embedding(k, *tables)
         k, v = self._repeated(k, v)
-        short = self.recurrent(x, call.context)
-        retention = simple_gla.fused_recurrent_retention if short else simple_gla.chunk_retention
-        if self.head_shard is not None:  # the operator would take its heads for all of them
-            simple = simple_gla.fused_recurrent_simple_gla if short else simple_gla.chunk_simple_gla
-            retention = partial(
-                simple, g_gamma=_preprocess.per_head(v, simple_gla.log_decay, self.first_head)
-            )
-        o, recurrent = retention(q, k, v, **call.sequence(call.past("recurrent")))
+        decay = _preprocess.per_head(v, simple_gla.log_decay, self.first_head)
+        o, recurrent = self._scan(x, call, q, k, v, g_gamma=decay)
         o = decoding.output_norm(o, gate, self.norm_weight, self.norm_eps, self.gate_activation)
         length = call.next_lengths(x) if call.use_cache else None
         after = call.new_state(recurrent=recurrent, length=length, conv=conv)
@@ -168,6 +162,7 @@ class LightningAttention(base.Mixer):
     """
 
     depends_on_layer = True
+    forms = simple_gla.chunk_simple_gla, simple_gla.fused_recurrent_simple_gla
 
     def __init__(
         self,
@@ -196,25 +191,10 @@ class LightningAttention(base.Mixer):
 
     def _mix_tokens(self, x: Tensor, call: call.MixerCall) -> call.Mixed:
         qkv = torch.nn.functional.silu(self.qkv_proj(x)).unflatten(-1, (3, self.num_heads, -1))
-        depth = (0, 1) if self.num_layers is None else (self.layer_idx, self.num_layers)
-        is_recurrent = self.recurrent(x, call.context)
-        lightning = (
-            simple_gla.fused_recurrent_lightning_attn
-            if is_recurrent
-            else simple_gla.chunk_lightning_attn
-        )
         q, k, v = qkv.unbind(2)
-        if self.head_shard is not None:  # the operator would take its heads for all of them
-            simple = (
-                simple_gla.fused_recurrent_simple_gla
-                if is_recurrent
-                else simple_gla.chunk_simple_gla
-            )
-            share, heads = 1 - depth[0] / depth[1], self.num_heads * self.head_shard.size
-            decay = _preprocess.per_head(
-                v, simple_gla.decay_of_heads, share, self.first_head, heads
-            )
-            lightning, depth = partial(simple, g_gamma=decay), ()
-        o, recurrent = lightning(q, k, v, *depth, **call.sequence(call.past("recurrent")))
+        share = 1 - self.layer_idx / self.num_layers if self.num_layers else 1
+        heads = self.num_heads * (1 if self.head_shard is None else self.head_shard.size)
+        decay = _preprocess.per_head(v, simple_gla.decay_of_heads, share, self.first_head, heads)
+        o, recurrent = self._scan(x, call, q, k, v, g_gamma=decay)
         o = self._norm_of_all_heads(o.flatten(-2))
         return self.o_proj(o * self.g_proj(x).sigmoid()), call.new_state(recurrent=recurrent)

@@ -32,6 +32,8 @@ class RWKV6(base.Mixer):
     Source: Peng et al., Eagle and Finch, 2024, section 4.
     """
 
+    forms = rwkv.chunk_rwkv6, rwkv.fused_recurrent_rwkv6
+
     def __init__(
         self,
         hidden_size: int,
@@ -85,10 +87,7 @@ class RWKV6(base.Mixer):
         w = -torch.exp(_fp32.widen(self.w_lora(xw)))
         r, k, v = self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)
         r, k, v, w = (y.unflatten(-1, heads) for y in (r, k, v, w))
-        rwkv6 = rwkv.fused_recurrent_rwkv6 if self.recurrent(x, call.context) else rwkv.chunk_rwkv6
-        o, recurrent = rwkv6(
-            r=r, k=k, v=v, w=w, u=self.bonus, scale=1.0, **call.sequence(call.past("recurrent"))
-        )
+        o, recurrent = self._scan(x, call, r=r, k=k, v=v, w=w, u=self.bonus, scale=1.0)
         norm = self.norm_weight, self.norm_bias
         o = group_norm(o.flatten(-2), self.num_heads, *norm, eps=self.norm_eps)
         y = self.o_proj(o * nn.functional.silu(self.g_proj(xg)))

@@ -56,6 +56,7 @@ class RWKV7(Mixer):
 
     takes_first_value = True
     leaves_states = True
+    forms = chunk_rwkv7, fused_recurrent_rwkv7
 
     def __init__(
         self,
@@ -139,15 +140,12 @@ class RWKV7(Mixer):
         expect_first_value(x, first_value, self.num_heads * self.head_dim)
         before, shift = shifted(x, call.past("shift"), call)
         r, v, gate, make = self._project(x, before, first_value, call.cu_seqlens)
-        operator = fused_recurrent_rwkv7 if self.recurrent(x, call.context) else chunk_rwkv7
         # of every other layer: the terms take six times the memory of x, and of all kernels here
         # those that make them are the slowest except for the recurrence
         elements = 0 if torch.compiler.is_compiling() or self.layer_idx % 2 == 0 else x.numel()
         with recompute.Recompute(make, elements) as made:
             w, k, a, b, v, k_read, v_read = _with_values(made, v)
-            o, recurrent = operator(
-                r=r, w=w, k=k, v=v, a=a, b=b, **call.sequence(call.past("recurrent"))
-            )
+            o, recurrent = self._scan(x, call, r=r, w=w, k=k, v=v, a=a, b=b)
             y = self._gated(o, r, k_read, v_read, gate)
         y, after = self.o_proj(y), call.new_state(recurrent=recurrent, shift=shift)
         return (y, after, v.flatten(-2)) if output_value else (y, after)
