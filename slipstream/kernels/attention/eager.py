@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from slipstream.common.checks import cast
 from slipstream.kernels.attention import dropout, reference
 from slipstream.kernels.attention import inputs as arguments
-from slipstream.kernels.attention.reference import Positions, distance, flat_keys, positions
+from slipstream.kernels.attention.reference import Positions, distance
 from slipstream.runtime.autograd import by_operation, refuse_second, refuse_tangents
 
 # queries at a time: a block of scores has ROWS x S numbers
@@ -223,19 +223,8 @@ def _attention_blocks(
     if not by_sequence(inputs):
         yield _attention_block(inputs, 0), everything
     else:
-        for n, where in enumerate(arguments.slice_sequences(inputs)):
-            qb, q_rows, kb, k_rows = where
-            sequence_inputs = arguments.AttentionInputs(
-                inputs.q[qb, q_rows],
-                inputs.k[kb, k_rows],
-                inputs.v[kb, k_rows],
-                None if inputs.g is None else inputs.g[kb, k_rows],
-                inputs.sinks,
-                inputs.slopes
-                if inputs.slopes is None or inputs.slopes.dim() == 1
-                else inputs.slopes[n : n + 1],
-            )
-            yield _attention_block(sequence_inputs, n), where
+        for n, (sequence, where) in enumerate(arguments.each_sequence(inputs)):
+            yield _attention_block(sequence, n), where
 
 
 def by_sequence(inputs: arguments.AttentionInputs) -> bool:
@@ -244,12 +233,8 @@ def by_sequence(inputs: arguments.AttentionInputs) -> bool:
 
 
 def _attention_block(inputs: arguments.AttentionInputs, sequence: int) -> AttentionBlock:
-    q, k, v, g, sinks, slopes = inputs[:6]
-    where = positions(inputs)
-    if inputs.cu_q is not None and inputs.cu_k is None:
-        k, v, g = (None if x is None else x.flatten(0, 1)[None] for x in (k, v, g))
-        where = flat_keys(where)
-    assert k is not None and v is not None
+    q, sinks, slopes = inputs.q, inputs.sinks, inputs.slopes
+    k, v, g, where = reference.placed_keys(inputs)
     if inputs.lengths is not None:  # what is not in use may be NaN
         unused = (where.k_sequence < 0)[..., None, None]
         k, v = k.masked_fill(unused, 0), v.masked_fill(unused, 0)

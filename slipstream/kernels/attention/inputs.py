@@ -1,5 +1,6 @@
 """The inputs of softmax attention (reference.py has the formula, MATH.md the rest)."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -154,20 +155,18 @@ def check_slopes(slopes: Tensor | None, heads: int, sequences: int) -> None:
 Slices = tuple[slice, slice, slice, slice]
 
 
-def slice_sequences(inputs: AttentionInputs) -> list[Slices]:
-    """Where each sequence lies. Reads the offsets."""
-    N = inputs.sequences
-    _, T = inputs.q.shape[:2]
-    S = inputs.k.shape[1]
+def each_sequence(inputs: AttentionInputs) -> Iterator[tuple[AttentionInputs, Slices]]:
+    """The inputs of each sequence alone, and where it lies. Reads the offsets."""
+    (q, k, v, g, sinks, slopes), T, S = inputs[:6], inputs.q.shape[1], inputs.k.shape[1]
     q_of = None if inputs.cu_q is None else inputs.cu_q.tolist()
     k_of = None if inputs.cu_k is None else inputs.cu_k.tolist()
     used = None if inputs.lengths is None else inputs.lengths.tolist()
-    result = []
-    for n in range(N):
-        qb, q_rows = _rows(n, q_of, T, None)
-        kb, k_rows = _rows(n, k_of, S, None if used is None else used[n])
-        result.append((qb, q_rows, kb, k_rows))
-    return result
+    for n in range(inputs.sequences):
+        rows = _rows(n, q_of, T, None)
+        keys = _rows(n, k_of, S, None if used is None else used[n])
+        own = slopes if slopes is None or slopes.dim() == 1 else slopes[n : n + 1]
+        gates = None if g is None else g[keys]
+        yield AttentionInputs(q[rows], k[keys], v[keys], gates, sinks, own), (*rows, *keys)
 
 
 def _rows(n: int, offsets: list[int] | None, rows: int, used: int | None) -> tuple[slice, slice]:

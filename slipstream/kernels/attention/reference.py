@@ -34,12 +34,8 @@ class Positions(NamedTuple):
 
 def softmax_reference(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] and lse [B, H, T]."""
-    q, k, v, g, sinks, slopes = inputs[:6]
-    where = positions(inputs)
-    if inputs.cu_q is not None and inputs.cu_k is None:  # packed queries of caches
-        k, v, g = (None if x is None else x.flatten(0, 1)[None] for x in (k, v, g))
-        where = flat_keys(where)
-    assert k is not None and v is not None
+    q, sinks, slopes = inputs.q, inputs.sinks, inputs.slopes
+    k, v, g, where = placed_keys(inputs)
     seen = visible(where, options)
     if k.shape[1] == 0:
         k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1) for x in (k, v))
@@ -100,14 +96,18 @@ def _rows(
     return sequence[None], begin[:-1], begin.diff()
 
 
-def flat_keys(where: Positions) -> Positions:
-    """The positions for keys [N, S] seen as [1, N * S]."""
-    S = where.k_sequence.shape[1]
-    return where._replace(
-        q_key=where.q_key + where.q_sequence * S,
+def placed_keys(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor | None, Positions]:
+    """k, v, g and the positions; keys [N, S] of packed queries as [1, N * S]."""
+    k, v, g, where = inputs.k, inputs.v, inputs.g, positions(inputs)
+    if inputs.cu_q is None or inputs.cu_k is not None:
+        return k, v, g, where
+    where = where._replace(
+        q_key=where.q_key + where.q_sequence * k.shape[1],
         k_sequence=where.k_sequence.flatten()[None],
         k_position=where.k_position.flatten()[None],
     )
+    g = None if g is None else g.flatten(0, 1)[None]
+    return k.flatten(0, 1)[None], v.flatten(0, 1)[None], g, where
 
 
 def visible(where: Positions, options: AttentionOptions) -> Tensor:

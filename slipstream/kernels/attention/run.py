@@ -20,8 +20,8 @@ from slipstream.kernels.attention.inputs import (
     AttentionOptions,
     Results,
     check,
+    each_sequence,
     in_compute_dtype,
-    slice_sequences,
     with_autocast,
 )
 from slipstream.kernels.attention.op import has_gradients, softmax
@@ -299,18 +299,7 @@ def _by_blocks(
     """
     if 0 in inputs.q.shape or 0 in inputs.k.shape:
         return softmax(inputs, options, impls)
-    results = []
-    for n, (qb, q_rows, kb, k_rows) in enumerate(slice_sequences(inputs)):
-        slopes = inputs.slopes
-        sequence = AttentionInputs(
-            inputs.q[qb, q_rows],
-            inputs.k[kb, k_rows],
-            inputs.v[kb, k_rows],
-            None if inputs.g is None else inputs.g[kb, k_rows],
-            inputs.sinks,
-            slopes[n : n + 1] if slopes is not None and slopes.dim() == 2 else slopes,
-        )
-        results.append(_of_sequence(sequence, options))
+    results = [_of_sequence(sequence, options) for sequence, _ in each_sequence(inputs)]
     dims = (0, 0) if inputs.cu_q is None else (1, 2)
     o, lse = (torch.cat(x, dim) for x, dim in zip(zip(*results), dims))
     return o, lse
