@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _REGISTRY = "sglang.srt.configs.linear_attn_model_registry"
 _HOOKS = "sglang.srt.plugins.hook_registry"
 _BACKENDS = "sglang.srt.layers.attention.linear"
-# what says again what other arguments say, or serves kernels that are built in another way
+# arguments without effect here: they repeat what others say, or serve SGLang's own kernels
 _HINTS = frozenset(
     {"chunk_indices", "chunk_offsets", "extend_prefix_lens", "extend_seq_lens_cpu", "layer_id",
      "output", "state_checkpoint_every_n_tokens", "track_ssm_h_batch_src"}
@@ -122,7 +122,8 @@ class _Kernel:
             x.unflatten(-1, (-1, width))[None]
             for x, width in zip(mixed_qkv.split([keys, keys, values], -1), widths)
         )
-        # not that of an instance, which SGLang's decode may stand behind: it knows no ring
+        # the class's: behind an instance's stands SGLang's decode, but a call that is refused, as one
+        # of a ring cache, is to reach SGLang's packed_decode
         return _Kernel.decode(self, q, k, v, a, b, ssm_states=ssm_states, **options)
 
     def target_verify(
@@ -192,6 +193,7 @@ class _Kernel:
             count = T // 64 + query_start_loc.shape[0] - 1
             into = ssm_states.new_empty(count, *ssm_states.shape[1:], dtype=torch.float32)
             rows = serving.rows_of_starts(query_start_loc, T)
+        # states on the way are left without gradients alone
         with torch.set_grad_enabled(torch.is_grad_enabled() and rows is None):
             o = serving.prefill(
                 rule,
@@ -383,7 +385,8 @@ def register_builtin(*kinds: str) -> None:
                 usage.refuse("sglang", error)
                 raise
             for target, hook, way in wanted:
-                if all(known is not hook for _, known, _ in registry._hooks.get(target, ())):
+                registered = [x for _, x, _ in registry._hooks.get(target, ())]
+                if not any(x is hook for x in registered):
                     registry.register(target, hook, way)
 
 
@@ -395,7 +398,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# the class is the same before and after a hook has put it in the place of SGLang's
+# once made it is kept: by then a hook may have put it where SGLang's own was
 @functools.cache
 def _backend(kind: str) -> type:
     """SGLang's class of this kind, with slipstream's kernels in its dispatcher."""
