@@ -122,8 +122,8 @@ class _Kernel:
             x.unflatten(-1, (-1, width))[None]
             for x, width in zip(mixed_qkv.split([keys, keys, values], -1), widths)
         )
-        # the class's: behind an instance's stands SGLang's decode, but a call that is refused, as one
-        # of a ring cache, is to reach SGLang's packed_decode
+        # the class's: behind an instance's stands SGLang's decode, but what is refused, such as a
+        # ring cache, is to reach SGLang's packed_decode
         return _Kernel.decode(self, q, k, v, a, b, ssm_states=ssm_states, **options)
 
     def target_verify(

@@ -394,14 +394,14 @@ class KernelOp(DirectCall):
         return gradient.autograd_function(self, self.backward, results=results, wrt=wrt, **fixed)
 
     def candidates(
-        self, reason: Callable[..., str | None], interpreted: bool = False
+        self, reason: Callable[..., str | None], asks_interpreter: bool = False
     ) -> tuple[dispatch.Candidate, ...]:
         """dispatch.triton_or_eager, where the kernels of a kind may be known to fail.
 
         Args:
             reason: of arguments by their names, or of NamedTuples, first one that decides about
                 device and dtype, why the kernels can't take them, or None.
-            interpreted: as dispatch.triton_or_eager.
+            asks_interpreter: as dispatch.triton_or_eager.
         """
         assert self._kind is not None
         kind = by_name(self._kind, (*inspect.signature(reason).parameters,))
@@ -410,7 +410,7 @@ class KernelOp(DirectCall):
             device = dispatch.first_of(call).device
             return reason(*call) or guarded_launch.known_failure(lambda: kind(call), device)
 
-        return dispatch.triton_or_eager(unsupported_reason, interpreted)
+        return dispatch.triton_or_eager(unsupported_reason, asks_interpreter)
 
     def _mismatch(self, args: tuple) -> str | None:
         """Runs a Guard's probe for a call of these arguments."""

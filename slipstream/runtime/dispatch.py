@@ -184,7 +184,7 @@ def plain_impl(impl: str | None) -> str | None:
 
 
 def triton_or_eager(
-    kernel_reason: Callable[..., str | None], interpreted: bool = False
+    kernel_reason: Callable[..., str | None], asks_interpreter: bool = False
 ) -> tuple[Candidate, ...]:
     """The candidates of an operator that has kernels in Triton alone, and a reference.
 
@@ -193,7 +193,7 @@ def triton_or_eager(
 
     Args:
         kernel_reason: given all of the call, why the kernels can't take it, or None if they can.
-        interpreted: whether Triton's interpreter, which runs on a CPU, is asked too.
+        asks_interpreter: whether Triton's interpreter, which runs on a CPU, is asked too.
     """
 
     def unsupported_reason(call: tuple) -> str | None:
@@ -204,7 +204,7 @@ def triton_or_eager(
 
     plain = Candidate("eager", "plain torch, on any device")
     elsewhere = Selection(plain.name, plain.why, (("triton", "it runs on CUDA devices"),))
-    elsewhere = None if interpreted else elsewhere
+    elsewhere = None if asks_interpreter else elsewhere
     return (
         Candidate("triton", "Triton kernels, on CUDA", unsupported_reason, elsewhere=elsewhere),
         plain,

@@ -164,9 +164,9 @@ def each_sequence(inputs: AttentionInputs) -> Iterator[tuple[AttentionInputs, Sl
     for n in range(inputs.sequences):
         rows = _rows(n, q_of, T, None)
         keys = _rows(n, k_of, S, None if used is None else used[n])
-        own = slopes if slopes is None or slopes.dim() == 1 else slopes[n : n + 1]
+        head_slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[n : n + 1]
         gates = None if g is None else g[keys]
-        yield AttentionInputs(q[rows], k[keys], v[keys], gates, sinks, own), (*rows, *keys)
+        yield AttentionInputs(q[rows], k[keys], v[keys], gates, sinks, head_slopes), (*rows, *keys)
 
 
 def _rows(n: int, offsets: list[int] | None, rows: int, used: int | None) -> tuple[slice, slice]:

@@ -89,7 +89,7 @@ def _unsupported_reason(x: Tensor, g: Tensor) -> str | None:
     return "its kernel does not compile for AMD's GPUs" if torch.version.hip else None
 
 
-_CANDIDATES = _call_forward.candidates(_unsupported_reason, interpreted=True)
+_CANDIDATES = _call_forward.candidates(_unsupported_reason, asks_interpreter=True)
 _PLANS = ValidationCache()
 
 

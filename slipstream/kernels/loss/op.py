@@ -99,8 +99,10 @@ def rows_function(
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Tensor:
             tensors, (*options, grads, impl) = args[:count], args[count:]
-            loss, *made = call(*tensors, None, *options, grads=grads, impl=impl)
-            autograd.save(ctx, *([*made, *autograd.anchors(*tensors[:3])] if grads else tensors))
+            loss, *forward_grads = call(*tensors, None, *options, grads=grads, impl=impl)
+            autograd.save(
+                ctx, *([*forward_grads, *autograd.anchors(*tensors[:3])] if grads else tensors)
+            )
             ctx.options, ctx.grads, ctx.impl = options, grads, impl
             ctx.dtypes = [None if x is None else x.dtype for x in tensors[:3]]
             return loss
@@ -112,8 +114,9 @@ def rows_function(
                 _, *grads = call(*saved, dloss, *ctx.options, grads=True, impl=ctx.impl)
             else:
                 grads = [scaled(x, dloss[0]) if dloss.numel() else x for x in saved[:3]]
-            given = (None if t is None else cast(x, t) for x, t in zip(grads, ctx.dtypes))
-            return *given, *[None] * (count + len(ctx.options) - 1)
+            pairs = zip(grads, ctx.dtypes)
+            cast_grads = (None if dtype is None else cast(x, dtype) for x, dtype in pairs)
+            return *cast_grads, *[None] * (count + len(ctx.options) - 1)
 
     return Rows
 

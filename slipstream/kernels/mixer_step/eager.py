@@ -60,8 +60,8 @@ def _token(inputs: StepInputs, options: StepOptions, n: int, t: int, cache_slot:
     """y [HV, V] of one token of one sequence."""
     places = dict.fromkeys(_OF_TOKENS, (slice(n, n + 1), slice(t, t + 1)))
     places |= dict.fromkeys(("state", "conv_state"), (slice(cache_slot, cache_slot + 1),))
-    given = {name: x[places[name]] for name in places if (x := getattr(inputs, name)) is not None}
-    one = inputs._replace(**given, state_indices=None, num_accepted=None)
+    alone = {name: x[places[name]] for name in places if (x := getattr(inputs, name)) is not None}
+    one = inputs._replace(**alone, state_indices=None, num_accepted=None)
     return _outputs(one, options, None, pool_rows.PoolRows(None, 1), _formula)[0, 0]
 
 

@@ -106,7 +106,7 @@ def _unsupported_reason(inputs: StepInputs) -> str | None:
     return None
 
 
-_CANDIDATES = _call.candidates(_unsupported_reason, interpreted=True)
+_CANDIDATES = _call.candidates(_unsupported_reason, asks_interpreter=True)
 _PLANS = dispatch.ValidationCache()
 
 

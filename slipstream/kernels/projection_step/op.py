@@ -90,7 +90,7 @@ def unsupported_reason(t: ProjectionInputs) -> str | None:
     return guarded_launch.known_failure(lambda: _kind(t), t.x.device)
 
 
-_CANDIDATES = triton_or_eager(unsupported_reason, interpreted=True)
+_CANDIDATES = triton_or_eager(unsupported_reason, asks_interpreter=True)
 
 
 def run(t: ProjectionInputs, impl: str | None) -> Tensor:
@@ -272,4 +272,4 @@ _call_norm = KernelOp(
     probe={"weight": lambda weight: random_like(weight, *weight.shape) * weight.shape[1] ** -0.5},
     replay=True,
 )
-_NORM_CANDIDATES = _call_norm.candidates(_norm_unsupported, interpreted=True)
+_NORM_CANDIDATES = _call_norm.candidates(_norm_unsupported, asks_interpreter=True)

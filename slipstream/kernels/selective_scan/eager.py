@@ -33,8 +33,8 @@ def selective_scan_reference(inputs: ScanInputs, delta_softplus: bool) -> tuple[
     """y [B, T, D] in u's dtype and the final state [S, D, N]."""
     names = ("u", "delta", "B", "C", "z", "initial_state")
 
-    def run(*given: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _run(inputs._replace(**dict(zip(names, given))), delta_softplus)
+    def run(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        return _run(inputs._replace(**dict(zip(names, tensors))), delta_softplus)
 
     tokens = [getattr(inputs, name) for name in names[:-1]]
     y, final = by_sequence(run, tokens, inputs.initial_state, inputs.cu_seqlens)

@@ -94,10 +94,10 @@ def _mismatch(like: ScanInputs, kernels: str) -> str | None:
     }
 
     def run(impl: str) -> Callable:
-        return lambda given: selective_scan(ScanInputs(**given), True, impl)
+        return lambda tensors: selective_scan(ScanInputs(**tensors), True, impl)
 
-    given = fresh(probe, like._asdict())
-    return mismatch(run(f"{kernels}|eager"), run("eager"), given)
+    probe_inputs = fresh(probe, like._asdict())
+    return mismatch(run(f"{kernels}|eager"), run("eager"), probe_inputs)
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -201,4 +201,4 @@ _call = custom_op.KernelOp(
     },
     replay=True,
 )
-_CANDIDATES = _call.candidates(_unsupported_reason, interpreted=True)
+_CANDIDATES = _call.candidates(_unsupported_reason, asks_interpreter=True)
