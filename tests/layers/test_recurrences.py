@@ -84,68 +84,56 @@ def test_delta_net(gated: bool) -> None:
     torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
 
 
-def test_gated_deltanet_without_a_gate() -> None:
-    HV, K, V = 8, 6, 5
-    layer = randomised(
-        layers.GatedDeltaNet(
-            D, H, HV, K, V, allow_neg_eigval=True, use_gate=False, conv_bias=True
-        )
-    )  # fmt: skip
-    x = torch.randn(B, T, D, dtype=torch.float64)
-    q, k, v = convolved(layer.conv, layer.qkv_proj(x)).split([24, 24, 40], -1)
+HV, K, V = 8, 6, 5  # of layers with more heads of values
+
+
+def expect_delta(
+    layer: Any, x: Tensor, alpha: Tensor, erase: Tensor, write: Tensor, gate: Tensor | float
+) -> None:
+    """alpha, erase: [B, T, HV, K or 1]. write, gate: [B, T, HV, V or 1]."""
+    q, k, v = convolved(layer.conv, layer.qkv_proj(x)).split([H * K, H * K, HV * V], -1)
     q, k, v = grouped(unit(heads(q)), HV), grouped(unit(heads(k)), HV), heads(v, HV)
-    a, b = layer.ab_proj(x).chunk(2, -1)
-    alpha, beta = decayed(layer, a), 2 * b.sigmoid()
-
-    def step(t: int, S: Tensor) -> Tensor:
-        S = alpha[:, t, :, None, None] * S
-        return S + outer(k[:, t], beta[:, t, :, None] * (v[:, t] - read(S, k[:, t])))
-
-    o = normed(scan(q, v, step, K**-0.5), layer.norm_weight, 1e-6)
-    torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
-
-
-def test_kimi_delta_attention_with_a_bound() -> None:
-    HV, K, V = 8, 6, 5
-    options = {"conv_bias": True, "gate_bias": True, "allow_neg_eigval": True}
-    layer = randomised(
-        layers.KimiDeltaAttention(D, H, K, V, num_v_heads=HV, lower_bound=-3.0, **options)
-    )
-    x = torch.randn(B, T, D, dtype=torch.float64)
-    q, k, v = convolved(layer.conv, layer.qkv_proj(x)).split([24, 24, 40], -1)
-    q, k, v = grouped(unit(heads(q)), HV), grouped(unit(heads(k)), HV), heads(v, HV)
-    raw = heads(layer.f_up(layer.f_down(x)) + layer.dt_bias, HV)
-    alpha = torch.exp(-3 * torch.sigmoid(layer.A_log.exp()[:, None] * raw))
-    beta = 2 * layer.b_proj(x).sigmoid()
-
-    def step(t: int, S: Tensor) -> Tensor:
-        S = alpha[:, t, ..., None] * S
-        return S + outer(k[:, t], beta[:, t, :, None] * (v[:, t] - read(S, k[:, t])))
-
-    o = normed(scan(q, v, step, K**-0.5), layer.norm_weight, 1e-5)
-    o = o * heads(layer.g_up(layer.g_down(x)), HV).sigmoid()
-    torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
-
-
-def test_gated_deltanet_2() -> None:
-    HV, K, V = 8, 6, 5
-    options = {"num_v_heads": HV, "conv_bias": True, "gate_bias": True, "allow_neg_eigval": True}
-    layer = randomised(layers.GatedDeltaNet2(D, H, K, V, **options))
-    x = torch.randn(B, T, D, dtype=torch.float64)
-    q, k, v = convolved(layer.conv, layer.qkv_proj(x)).split([24, 24, 40], -1)
-    q, k, v = grouped(unit(heads(q)), HV), grouped(unit(heads(k)), HV), heads(v, HV)
-    f = heads(layer.f_up(layer.f_down(x)) + layer.dt_bias)
-    alpha = grouped(torch.exp(-layer.A_log.exp()[:, None] * F.softplus(f)), HV)
-    b, w = layer.bw_proj(x).sigmoid().split([24, 40], -1)
-    erase, write = grouped(2 * heads(b), HV), heads(w, HV)
 
     def step(t: int, S: Tensor) -> Tensor:
         S = alpha[:, t, ..., None] * S
         return S + outer(k[:, t], write[:, t] * v[:, t] - read(S, erase[:, t] * k[:, t]))
 
-    o = normed(scan(q, v, step, K**-0.5), layer.norm_weight, 1e-5)
-    o = o * heads(layer.g_up(layer.g_down(x)), HV).sigmoid()
+    o = normed(scan(q, v, step, K**-0.5), layer.norm_weight, layer.norm_eps) * gate
     torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(2)))
+
+
+def test_gated_deltanet_without_a_gate() -> None:
+    options = {"allow_neg_eigval": True, "use_gate": False, "conv_bias": True}
+    layer = randomised(layers.GatedDeltaNet(D, H, HV, K, V, **options))
+    assert layer.norm_eps == 1e-6
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    a, b = layer.ab_proj(x)[..., None].chunk(2, 2)
+    alpha, beta = decayed(layer, a[..., 0])[..., None], 2 * b.sigmoid()
+    expect_delta(layer, x, alpha, beta, beta, 1.0)
+
+
+def test_kimi_delta_attention_with_a_bound() -> None:
+    options = {"conv_bias": True, "gate_bias": True, "allow_neg_eigval": True}
+    layer = randomised(
+        layers.KimiDeltaAttention(D, H, K, V, num_v_heads=HV, lower_bound=-3.0, **options)
+    )
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    raw = heads(layer.f_up(layer.f_down(x)) + layer.dt_bias, HV)
+    alpha = torch.exp(-3 * torch.sigmoid(layer.A_log.exp()[:, None] * raw))
+    beta = 2 * layer.b_proj(x).sigmoid()[..., None]
+    gate = heads(layer.g_up(layer.g_down(x)), HV).sigmoid()
+    expect_delta(layer, x, alpha, beta, beta, gate)
+
+
+def test_gated_deltanet_2() -> None:
+    options = {"num_v_heads": HV, "conv_bias": True, "gate_bias": True, "allow_neg_eigval": True}
+    layer = randomised(layers.GatedDeltaNet2(D, H, K, V, **options))
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    f = heads(layer.f_up(layer.f_down(x)) + layer.dt_bias)
+    alpha = grouped(torch.exp(-layer.A_log.exp()[:, None] * F.softplus(f)), HV)
+    b, w = layer.bw_proj(x).sigmoid().split([H * K, HV * V], -1)
+    gate = heads(layer.g_up(layer.g_down(x)), HV).sigmoid()
+    expect_delta(layer, x, alpha, grouped(2 * heads(b), HV), heads(w, HV), gate)
 
 
 @pytest.mark.parametrize("affine", [False, True])
@@ -166,7 +154,7 @@ def test_retention_norm(affine: bool) -> None:
 
 @pytest.mark.parametrize("doubled", [False, True])
 def test_gated_deltaproduct(doubled: bool) -> None:
-    n, HV, K, V = 3, 8, 6, 5
+    n = 3
     layer = randomised(
         layers.GatedDeltaProduct(D, H, HV, K, V, num_householder=n, allow_neg_eigval=doubled)
     )
@@ -191,7 +179,6 @@ def test_gated_deltaproduct(doubled: bool) -> None:
 
 
 def test_comba() -> None:
-    HV, K, V = 8, 6, 5
     layer = randomised(layers.Comba(D, H, HV, K, V))
     x = torch.randn(B, T, D, dtype=torch.float64)
     q, k, v = convolved(layer.conv, layer.qkv_proj(x)).split([24, 24, 40], -1)
@@ -216,7 +203,6 @@ def test_forgetting_attention(window: int | None) -> None:
         layers.ForgettingAttention(D, num_heads=H, num_kv_heads=2, window_size=window)
     )
     x = torch.randn(B, T, D, dtype=torch.float64)
-    K = D // H
     q, k, v = layer.qkv_proj(x).split([H * K, 2 * K, 2 * K], -1)
     q, k, v = heads(q), grouped(heads(k, 2), H), grouped(heads(v, 2), H)
     forgets, rows = layer.f_proj(x).sigmoid().log(), []
