@@ -29,7 +29,7 @@ COMMENT_SHARE = 0.05
 IMPORT_SHARE = 0.04
 # lines of host code for each of device code: what has been reached, rounded up to 0.01. Small are
 # the families beside the linear one and attention, without what families share.
-HOST_PER_DEVICE = {"kernels": 0.98, "small families": 1.76}
+HOST_PER_DEVICE = {"kernels": 0.96, "small families": 1.69}
 LARGE_FAMILIES = ("linear", "attention", "primitives")
 # no code, where a line has nothing else
 NO_CODE = (
@@ -38,7 +38,7 @@ NO_CODE = (
 )
 # the package's lines, and its module-level constants with numbers: what has been reached, with 1%
 # of room, to be lowered wherever code goes
-PACKAGE_LINES = 90_850
+PACKAGE_LINES = 90_450
 CONSTANTS = 317
 # the tests' lines, likewise: a test that says less than another goes when one is added
 TEST_LINES = 59_300
