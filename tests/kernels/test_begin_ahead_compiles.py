@@ -1,19 +1,15 @@
 """Kernels that are there before earlier launches have ended touch no memory until these have."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from slipstream.compiler.aot import Compiled
+from slipstream.compiler.aot import Compiled, Job
 from slipstream.compiler.arch import ARCHS
 from slipstream.compiler.trace import trace
-from slipstream.kernels.primitives.norm_options import NormOptions
-from slipstream.kernels.projection_step import op
-from slipstream.kernels.projection_step.inputs import NormedInputs
 from slipstream.ops import mixer_step, projection_step, rms_norm
 from tests.support import projections, wants
 from tests.support.mixer_steps import LARGE, job_of
@@ -24,56 +20,38 @@ _CODE = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(\S+)")
 _TOUCHES = ("LDG", "STG", "ATOM", "RED.", "REDG", "LDGSTS", "LD.", "ST.", "UBLKCP", "UTMA")
 
 
-def projection(rows: int, glu: bool = False, many: bool = False) -> Compiled:
-    from slipstream.kernels.projection_step import triton_kernels as launch
-
-    N, K = 4112, 1024
-    if many:
-        tile = launch.tile_of_many(N, K, 1 + glu, 232_448)
-    else:
-        tile = launch.tile_of(rows, N, K, 2, 2 * (1 + glu), 232_448)
-    names = ("x", "y", "w0", "w1", *([] if rows > 1 else ["norm_weight"]))
-    flags = {"ONE": rows == 1, "NORM": rows == 1, "GLU": glu, "PREFETCH": not many}
-    return projections.compile_step(tile, dict.fromkeys(names, "*bf16"), PDL=True, **flags)
-
-
-def of_call(call: Callable[[Callable[..., torch.Tensor]], object], kernel: str) -> Compiled:
-    """The kernel of that name that a call launches, of tensors in bfloat16."""
-
-    def run(device: torch.device) -> None:
-        call(partial(torch.empty, device=device, dtype=torch.bfloat16))
-
-    (job,) = (x for x in trace(run, "sm_90", backward=False) if x.name == kernel)
+def begun_ahead(job: Job) -> Compiled:
     assert job.constants["PDL"]
     return job.compile()
 
 
-def sums() -> Compiled:
-    def call(make: Callable[..., torch.Tensor]) -> None:
-        given = make(64, 1024), make(1024, 1024), None, make(64, 1024), make(1024)
-        op.run_norm(NormedInputs(*given), NormOptions(1e-5), "triton")
-
-    return of_call(call, "projection_sums_kernel")
+def projection(rows: int, *N: int, **options: Any) -> Compiled:
+    return begun_ahead(projections.job_of(rows, *N, **options))
 
 
 def norm() -> Compiled:
-    return of_call(lambda make: rms_norm(make(1, 1024), make(1024)), "norm_fwd_kernel")
+    def call(device: torch.device) -> None:
+        rms_norm(x := torch.empty(1, 1024, device=device, dtype=torch.bfloat16), x[0])
+
+    return begun_ahead(*trace(call, "sm_90", backward=False))
 
 
 def mixer(kind: str, V: int = 128) -> Compiled:
     """Of one sequence, whose weights are asked for before anything is read."""
-    job = job_of(kind, replace(LARGE, V=V), alone=True)
-    assert job.constants["PDL"] and job.constants["PREFETCH"]
-    return job.compile()
+    return begun_ahead(job_of(kind, replace(LARGE, V=V), alone=True))
 
 
 KERNELS = {
-    "projection of a row": (lambda: projection(1), 1),
-    "projection of 64 rows": (lambda: projection(64), 1),
-    "gated projection of 64 rows": (lambda: projection(64, True), 2),
-    "projection with x on the left": (lambda: projection(64, many=True), 0),
-    "gated projection with x on the left": (lambda: projection(64, True, True), 0),
-    "sums of shares": (sums, 0),
+    "projection of a row": (lambda: projection(1, 4112, norm_eps=1e-5), 1),
+    "gated projection of a row": (lambda: projection(1, 4112, 4112, activation="swiglu"), 2),
+    "projection of 16 rows": (lambda: projection(16, 4112), 0),
+    "projection with x on the left": (lambda: projection(64, 4112), 0),
+    "gated projection with x on the left": (
+        lambda: projection(64, 4112, 4112, activation="swiglu"),
+        0,
+    ),
+    "shares of a projection": (lambda: begun_ahead(projections.norm_jobs()[0]), 0),
+    "sums of shares": (lambda: begun_ahead(projections.norm_jobs()[1]), 0),
     "norm": (norm, 0),
     "mixer_step": (lambda: mixer("gated_deltanet"), 1),
     "mixer_step, two programs a head": (lambda: mixer("kda", V=256), 1),

@@ -5,7 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.compiler.aot import Compiled, compile_kernel
+from slipstream.compiler.aot import Job
+from slipstream.compiler.trace import trace
+from slipstream.kernels.primitives.norm_options import NormOptions
+from slipstream.kernels.projection_step import op
+from slipstream.kernels.projection_step.inputs import NormedInputs
+from slipstream.ops import projection_step
 
 # rows of x, their width, rows of the weights
 SIZES = [(1, 40, (24,)), (1, 33, (20, 7, 70)), (1, 5000, (6, 3)), (3, 40, (24, 16, 5, 1, 64))]
@@ -45,12 +50,26 @@ def formula(x: Tensor, weights: list[Tensor], biases: Any = None, **options: Any
     return y if options.get("residual") is None else y + options["residual"].double()
 
 
-def compile_step(tile: Any, tensors: dict[str, str], arch: str = "sm_90", **more: Any) -> Compiled:
-    """The kernel with a tile, of several rows of 1024 features; more: constants."""
-    flags = {"K": 1024, "ONE": False, "BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GLU": False}
-    flags |= {"COLUMNS": more.get("K", 1024), "X_LEFT": tile.x_left}
-    flags |= {"NORM": False, "ZERO_CENTERED": False, **more}
-    scalars = {"M": "i32", **dict.fromkeys(("row_x", "row_y", "row_residual"), "i32:16")}
-    kernel = "slipstream.kernels.projection_step.triton_kernels:projection_step_kernel"
-    pointers = {f"{name}_ptr": dtype for name, dtype in tensors.items()}
-    return compile_kernel(kernel, pointers, flags, scalars, arch, tile.warps, tile.stages)
+def job_of(
+    rows: int, *N: int, K: int = 1024, arch: str = "sm_90", dtype: Any = torch.bfloat16, **on: Any
+) -> Job:
+    """What a call of `rows` rows launches, with weights of N rows each."""
+
+    def call(device: torch.device) -> None:
+        x, *weights = (torch.empty(n, K, device=device, dtype=dtype) for n in (rows, *N))
+        projection_step(x, weights, **on)
+
+    (job,) = trace(call, arch, backward=False)
+    return job
+
+
+def norm_jobs(K: int = 1024) -> list[Job]:
+    """Of 64 rows by a weight of 1024: sums of shares of K, and all of it with its norm."""
+
+    def call(device: torch.device) -> None:
+        x, w, h = (
+            torch.empty(n, device=device).bfloat16() for n in ((64, K), (1024, K), (64, 1024))
+        )
+        op.run_norm(NormedInputs(x, w, None, h, h[0]), NormOptions(1e-5), "triton")
+
+    return trace(call, "sm_90", backward=False)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from slipstream.compiler.trace import trace
+from slipstream.compiler.arch import ARCHS
 from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import op
 from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
@@ -15,7 +15,7 @@ from slipstream.runtime.consistent import consistent
 from tests.support import wants
 from tests.support.interpreted import interpreted
 from tests.support.operators import relative_error
-from tests.support.projections import SIZES, compile_step, formula, inputs
+from tests.support.projections import SIZES, formula, inputs, job_of, norm_jobs
 
 if HAVE_TRITON:
     from slipstream.kernels.projection_step import triton_kernels as launch
@@ -48,11 +48,10 @@ def test_matches_the_formula(impl: str, size: tuple) -> None:
 
 
 @wants.triton
-@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("rows", [1, 16])
 def test_weights_are_read_in_wide_words(rows: int) -> None:
     """16 bytes a load of every weight, whichever of them a program takes, and no spills."""
-    tile = launch.tile_of(rows, 4112, 1024, 2, 2, 232_448)
-    got = compile_step(tile, dict.fromkeys(("x", "y", "w0", "w1", "w2"), "*bf16"), ONE=rows == 1)
+    got = job_of(rows, 2048, 2048, 16).compile()
     assert got.stack == 0
     wide = "ld.global.v4" if rows == 1 else "cp.async.cg.shared.global"
     assert got.ptx.count(wide) >= 4
@@ -60,24 +59,20 @@ def test_weights_are_read_in_wide_words(rows: int) -> None:
 
 
 @wants.triton
-@pytest.mark.parametrize("shared", [1 << 16, 101_376, 232_448])
-@pytest.mark.parametrize("bytes_each", [2, 4])
-def test_tiles_fit_shared_memory(bytes_each: int, shared: int) -> None:
+@pytest.mark.parametrize("arch", ["sm_75", "sm_89", "sm_90"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_tiles_fit_shared_memory(dtype: torch.dtype, arch: str) -> None:
     """GPUs have 64, 99 and 227 KiB of it."""
-    tensors = dict.fromkeys(("x", "y", "w0", "w1"), {2: "*bf16", 4: "*fp32"}[bytes_each])
-    for N, is_glu in ((1024, False), (2752, True)):
-        tile = launch.tile_of(64, N, 1024, bytes_each, bytes_each * (1 + is_glu), shared)
-        got = compile_step(tile, tensors, "sm_90" if shared > 101_376 else "sm_89", GLU=is_glu)
-        assert got.shared <= shared
+    for N, activation in ((512, None), (2752, "swiglu")):
+        job = job_of(64, N, N, arch=arch, dtype=dtype, activation=activation)
+        assert job.compile().shared <= ARCHS[arch].shared
 
 
 @wants.triton
-@pytest.mark.parametrize("glu", [False, True])
-def test_products_of_many_rows_are_wgmma(glu: bool) -> None:
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_products_of_many_rows_are_wgmma(activation: str | None) -> None:
     """With x on the left, loaded in words of 16 bytes; without spills, in an SM's memory."""
-    tile = launch.tile_of_many(2752, 1024, 1 + glu, 232_448)
-    tensors = dict.fromkeys(("x", "y", "w0", "w1"), "*bf16")
-    got = compile_step(tile, tensors, GLU=glu, PDL=True)
+    got = job_of(64, 2752, 2752, activation=activation).compile()
     assert got.instructions["wgmma"] and not got.instructions["mma.sync"]
     assert got.ptx.count("cp.async.cg.shared.global") >= 4 and got.stack == 0
     assert got.shared <= 232_448
@@ -87,33 +82,20 @@ def test_products_of_many_rows_are_wgmma(glu: bool) -> None:
 @pytest.mark.parametrize("K", [1024, 2752])
 def test_shares_of_k_fill_the_gpu(K: int) -> None:
     """Of a weight of 1024 rows about a program for each of 132 multiprocessors."""
-    tile, shares = launch.tile_of_shares(K)
-    columns = -(-K // (shares * tile.BK)) * tile.BK
-    assert 64 <= 1024 // tile.BN * -(-K // columns) <= 264
-    tensors = {"x": "*bf16", "w0": "*bf16", "y": "*fp32"}
-    got = compile_step(tile, tensors, K=K, COLUMNS=columns, PDL=True)
+    job, _ = norm_jobs(K)
+    assert 64 <= 1024 // job.constants["BN"] * -(-K // job.constants["COLUMNS"]) <= 264
+    got = job.compile()
     assert got.stack == 0 and got.shared <= 232_448 // 2
 
 
 @wants.triton
 def test_consistent_calls_keep_their_tile() -> None:
     """Of 64 rows that of 2 rows but for its height, so that the sums of a row have one order."""
-
-    def call(device: torch.device) -> None:
-        x, w = (torch.empty(n, 1024, device=device, dtype=torch.bfloat16) for n in (64, 4096))
-        projection_step(x, w)
-        with consistent():
-            projection_step(x, w)
-
-    default, same = trace(call, "sm_90", backward=False)
+    with consistent():
+        same = job_of(64, 4096)
+    default, few = job_of(64, 4096), job_of(2, 4096)
     assert default.constants["X_LEFT"] and not same.constants["X_LEFT"]
-    (few,) = trace(few_rows, "sm_90", backward=False)
     assert few.constants["BK"] == same.constants["BK"] and not few.constants["X_LEFT"]
-
-
-def few_rows(device: torch.device) -> None:
-    x, w = (torch.empty(n, 1024, device=device, dtype=torch.bfloat16) for n in (2, 4096))
-    projection_step(x, w)
 
 
 def test_refuses() -> None:
