@@ -93,8 +93,7 @@ def test_attention_does_not_sync_and_repeats_its_bits(name: str, D: int, DV: int
     args, leaves = call_of(name, D, DV)
     without_sync(lambda: both(attention, args, leaves))
     first, second = (both(attention, args, leaves) for _ in range(2))
-    for x, y in zip(first, second, strict=True):
-        assert torch.equal(x, y)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 @every_width
@@ -111,8 +110,7 @@ def test_attention_in_a_graph_follows_new_lengths(name: str, D: int, DV: int) ->
             args[n].copy_(torch.tensor(OTHERS[n][turn]))
         graph.replay()
         replayed = [x.clone() for x in captured]
-        for x, y in zip(replayed, run(), strict=True):
-            assert torch.equal(x, y)
+        torch.testing.assert_close(replayed, run(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +124,7 @@ def test_attention_compiles_fullgraph_without_recompiling(name: str, D: int, bac
         args, leaves = call_of(name, D, D, tokens)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
             got = both(compiled, args, leaves)
-        for x, y in zip(got, both(attention, args, leaves), strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=0)
+        torch.testing.assert_close(got, both(attention, args, leaves), rtol=0, atol=0)
 
 
 def flash_calls() -> dict[str, tuple[Callable[[], Any], Any]]:
@@ -221,8 +218,9 @@ def test_cache_in_a_graph_follows_new_lengths(D: int, page: int) -> None:
             call[n].normal_()
         want = grown(call)
         graph.replay()
-        for x, y in zip((*captured, call["k_cache"], call["v_cache"]), want, strict=True):
-            assert torch.equal(x, y)
+        torch.testing.assert_close(
+            (*captured, call["k_cache"], call["v_cache"]), want, rtol=0, atol=0
+        )
 
 
 @every_cache
@@ -237,8 +235,7 @@ def test_cache_compiles_fullgraph_without_recompiling(D: int, page: int) -> None
         want = grown(call)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
             got = (*compiled(**call), call["k_cache"], call["v_cache"])
-        for x, y in zip(got, want, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=0)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 # ---- flash_attn_with_kvcache on a GPU beside itself on the CPU in float64: new keys, rotary,

@@ -73,8 +73,7 @@ def test_operator_on_cuda_matches_reference(
         assert error <= most_of_gradients, f"{op.name} d{name}: {error:.2e} > {most_of_gradients}"
     poison()
     again, grads_again = run(op, moved, impl=chosen)
-    for i, (x, y) in enumerate(zip([*got, *grads], [*again, *grads_again])):
-        assert torch.equal(x, y), f"{op.name} {i}: other bits the second time"
+    torch.testing.assert_close([*again, *grads_again], [*got, *grads], rtol=0, atol=0)
 
 
 def halves(x: Tensor, sequences: int) -> tuple[Tensor, ...]:
@@ -120,8 +119,7 @@ def test_portable_kernels_same_bits_under_load(op: Sample, size: str) -> None:
     chosen = supported(op, args, "triton")
     first, *others = ([*out, *grads] for out, grads in (run(op, args, impl=chosen) for _ in "abc"))
     for other in others:
-        for i, (x, y) in enumerate(zip(first, other, strict=True)):
-            assert torch.equal(x, y), f"{op.name} {i}: other bits"
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
 
 
 # ---- No wait for the device, and CUDA graphs of forward and backward with new packed lengths in
@@ -152,8 +150,7 @@ def test_operator_on_cuda_never_waits_for_the_device(
         want = both(op, args, inputs, impl=chosen)
     with waiting_is_an_error():
         got = both(op, args, inputs, impl=chosen)
-    for x, y in zip(got, want, strict=True):
-        assert torch.equal(x, y)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @every_operator
@@ -167,8 +164,7 @@ def test_backward_in_cuda_graph_new_lengths(op: Sample, size: Size) -> None:
         args["cu_seqlens"].copy_(torch.tensor([0, *lengths]).cumsum(0))
         graph.replay()
         replayed = [x.clone() for x in captured]
-        for x, y in zip(replayed, both(op, args, inputs), strict=True):
-            assert torch.equal(x, y)
+        torch.testing.assert_close(replayed, both(op, args, inputs), rtol=0, atol=0)
 
 
 def test_step_in_cuda_graph_new_slots() -> None:

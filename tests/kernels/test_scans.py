@@ -56,8 +56,7 @@ def run(
 
 
 def near(got: Any, want: Any, tolerance: float = 1e-11) -> None:
-    for some, others in zip(got, want, strict=True):
-        torch.testing.assert_close(some, others, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(params=[True, False], ids=["parts", "whole"])

@@ -77,8 +77,7 @@ def test_step_is_one_operator(name: str, operators: list[str]) -> None:
     y = [layer.step(x[:, t : t + 1], state) for t in range(9, 12)]
     assert operators == ["mixer_step"] * 3
     torch.testing.assert_close(torch.cat(y, 1), want[:, 9:], rtol=1e-4, atol=1e-4)
-    for key, value in end.items():
-        torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(state, end, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -101,5 +101,4 @@ def test_absorbed_decoding_has_gradients() -> None:
         _, state = ours(x[:, :8], use_cache=True)
         y, _ = ours(x[:, 8:], state=state)
         found.append([y, *torch.autograd.grad(y.sin().sum(), [x, *ours.parameters()])])
-    for a, b in zip(*found):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

@@ -1,5 +1,5 @@
 """Models in the ways that trainers run them, alone and together: each gives the loss and the
-gradients of the untouched model. What may be refused is a row of REFUSED, model_ways.py."""
+gradients of the untouched model."""
 
 from itertools import combinations
 from pathlib import Path

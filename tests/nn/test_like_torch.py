@@ -67,8 +67,7 @@ def test_module_loads_torch_state_dict(case: tuple) -> None:
             torch.autograd.grad(y.square().sum(), list(module.parameters()))
             for y, module in ((want, torchs), (got, mine))
         ]
-        for x, y in zip(*grads, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
         assert parameters[0].shape == next(mine.parameters()).shape
 
 
@@ -111,8 +110,7 @@ def test_gated_mlp_is_its_three_layers(activation: str, bias: bool) -> None:
     found = []
     for y in (mlp(x), mlp.down_proj(product)):
         found.append([y, *torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])])
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*found)
     with torch.no_grad():
         torch.testing.assert_close(mlp(x), found[0][0])
     assert {name.partition(".")[0] for name in mlp.state_dict()} == {
@@ -234,8 +232,7 @@ def test_norms_of_sums_and_gates_are_the_operators() -> None:
     norm = nn.RMSNorm(D, 1e-5, zero_centered=True)
     torch.nn.init.normal_(norm.weight)
     want = ops.rms_norm(x, norm.weight, residual=other, prenorm=True, zero_centered=True)
-    for a, b in zip(norm(x, other, prenorm=True), want, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(norm(x, other, prenorm=True), want, rtol=0, atol=0)
     assert torch.equal(nn.RMSNorm(D, zero_centered=True)(x), nn.RMSNorm(D)(x))
     gated = nn.GatedRMSNorm(D, activation="sigmoid", group_size=4)
     want = ops.rms_norm_gated(x, other, gated.weight, activation="sigmoid", group_size=4)

@@ -111,8 +111,9 @@ def test_vllm_projections_are_put_in_order_by_one_table(monkeypatch: pytest.Monk
         x, ba = torch.randn(3, 16), torch.randn(3, 4)
         got = cls._ordered(layer, x, ba)
         *parts, b, a = layer.fix_query_key_value_ordering(x, ba)
-        for y, want in zip(got, (torch.cat([t.flatten(1) for t in parts], 1), b, a), strict=True):
-            assert torch.equal(y, want)
+        torch.testing.assert_close(
+            got, (torch.cat([t.flatten(1) for t in parts], 1), b, a), rtol=0, atol=0
+        )
     finally:
         forget_vllm()
 

@@ -83,8 +83,7 @@ def check_one_of_two() -> None:
         assert ys is not None
         grads = torch.autograd.grad(ys[0].square().sum(), leaves, allow_unused=True)
         found.append([torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves)])
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*found)
 
 
 def check_packed_layer() -> None:
@@ -98,12 +97,10 @@ def check_packed_layer() -> None:
     alone = torch.cat([layer(apart[:, i:j])[0] for i, j in pairwise(offsets) if j > i], 1)
     torch.testing.assert_close(y, alone)
     dy = torch.randn_like(y)
-    for got, want in zip(
+    torch.testing.assert_close(
         torch.autograd.grad(y, [whole, *layer.parameters()], dy),
         torch.autograd.grad(alone, [apart, *layer.parameters()], dy),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want)
+    )
 
 
 @interpreted
