@@ -246,6 +246,7 @@ class VectorDecayBackend(ChunkBackend):
         self.chunk_scan(dv_chunks._replace(y=dv_here, a=intra.a, scale=scale), problem, intra)
         if terms.gv is not None:
             self.chunk_scan(states._replace(y=dq, a=intra.a, scale=scale), problem, intra)
+        intra = intra._replace(a=None)  # P takes its memory
         more: dict[str, Any] = {"dq": dq} if terms.gv is None else {}
         more |= {"dqs": dqs, "dke": dk_here, "z": sums.z, "dk": dk_here, "dg": dg, "du": du}
         self.chunk_grads(problem, intra, self.chunk_pairs(problem), scale, **more)

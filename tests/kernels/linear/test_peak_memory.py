@@ -122,3 +122,14 @@ def test_call_memory_with_shared_heads(
     make: Callable[..., LinearInputs], shape: tuple[int, int, int, int]
 ) -> None:
     assert share(trained, make, *shape) <= 1
+
+
+def test_pairs_take_the_memory_of_scores() -> None:
+    """Of a gate a channel backward, by Triton's kernels: each is half of k, which is there once."""
+
+    def call(device: torch.device) -> None:
+        terms = batch(1, 8192, 16, 16, device)
+        beyond, _ = trained(terms._replace(g=torch.empty_like(terms.v), beta=None))
+        assert beyond < 2.5 * terms.k.nbytes, beyond / terms.k.nbytes
+
+    trace(call, "sm_90", backward=False)
