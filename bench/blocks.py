@@ -32,6 +32,7 @@ from harness import (
 )
 from torch import Tensor
 
+from slipstream import ops
 from slipstream.tools.catalog import Sample, Shape
 
 
@@ -44,7 +45,7 @@ class Work:
     name: str
     sample: Sample
     shape: Shape
-    units: tuple[int, int] = (0, 0)
+    units: tuple[float, float] = (0, 0)
 
     @property
     def kind(self) -> str:
@@ -65,6 +66,8 @@ GROUPS = Sample("group_norm", _NORM, options={"num_groups": 32})
 CONV = Sample("short_convolution", "x=BTD weight=DW", options={"activation": "silu"})
 ROTARY = Sample("rotary_embedding", "x=BTHK cos=TP sin=TP", fixed="cos sin")
 SCAN = Sample("selective_scan", _SELECTIVE, options={"delta_softplus": True})
+MHC_PRE = Sample("mhc_pre", "streams=BT4D weight=UI:state base=U:state scale=3:state")
+MHC_POST = Sample("mhc_post", "streams=BT4D y=BTD post=BT4:sum comb=BT44:sum")
 LOSS = Sample("cross_entropy", "logits=TZ target=T:targets")
 LINEAR = Sample("linear_cross_entropy", "hidden=TD weight=ZD target=T:targets")
 KL = Sample("linear_kl_div", _KL, fixed="teacher teacher_weight")
@@ -83,6 +86,8 @@ WORKS = [
         Work(f"selective_scan {b}x{t}x4096 N16", SCAN, Shape(B=b, T=t, D=4096, M=16), (4, 7))
         for b, t in ((8, 2048), (1, 2048), (1, 16384))
     ),
+    Work("mhc_pre 8192x4x4096", MHC_PRE, _rows(8192, D=4096), (1.25, 2.25)),
+    Work("mhc_post 8192x4x4096", MHC_POST, _rows(8192, D=4096), (2.25, 3.5)),
     Work("swiglu 16384x8192", Sample("swiglu", _GLU), _rows(16384, C=8192), (3, 5)),
     Work("token_shift 16384x4096", Sample("token_shift", "x=BTD"), _rows(16384, D=4096), (2, 2)),
     Work("cross_entropy 16384x32000", LOSS, _rows(16384, Z=32000)),
@@ -112,6 +117,8 @@ def of_torch() -> dict[str, Callable]:
         "short_conv": conv,
         "swiglu": lambda g, u: F.silu(g) * u,
         "token_shift": lambda x: F.pad(x[:, :-1], (0, 0, 1, 0)),
+        "mhc_pre": partial(ops.mhc_pre, impl="eager"),
+        "mhc_post": partial(ops.mhc_post, impl="eager"),
     }
 
 

@@ -53,12 +53,13 @@ _detach DirectCall, allow_neg_eigval GatedDeltaProduct, bias LayerNorm, bias Lin
 causal attention, conv_bias Mamba2, convolved Gated, delta_softplus _mamba_inner, grouped Sample,
 inplace channel_mixing_rwkv7, interleaved MLA, is_rms_norm FusedRMSNormGated,
 is_rms_norm FusedRMSNormGatedLinear, is_rms_norm RMSNorm, is_rms_norm RMSNormGated,
-is_rms_norm RMSNormLinear, late Line, leaves_states Mixer, norm_affine GatedLinearAttention,
-norm_before_gate Mamba2, norm_before_gate RMSNormGated, normalize fused_recurrent_linear_attn,
-output_final_state fused_recurrent_rwkv7, remembers CompilerState, replay DirectCall,
-reuses_w Sm90Delta, saves Sm90Delta, scales_states ChunkBackend, takes_first_value RWKV7,
-use_beta_sigmoid_in_kernel step, use_cache SlipstreamConfig, use_cache recurrent_gemma,
-use_gate DeltaNet, use_qk_l2norm_in_kernel chunk_gated_delta_rule, use_qk_l2norm_in_kernel step,
+is_rms_norm RMSNormLinear, late Line, leaves_states Mixer, mix HyperConnection,
+norm_affine GatedLinearAttention, norm_before_gate Mamba2, norm_before_gate RMSNormGated,
+normalize fused_recurrent_linear_attn, output_final_state fused_recurrent_rwkv7,
+remembers CompilerState, replay DirectCall, reuses_w Sm90Delta, saves Sm90Delta,
+scales_states ChunkBackend, takes_first_value RWKV7, use_beta_sigmoid_in_kernel step,
+use_cache SlipstreamConfig, use_cache recurrent_gemma, use_gate DeltaNet,
+use_qk_l2norm_in_kernel chunk_gated_delta_rule, use_qk_l2norm_in_kernel step,
 verifies_drafts Mixer"""
 ROOT = Path(slipstream.__file__).parent
 TOP = ROOT.parent

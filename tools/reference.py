@@ -23,6 +23,7 @@ GROUPS = {
     "State-space models": "mamba",
     "Softmax attention": "attention flash_attn",
     "Normalisation": "norm attnres",
+    "Residual streams": "hyper_connection",
     "Convolution and token shift": "conv causal_conv1d token_shift",
     "Positions and embedding": "rotary embedding",
     "Activations": "activation",

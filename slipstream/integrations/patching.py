@@ -5,12 +5,10 @@ function of fla, causal_conv1d or mamba_ssm if that is installed when the module
 plain torch. A layer looks them up among the globals of its module whenever it runs. patch() finds
 the decorated functions by what the decorator leaves in their closures, and puts those of
 linear_mixers.FUNCTIONS in their place; a finder does it for modules that are imported later. Gated
-norms are found by their arguments, and replaced if ours gives the same numbers.
-
-Packed sequences are kept apart whatever transformers is told of them (seq_idx, offsets, or
-position_ids that fall back): forward of a model and of its layers is wrapped, and hands it down.
-torch's activation checkpoints, which run a part of a model again in the backward pass, keep it for
-that part (AROUND).
+norms are found by their arguments, and replaced if ours gives the same numbers. Packed sequences
+are kept apart whatever transformers is told of them (seq_idx, offsets, or position_ids that fall
+back): forward of a model and of its layers is wrapped, and hands it down. torch's checkpoints,
+which run a part of a model again in the backward pass, keep it for that part (AROUND).
 """
 
 import inspect
@@ -21,7 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream.integrations import auto_models, class_mixers, linear_mixers, rows, usage
+from slipstream.integrations.hyper_connections import code_of, hyper_connected
 from slipstream.integrations.linear_mixers import FUNCTIONS, running, sequences_of
 from slipstream.ops.norm import rms_norm_gated
 
@@ -46,8 +45,8 @@ def patch(model: nn.Module | None = None) -> list[str]:
     """Puts Slipstream's operators into the linear layers of transformers' models.
 
     Gated delta rule, KDA, Mamba-2, Mamba-1's scan, short convolutions and gated norms, wherever a
-    model looks up functions of fla, causal_conv1d or mamba_ssm, and the classes of
-    class_mixers.FORWARDS. A call that slipstream does not take goes to transformers' own function,
+    model looks up functions of fla, causal_conv1d or mamba_ssm, and classes of class_mixers.py and
+    hyper_connections.py. A call that slipstream does not take goes to transformers' own function,
     which a warning says once. Softmax attention is apart: attn_implementation="slipstream".
 
     Args:
@@ -105,18 +104,19 @@ def _patch_module(module: ModuleType) -> list[str]:
     """Replaces what is in a module, if anything in it is looked up in those packages."""
     found = {attribute: (looked_up(f), f) for attribute, f in vars(module).items()}
     functions = {a: (name, f) for a, (name, f) in found.items() if name in FUNCTIONS}
-    mixers = [
-        cls for cls in _classes_of(module)
-        if cls.__name__ in class_mixers.FORWARDS and not hasattr(cls.forward, ORIGINAL)
-    ]  # fmt: skip
-    if not functions and not mixers:
+    ours = {
+        cls: forward for cls in _classes_of(module) if not hasattr(cls.forward, ORIGINAL)
+        and (forward := class_mixers.FORWARDS.get(cls.__name__) or hyper_connected(cls))
+    }  # fmt: skip
+    mixers = any(cls.__name__ in class_mixers.FORWARDS for cls in ours)
+    if not functions and not ours:
         return []
     for attribute, (name, function) in functions.items():
         full = f"{module.__name__}.{attribute}"
         setattr(module, attribute, replacement_of(FUNCTIONS[name], function, full))
     replaced = list(functions)
-    for cls in _classes_of(module):
-        forward = _forward_of(cls, set(functions), bool(mixers))
+    for cls in _classes_of(module) if functions or mixers else ours:
+        forward = _forward_of(cls, set(functions), mixers, ours.get(cls))
         if forward is not None:
             setattr(forward, ORIGINAL, cls.forward)
             cls.forward = forward
@@ -152,7 +152,9 @@ def _classes_of(module: ModuleType) -> Iterator[type[nn.Module]]:
             yield value
 
 
-def _forward_of(cls: type[nn.Module], functions: set[str], padded: bool) -> Callable | None:
+def _forward_of(
+    cls: type[nn.Module], functions: set[str], padded: bool, ours: Callable | None
+) -> Callable | None:
     """Another forward for a class of a patched module, or None if it stays.
 
     functions: the names of what is replaced in the module. padded: its layers ask what is padding.
@@ -160,11 +162,11 @@ def _forward_of(cls: type[nn.Module], functions: set[str], padded: bool) -> Call
     if issubclass(cls, PreTrainedModel):
         return _model_forward(cls.forward, padded)
     if issubclass(cls, GradientCheckpointingLayer):
-        checkpoints = _is_checkpoint(cls.forward)
-        return _layer_forward(cls.forward.__wrapped__ if checkpoints else cls.forward)
-    if (ours := class_mixers.FORWARDS.get(cls.__name__)) is not None:
+        forward = cls.forward.__wrapped__ if _is_checkpoint(cls.forward) else cls.forward
+        return _layer_forward(forward, ours or forward)
+    if ours is not None:
         return replacement_of(ours, cls.forward, f"{cls.__module__}.{cls.__name__}")
-    if functions & {*_code_of(cls.forward).co_names}:
+    if functions & {*code_of(cls.forward).co_names}:
         return _mixer_forward(cls.forward)
     return _apart(cls.forward) if _mixes(cls) else _gated_norm(cls)
 
@@ -172,12 +174,7 @@ def _forward_of(cls: type[nn.Module], functions: set[str], padded: bool) -> Call
 def _is_checkpoint(forward: Any) -> bool:
     """Whether it is what newer transformers put around forward of a layer: it checkpoints a layer
     whose forward it is, and none that has another around it."""
-    return getattr(forward, "__code__", _code_of.__code__).co_name == "forward_with_checkpointing"
-
-
-def _code_of(function: Callable) -> CodeType:
-    """Of a function within its decorators; of none where it is no function of Python."""
-    return getattr(inspect.unwrap(function), "__code__", _code_of.__code__)
+    return getattr(forward, "__code__", code_of.__code__).co_name == "forward_with_checkpointing"
 
 
 def replacement_of(ours: Callable, theirs: Callable, full: str) -> Callable:
@@ -311,8 +308,7 @@ def _checkpoint_call(call: Callable) -> Callable:
     return replacement
 
 
-# what runs around layers, and how it is wrapped: every checkpoint of torch passes through one of
-# these two classes, by whichever function, wrapper or trainer it comes
+# what runs around layers, and how it is wrapped: all checkpoints of torch pass through two classes
 AROUND: tuple[tuple[type, str, Callable[[Callable], Callable]], ...] = (
     (GradientCheckpointingLayer, "__call__", _layer_call),
     (Cache, "reorder_cache", class_mixers.cache_call),
@@ -322,8 +318,8 @@ AROUND: tuple[tuple[type, str, Callable[[Callable], Callable]], ...] = (
 )
 
 
-def _layer_forward(forward: Callable) -> Callable:
-    """forward of a layer, whose functions find in running.now what it does not tell them."""
+def _layer_forward(forward: Callable, ours: Callable) -> Callable:
+    """ours for a layer's forward: its functions find in running.now what it does not tell."""
     parameters = inspect.signature(forward).parameters.values()
     open_ended = any(p.kind is p.VAR_KEYWORD or p.name == "seq_idx" for p in parameters)
 
@@ -337,8 +333,9 @@ def _layer_forward(forward: Callable) -> Callable:
             running.now.of_layer = seq_idx
             if open_ended:
                 kwargs["seq_idx"] = seq_idx
+        run = forward if torch.compiler.is_exporting() else ours
         try:
-            return forward(self, *args, **kwargs)
+            return run(self, *args, **kwargs)
         finally:
             running.now.of_layer, running.now.real_of_layer = outer
 
@@ -374,7 +371,7 @@ def _mixer_forward(forward: Callable) -> Callable:
 def _mixes(cls: type[nn.Module]) -> bool:
     """Whether a class is a short convolution in plain torch that ignores packed sequences, such as
     transformers 5.23's Inkling2DynamicShortConvolution."""
-    code = _code_of(cls.forward)
+    code = code_of(cls.forward)
     read = {*code.co_names, *code.co_consts, *code.co_varnames}
     return (
         "conv_kernel_size" in inspect.signature(cls.__init__).parameters

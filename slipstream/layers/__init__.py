@@ -12,6 +12,8 @@ from slipstream.layers.gla import HGRN as HGRN
 from slipstream.layers.gla import HGRN2 as HGRN2
 from slipstream.layers.gla import GatedLinearAttention as GatedLinearAttention
 from slipstream.layers.gla import GatedSlotAttention as GatedSlotAttention
+from slipstream.layers.hyper_connections import HyperConnection as HyperConnection
+from slipstream.layers.hyper_connections import HyperHead as HyperHead
 from slipstream.layers.kda import GatedDeltaNet2 as GatedDeltaNet2
 from slipstream.layers.kda import KimiDeltaAttention as KimiDeltaAttention
 from slipstream.layers.mamba import Mamba2 as Mamba2

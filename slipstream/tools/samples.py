@@ -3,7 +3,8 @@
 "q=BTHK:unit" is an argument q of dims B, T, H, K filled as FILL says; without a fill it is normal.
 Letters: B batch, T tokens, R = T times the Householder steps, H heads of q and k, G of v and gates,
 K and V widths, P = K / 2, F = P - 1, M slots, N sequences, S = T + 3 keys, D channels, C = 3D, L
-channels too many for one tile, Q = 512 + 64 of a latent, Z vocabulary, W taps; a digit is itself.
+channels too many for one tile, Q = 512 + 64 of a latent, Z vocabulary, W taps, I = 4D of 4 streams
+with U = 24 weights; a digit is itself.
 """
 
 import inspect
@@ -78,6 +79,8 @@ class Shape:
             "Q": 576,
             "Z": self.Z,
             "W": 4,
+            "U": 24,
+            "I": 4 * channels,
             **{str(n): n for n in range(1, 10)},
         }
 

@@ -26,6 +26,7 @@ SIZES = ((1, 6), (7, 12), (37, 30), (0, 6))
 LIMITS = {torch.float32: (1e-5, 3e-5), torch.float16: (4e-3, 8e-3)}
 FAMILIES = {
     "attnres": ("attnres",),
+    "hyper_connection": ("mhc_pre", "mhc_post"),
     "conv": ("short_convolution",),
     "loss": ("cross_entropy", "linear_cross_entropy"),
     "norm": ("rms_norm", "layer_norm", "l2_norm", "group_norm", "rms_norm_gated"),

@@ -17,6 +17,7 @@ from slipstream.kernels.attnres import op as attnres
 from slipstream.kernels.conv import op as conv
 from slipstream.kernels.elementwise import copy_states, rotation, token_shift
 from slipstream.kernels.elementwise.triton import rotary
+from slipstream.kernels.hyper_connection import op as hyper
 from slipstream.kernels.linear import decode, inputs, segments
 from slipstream.kernels.linear import op as linear
 from slipstream.kernels.linear import plan as sm90
@@ -178,6 +179,8 @@ LIMITS: dict[str, tuple[Callable[[int], Any], int] | tuple[Callable[[int], Any],
         lambda n: attnres._unsupported_reason(m(2, 8), [m(2, 8)] * n, None), attnres.STREAMS),
     "features": (lambda n: attnres._unsupported_reason(m(2, n), [m(2, n)], None), attnres.WIDEST),
     "rows": (lambda n: attnres._unsupported_reason(m(n, 8), [m(n, 8)], None), 2**31 - 1),
+    "streams": (lambda n: hyper.unsupported_reason(m(2, n, 8)), hyper.STREAMS),
+    "streams' tokens": (lambda n: hyper.unsupported_reason(m(n, 4, 8)), 2**31 - 1),
     "taps": (lambda n: conv._unsupported_reason(m(1, 4, 8), m(8, n)), conv.MAX_TAPS),
     "offsets": (lambda n: conv._unsupported_reason(m(1, 4, 8), m(8, 4), m(n)), 2, 1),
     "unit tensors": (

@@ -22,6 +22,7 @@ from slipstream.kernels.elementwise import (
     token_shift,
 )
 from slipstream.kernels.gated_scan import op as scan
+from slipstream.kernels.hyper_connection import op as hyper
 from slipstream.kernels.linear import gated_delta_product, gsa
 from slipstream.kernels.linear import op as linear
 from slipstream.kernels.linear.inputs import LinearInputs
@@ -36,6 +37,7 @@ from slipstream.kernels.time_mix import rwkv7, token_mix
 from slipstream.runtime import autograd, backends
 
 assert slipstream.ops  # every operator is defined by now
+MHC = 1e-6, 1e-6, 3, 2.0, 0.0
 IDS = torch.tensor([0, 2, 1, 4])
 LOSS = (-100, 0.1, 0.0, 0.0, 1.0)
 
@@ -162,6 +164,16 @@ ROWS: dict[str, tuple] = {
         1,
     ),
     "token_mix": (token_mix._forward, lambda: (*rand(2, 1, 4, 3), None, rand(2, 3), "eager"), 1),
+    "mhc_pre": (
+        hyper._pre,
+        lambda: (rand(3, 2, 4), rand(8, 8), rand(8), rand(3), *MHC, True, "eager"),
+        3,
+    ),
+    "mhc_post": (
+        hyper._post,
+        lambda: (rand(3, 2, 4), rand(3, 4), rand(3, 2), rand(3, 2, 2), "eager"),
+        1,
+    ),
     "erase": (erase._forward, lambda: (*rand(3, 1, 4, 2), "eager"), 1),
     "rotate_qk": (rotation._forward, lambda: (*rand(2, 1, 4, 2, 3), rand(1, 4, 1), "eager"), 3),
     "running_mean": (

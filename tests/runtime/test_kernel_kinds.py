@@ -34,6 +34,7 @@ from slipstream.kernels.elementwise import (
     token_shift,
 )
 from slipstream.kernels.gated_scan import op as gated_scan
+from slipstream.kernels.hyper_connection import op as hyper
 from slipstream.kernels.linear import plan as linear
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.loss import distill, shard
@@ -117,6 +118,22 @@ CASES: dict[str, tuple[Callable, str, str]] = {
     "rotated attention": (rotated._kind, "q=[1,4,2,16]", "q=[1,4,2,32]"),
     "cache of latents": (latent._kind, "q=[1,1,2,16] latent=[1,9,16]", "latent=[1,9,32]"),
     "attnres": (attnres._kind, "residuals=2*[3,8]", "residuals=3*[3,8] residuals=2*[3,16]"),
+    "mhc_pre": (
+        hyper._pre_kind,
+        "streams=[3,4,8] weight=[24,32]",
+        "streams=[3,4,16] weight=[8,32]",
+    ),
+    "mhc_pre of streams": (hyper._pre_kind, "streams=[3,4,8] weight=[24,32]", "streams=[3,2,8]"),
+    "mhc_post": (
+        hyper._post_kind,
+        "streams=[3,4,8] y=[3,8] post=[3,4] comb=[3,4,4]",
+        "streams=[3,2,8] comb=None",
+    ),
+    "mhc_post of a width": (
+        hyper._post_kind,
+        "streams=[3,4,8] y=[3,8] post=[3,4] comb=[3,4,4]",
+        "streams=[3,4,16]",
+    ),
     "conv": (conv.kind, "what='triton' x=[1,5,8] weight=[8,4]", "what='update' weight=[8,3]"),
     "decay_gate": (decay_gate._kind, "x=[1,5,2] A_log=[2] dt_bias=[2]", "x=[1,5,2,8] dt_bias=None"),
     "embedding": (embedding._kind, "input_ids=[3]:int64 weight=[9,8]", "weight=[9,16]"),

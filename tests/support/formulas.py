@@ -100,6 +100,40 @@ def attnres(
     return o if output_rms_weight is None else rms_reference(o, output_rms_weight, 1e-6)
 
 
+def mhc_pre(
+    streams: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    eps: float = 1e-6,
+    iterations: int = 20,
+    magnitude: float = 2.0,
+    post_eps: float = 0.0,
+) -> list[Tensor]:
+    N = streams.shape[-2]
+    flat = streams.flatten(-2)
+    p = (flat / (flat.square().mean(-1, keepdim=True) + 1e-6).sqrt()) @ weight.mT
+    pre = 1 / (1 + (-(p[..., :N] * scale[0] + base[:N])).exp()) + eps
+    found = [(pre[..., None] * streams).sum(-2)]
+    if len(scale) > 1:
+        post = p[..., N : 2 * N] * scale[1] + base[N : 2 * N]
+        found.append(magnitude / (1 + (-post).exp()) + post_eps)
+    if len(scale) > 2:
+        comb = (p[..., 2 * N :] * scale[2] + base[2 * N :]).unflatten(-1, (N, N)).exp()
+        comb = comb / comb.sum(-1, keepdim=True) + eps
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        for _ in range(iterations - 1):
+            comb = comb / (comb.sum(-1, keepdim=True) + eps)
+            comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        found.append(comb)
+    return found
+
+
+def mhc_post(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor | None = None) -> Tensor:
+    mixed = streams if comb is None else comb.mT @ streams
+    return post[..., None] * y[..., None, :] + mixed
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return layer_reference(x, weight, bias, EPS)
 

@@ -95,6 +95,15 @@ def in_chunks(module: str) -> dict[str, Callable]:
 
 FAMILIES = [
     paired("attnres", calls.sampled("attnres-normed"), "attnres.op"),
+    *(
+        Family(
+            f"hyper_connection.{x}",
+            calls.sampled(f"mhc_{x}"),
+            "hyper_connection.op",
+            chooses="kernels.hyper_connection.op",
+        )
+        for x in ("pre", "post")
+    ),
     Family(
         "attention.latent",
         calls.latents,

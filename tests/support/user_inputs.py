@@ -57,7 +57,7 @@ LAYOUTS = {
 # whose backward reads an output: torch says that it was changed, as it does of its own
 READS_OUTPUTS = {"chunk_hgrn", "fused_recurrent_hgrn", "rms_norm-residual", "chunk_mamba3"}
 READS_OUTPUTS |= {"fused_recurrent_mamba3", "chunk_mamba3-mimo", "attention"}
-READS_OUTPUTS |= {"attnres", "flash_attn_func", "flash_attn_varlen_func"}
+READS_OUTPUTS |= {"attnres", "flash_attn_func", "flash_attn_varlen_func", "mhc_pre"}
 READS_OUTPUTS |= {c.name for c in CASES if c.name.startswith("attention-")}
 
 

@@ -1,0 +1,1 @@
+"""Manifold-constrained hyper-connections (mHC): several residual streams around a layer."""

@@ -1,0 +1,121 @@
+"""Models with hyper-connections, patched, beside themselves as they were."""
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from slipstream import layers
+from slipstream.integrations import hyper_connections
+from slipstream.integrations.patching import ORIGINAL
+from slipstream.integrations.transformers import patch, unpatch
+from tests.support.linear_models import tiny
+from tests.support.tiny_models import build
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MODELS = [
+    name
+    for name in (
+        "DeepseekV4ForCausalLM", "Glm5NextForConditionalGeneration", "HYV4ForCausalLM",
+        "HYV4VLForConditionalGeneration", "Qwen4ExpForCausalLM",
+    )
+    if hasattr(transformers, name)
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    yield
+    unpatch()
+
+
+def test_every_class_with_a_forward_is_tested() -> None:
+    """And is replaced: a release whose layers do more would keep its own."""
+    patch()
+    known = set()
+    for name in MODELS:
+        found = vars(inspect.getmodule(getattr(transformers, name)))
+        classes = [found[x] for x in hyper_connections.FORWARDS if x in found]
+        assert classes, name
+        known |= {x.__name__ for x in classes}
+        assert all(hasattr(x.forward, ORIGINAL) for x in classes), name
+    if len(MODELS) == 5:
+        assert known == {*hyper_connections.FORWARDS}
+    unpatch()
+    assert not any(hasattr(x.forward, ORIGINAL) for x in classes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_equal_transformers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls, config, weights, inputs, _ = tiny(name)
+    calls: Counter[str] = Counter()
+
+    def count(operator: str) -> None:
+        run = getattr(hyper_connections, operator)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[operator] += 1
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(hyper_connections, operator, counted)
+
+    def run() -> tuple[Tensor, dict[str, Tensor | None]]:
+        model = build(cls, config, "eager", weights).train()
+        logits = model(**inputs, use_cache=False).logits
+        loss = (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum()
+        parameters = dict(model.named_parameters())
+        grads = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True)
+        return logits.detach(), dict(zip(parameters, grads))
+
+    count("mhc_pre")
+    count("mhc_post")
+    want, right = run()
+    assert not calls
+    patch()
+    got, ours = run()
+    layers = config.get_text_config().num_hidden_layers
+    assert calls["mhc_post"] == 2 * layers
+    head = 0 if "Glm5Next" in name else 1  # a mean
+    assert calls["mhc_pre"] == (0 if "Qwen4" in name else 2 * layers + head)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+    largest = max(float(g.abs().max()) for g in right.values() if g is not None)
+    for parameter, grad in right.items():
+        assert (grad is None) == (ours[parameter] is None), parameter
+        if grad is not None:
+            torch.testing.assert_close(
+                ours[parameter], grad, rtol=1e-3, atol=1e-4 * largest, msg=parameter
+            )
+
+
+@pytest.mark.parametrize("name", [x for x in MODELS if "Qwen4" not in x])
+def test_layers_take_state_dicts_of_transformers(name: str) -> None:
+    cls, config, weights, _, _ = tiny(name)
+    model = build(cls, config, "eager", weights)
+    parts = {type(x).__name__.partition("Hyper")[2]: x for x in model.modules()}
+    text = config.get_text_config()
+    N, D = text.hc_mult, text.hidden_size
+    streams = torch.randn(2, 3, N, D)
+    alone = "HYV4" in name
+    ours = layers.HyperConnection(
+        D, N, mix=not alone, eps=text.hc_eps, norm_eps=text.rms_norm_eps,
+        **({"magnitude": text.hc_magnitude, "post_eps": text.hc_eps} if alone
+           else {"iterations": text.hc_sinkhorn_iters}),
+    )  # fmt: skip
+    ours.load_state_dict(parts["Connection"].state_dict())
+    *want, collapsed = parts["Connection"](streams)
+    for got, right in zip(ours(streams), (collapsed, *want)):
+        torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5)
+    if parts["Head"].state_dict():
+        head = layers.HyperHead(D, N, eps=text.hc_eps, norm_eps=text.rms_norm_eps)
+        head.load_state_dict(parts["Head"].state_dict())
+        torch.testing.assert_close(head(streams), parts["Head"](streams), rtol=1e-5, atol=1e-5)
