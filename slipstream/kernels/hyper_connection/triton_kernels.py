@@ -14,14 +14,12 @@ from torch import Tensor
 
 from slipstream.runtime import backends, launch_cache
 
-# tokens, features, stages and warps
-TILES = {"scores": (128, 64, 4, 8), "streams": (64, 64, 3, 4)}
-
 
 @triton.jit
 def _half(b_x, o, SPLIT: tl.constexpr):
     """b_x of even o, what bf16 cuts off of it of odd o: products of both are right to 2^-16."""
     if SPLIT:
+        # cut, not rounded, which takes fewer instructions: the rest has what is cut off
         b_high = (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
         b_x = tl.where(o % 2 == 0, b_high, b_x - b_high)
     return b_x
@@ -142,6 +140,7 @@ def mhc_pre_fwd_kernel(
             b_c = _normalize(b_c, p_s, m_n, eps, 0)
         tl.store(comb_ptr + (i_t * N + o_i) * N + o_j, b_c, mask=m_c)
     b_pre = _sigmoids(p_p, base_ptr, scale_ptr, o_n, m_n, N, M)[:, None] + eps
+    # the streams of some features at once, each thread with the same features of all
     for d in range(0, D, BD):
         o_d = d + tl.arange(0, BD)
         m_d = o_d < D
@@ -180,6 +179,7 @@ def mhc_pre_bwd_kernel(
         b_c = _softmax(p_p, base_ptr, scale_ptr, N, NP)
         b_dc = b_c * (b_dc - tl.sum(b_c * b_dc, 1)[:, None])
         tl.store(p_dl + 2 * N + o_n[:, None] * N + o_n[None, :], b_dc, mask=m_c)
+    # summed once, after the loop: a sum over threads in each turn would hold it up
     b_dpre = tl.zeros([NP, BD], tl.float32)
     for d in range(0, D, BD):
         o_d = d + tl.arange(0, BD)
@@ -229,6 +229,7 @@ def mhc_streams_bwd_kernel(
         b_half = tl.load(half_ptr + o_t[:, None] * BM + o_m[None, :], mask=m_t[:, None], other=0.0)
         b_of_dy = tl.load(p_x + o_t * (N + 1), mask=m_t, other=0.0)
         b_of_x = tl.load(of_x_ptr + o_t * (N + 1) + N, mask=m_t, other=0.0)
+        # the gradients of these weights need these features alone, of all tokens
         b_dw = tl.dot(tl.trans(b_half), b_x.to(b_half.dtype), b_dw, input_precision=PRECISION)
         b_dx = b_of_dy[:, None] * b_dy.to(tl.float32) - b_of_x[:, None] * b_x.to(tl.float32)
         b_dx = tl.dot(b_half, b_w, b_dx, input_precision=PRECISION)
@@ -304,7 +305,8 @@ def _halves(x: Tensor) -> tuple[int, torch.dtype]:
 
 def _tile(x: Tensor, M: int, kernel: str) -> dict[str, int]:
     """Of the kernels with products. M: of weights or of halves."""
-    (R, N, D), (BT, BK, stages, warps) = x.shape, TILES[kernel]
+    tiles = {"scores": (128, 64, 4, 8), "streams": (64, 64, 3, 4)}
+    (R, N, D), (BT, BK, stages, warps) = x.shape, tiles[kernel]
     BM = max(triton.next_power_of_2(M), 16)
     # few tokens are divided among as many programs as there can be
     if kernel == "scores" and 16 * backends.sm_count(x.get_device()) >= R:
