@@ -108,7 +108,7 @@ SPILLED = {"delta_chunk_bwd_sm90_kernel": 8, "delta_dqkg_sm90_kernel": 1}
 # Kernels of which it is known that no more of it is in loops.
 COUNTED = ("attention/sm90", "linear/sm90/delta")
 # Products of a few rows, which are less than wgmma takes.
-SLOW = {"mixer_drafts_sm90_kernel": "mma.sync instead of wgmma"}
+SLOW = dict.fromkeys(("mixer_drafts_sm90_kernel", "mhc_scores_kernel"), "mma.sync instead of wgmma")
 # Kernels in Triton that scan chunks want more registers than there are.
 MOST_OF_SCANS = 1280
 # mma.sync of a warp in linear/sm90/common.py: nine products of blocks, each 8 columns at a time,
