@@ -55,13 +55,10 @@ class Sm90VectorDecay(triton.TritonVectorDecay):
         **options: Any,
     ) -> dict[str, Tensor]:
         """By Triton's kernels where q is float32, ranks exchange states, or those cut sequences."""
-        run, cut = (
-            super().backward,
-            triton.BACKEND.choose_segments(terms, segmentation.ANCHOR_INTERVAL),
-        )
+        cut = triton.BACKEND.choose_segments(terms, segmentation.ANCHOR_INTERVAL)
         if terms.q.dtype == torch.float32 or options.get("exchange") is not None or cut:
-            run = triton.backward
-        return run(terms, dout, dfinal, scale, **options)
+            return triton.backward(terms, dout, dfinal, scale, **options)
+        return super().backward(terms, dout, dfinal, scale, **options)
 
     def intra_chunk(
         self,

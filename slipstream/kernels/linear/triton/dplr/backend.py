@@ -79,7 +79,7 @@ class TritonDplr(dplr.DplrBackend):
         self, terms: LinearInputs, scale: float, intra: IntraChunk, for_backward: bool
     ) -> None:
         dtype = terms.v.dtype
-        tile, WIDE = tile_of(terms)
+        tile = tile_of(terms)[0]
         # R is rounded to the inputs' dtype; C = 64 is wgmma's, which is slow with tf32
         # (delta/solve_tril.py)
         inner = fp32_dot_precision()
@@ -88,9 +88,8 @@ class TritonDplr(dplr.DplrBackend):
         names = ("q", "k", "a", "b", "v", "g", "beta")
         args: dict[str, Any] = {**pointers(terms, names), **intra.pointers()}
         args |= {"scale": scale, "keep": int(for_backward), **dplr_args(terms)}
-        options: dict[str, Any] = {"WIDE": WIDE, "STEPS": tile.steps, **_gate_options(terms)}
-        options |= {"INNER": "ieee" if INTERPRETED else inner}
-        options |= {"BK": tile.intra.B, "BV": tile.intra.B}
+        options: dict[str, Any] = {"STEPS": tile.steps, **_gate_options(terms)}
+        options |= {"INNER": "ieee" if INTERPRETED else inner, "BK": tile.intra.B}
         # what both compilations make of a chunk has the same bits only if neither rounds a product
         # and a sum at once where the other does not: in float32 outputs would depend on later gates
         options |= {"enable_fp_fusion": False, **_launch_options(terms, tile.intra)}
@@ -122,7 +121,7 @@ class TritonDplr(dplr.DplrBackend):
     ) -> None:
         """Or, of segments, m and their term of the state, s_out."""
         HV, V = terms.v.shape[2:]
-        tile, WIDE = tile_of(terms)
+        tile = tile_of(terms)[0]
         make = "ends" if m is not None else "o" if states is None else "states"
         kernel_tile = tile.fwd if make == "o" else tile.fwd_states
         tiles = -(-V // kernel_tile.B) + (
@@ -148,8 +147,6 @@ class TritonDplr(dplr.DplrBackend):
             **scan_args(terms, segments, s_in, s_out),
             K=terms.q.shape[-1],
             V=V,
-            WIDE=WIDE,
-            BV=kernel_tile.B,
             OUTPUT=make,
             DELTA=terms.transition == "delta",
             **(prefix.pointers() if prefix else prefix_states.NO_POINTERS),
@@ -169,8 +166,7 @@ class TritonDplr(dplr.DplrBackend):
         segments: Segments | None = None,
     ) -> None:
         HV, V = terms.v.shape[2:]
-        tile, WIDE = tile_of(terms)
-        kernel_tile = tile.dstate
+        kernel_tile = tile_of(terms)[0].dstate
         launch: Any = cached(chunk.dplr_chunk_dstate_kernel)[
             (-(-V // kernel_tile.B) * HV * num_sequences(terms, segments),)
         ]
@@ -187,8 +183,6 @@ class TritonDplr(dplr.DplrBackend):
             **scan_args(terms, segments, s_in, s_out),
             K=terms.q.shape[-1],
             V=V,
-            WIDE=WIDE,
-            BV=kernel_tile.B,
             OUTPUT="ends" if y is None else "states",
             **_launch_options(terms, kernel_tile, is_scan=True),
         )
@@ -217,9 +211,7 @@ class TritonDplr(dplr.DplrBackend):
             scale=scale,
             V=V,
             **sequence_args(terms),
-            WIDE=WIDE,
             BK=min(64, WIDE),
-            BV=tile.scores.B,
             DELTA=delta,
             **_launch_options(terms, tile.scores),
         )
@@ -227,7 +219,7 @@ class TritonDplr(dplr.DplrBackend):
     def dqkg(self, terms: LinearInputs, made: ChunkGrads) -> None:
         do, scale, states, scores, strong, dbeta, grads = made
         (B, T, HV), K = terms.v.shape[:3], terms.q.shape[-1]
-        tile, WIDE = tile_of(terms)
+        tile = tile_of(terms)[0]
         args: dict[str, Any] = pointers(terms, ("q", "k", "a", "b", "g", "beta"))
         args |= {"v_ptr": None if terms.a is None else terms.v, "do_ptr": do}
         args |= {f"{name}_ptr": x for name, x in states._asdict().items()}
@@ -235,8 +227,8 @@ class TritonDplr(dplr.DplrBackend):
         args |= {"dbeta_ptr": dbeta, "strong_ptr": strong, "scale": scale, "tokens": B * T}
         args |= dplr_args(terms)
         kernel_tile = tile.grads
-        options = {"WIDE": WIDE, "BK": kernel_tile.B, "BV": kernel_tile.B}
-        options |= {**_gate_options(terms), **_launch_options(terms, kernel_tile)}
+        options: dict[str, Any] = {"BK": kernel_tile.B, **_gate_options(terms)}
+        options |= _launch_options(terms, kernel_tile)
         grid, gated = (-(-K // kernel_tile.B) * HV * states.x.shape[0],), terms.g is not None
         run: Any = cached(dqkg.dplr_dqkg_kernel)[grid]
         run(**args, HAS_GATE=gated, APART=tiles.RANGES[do.dtype].apart if gated else 0.0, **options)
@@ -251,8 +243,11 @@ def _launch_options(
 ) -> dict[str, Any]:
     # three products for one over 256 channels at once leave the compiler not a register
     simple = is_scan and terms.q.shape[-1] > 128
+    tile, wide = tile_of(terms)
     return {
-        "C": tile_of(terms)[0].C,
+        "C": tile.C,
+        "WIDE": wide,
+        "BV": kernel_tile.B,
         "PRECISION": "ieee" if simple else fp32_dot_precision(),
         "num_warps": kernel_tile.warps,
         "num_stages": kernel_tile.stages,
