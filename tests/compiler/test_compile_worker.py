@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ def test_worker_outlives_its_compiler() -> None:
         kernel = "tests.support.planted_bugs:planted_kernel"
         return Job(kernel, {"x_ptr": "*i32"}, {"WHAT": what}, {}, 1, 1, {}, "sm_80")
 
-    worker = Worker()
-    try:
+    with closing(Worker()) as worker:
         assert worker.compile(job("nothing")).status == "ok"
         first = worker.about
         assert set(first) == {"triton", "ptxas", "ptxas_blackwell"}
@@ -43,8 +43,6 @@ def test_worker_outlives_its_compiler() -> None:
         hung = worker.compile(job("hang"), timeout=0.2)
         assert hung.status == "hang" and "0.2 s" in hung.reason
         assert worker.compile(job("nothing")).status == "ok"
-    finally:
-        worker.close()
 
 
 def test_child_imports_what_its_parent_does(
@@ -55,13 +53,10 @@ def test_child_imports_what_its_parent_does(
         (tmp_path / f"{name}.py").write_text("raise ImportError('another')")
     monkeypatch.setattr(sys, "path", [os.path.abspath(x) for x in sys.path])
     monkeypatch.chdir(tmp_path)
-    worker = Worker()
-    try:
+    with closing(Worker()) as worker:
         kernel = "tests.support.planted_bugs:planted_kernel"
         job = Job(kernel, {"x_ptr": "*i32"}, {"WHAT": "nothing"}, {}, 1, 1, {}, "sm_80")
         assert worker.compile(job).status == "ok"
-    finally:
-        worker.close()
     code = "import slipstream; print(slipstream.__file__)"
     found = subprocess.run(child_python(code), capture_output=True, text=True, check=True)
     assert found.stdout.strip() == slipstream.__file__
@@ -161,9 +156,6 @@ def test_worker_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = "import nothing_of_that_name"
     for serve, words in ((missing, "nothing_of_that_name"), ("pass", "died, exit status 0")):
         monkeypatch.setattr(module, "_SERVE", serve)
-        worker = Worker()
-        try:
+        with closing(Worker()) as worker:
             outcome = worker.compile(job)
-        finally:
-            worker.close()
         assert outcome.status == "absent" and words in outcome.reason

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from slipstream.models import SlipstreamForCausalLM
 from tests.support.model_ways import WAYS, check
+from tests.support.processes import own_group
 from tests.support.trainer_runs import IDS, PAIRS, STEPS, generated, losses, make, own_loop, trainer
 
 pytestmark = [
@@ -30,9 +31,8 @@ TOGETHER = [("checkpointed", "compiled", "fsdp"), ("selective", "hsdp"), ("hooke
 @pytest.fixture
 def process() -> Iterator[None]:
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with own_group("nccl"):
+        yield
 
 
 @pytest.mark.usefixtures("process")

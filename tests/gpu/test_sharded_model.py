@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.fsdp2 import EVERY_MIXER, compare
+from tests.support.processes import own_group
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or not dist.is_nccl_available(),
@@ -17,9 +18,6 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("which", ["blocks", "ends", "mixers", "tied", "everything"])
 def test_model_sharded_over_one_gpu(which: str) -> None:
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with own_group("nccl"):
         cases = [(which, reentrant) for reentrant in (None, True, False)]
         compare(cases, EVERY_MIXER, "cuda", rtol=1e-2, atol=1e-3)
-    finally:
-        dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Packed sequences in patched models whose layers run again in the backward pass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -23,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slipstream.integrations.transformers import NAME, patch, unpatch
 from tests.support.linear_models import alone, linear_classes, packed_inputs, tiny
+from tests.support.processes import own_group
 from tests.support.tiny_models import build, difference
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -122,15 +122,7 @@ def assert_apart(name: str, told: str, way: str) -> None:
     assert difference(got, want) == ""
 
 
-@pytest.fixture
-def _process(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One process, whose parameters are DTensors all the same."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_process")
+@own_group()
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_layers_that_run_again_keep_sequences_apart(name: str, way: str) -> None:
@@ -138,7 +130,7 @@ def test_layers_that_run_again_keep_sequences_apart(name: str, way: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_process")
+@own_group()
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("told", TOLD)
 @pytest.mark.parametrize("name", linear_classes())

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from slipstream.models import SlipstreamForCausalLM
 from tests.support import wants
 from tests.support.fsdp2 import EVERY_MIXER, MIXERS, RANKS, compare, make
-from tests.support.processes import in_processes
+from tests.support.processes import in_processes, own_group
 
 pytestmark = wants.collectives
 
@@ -23,13 +23,10 @@ def in_process(
 # of linear layers with a bias, torch's own among them
 @pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
 @pytest.mark.parametrize("which", ["blocks", "ends", "mixers", "tied", "everything"])
+@own_group()
 def test_model_sharded_over_one_process(which: str) -> None:
     """Its parameters are DTensors all the same."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        compare([(which, None)], EVERY_MIXER if which == "everything" else MIXERS)
-    finally:
-        dist.destroy_process_group()
+    compare([(which, None)], EVERY_MIXER if which == "everything" else MIXERS)
 
 
 # torch says so of every random number of a DTensor on the CPU
@@ -37,8 +34,7 @@ def test_model_sharded_over_one_process(which: str) -> None:
 def test_shards_from_the_meta_device_are_initialised() -> None:
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with own_group():
         whole = make("root", EVERY_MIXER)
         with torch.device("meta"):
             sharded = SlipstreamForCausalLM(whole.config)
@@ -52,8 +48,6 @@ def test_shards_from_the_meta_device_are_initialised() -> None:
             shard = p.full_tensor()
             assert shard.isfinite().all(), name
             assert (shard.std() == 0) == (q.std() == 0), name
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow

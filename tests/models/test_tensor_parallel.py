@@ -17,7 +17,7 @@ from slipstream.models import (
 )
 from slipstream.models.head_layouts import heads_of
 from tests.support import wants
-from tests.support.processes import in_processes
+from tests.support.processes import in_processes, own_group
 from tests.support.tensor_runs import DEFAULT, FOUR, TWO, run_cases
 
 pytestmark = wants.collectives
@@ -72,21 +72,18 @@ def test_heads_that_are_no_multiple_are_named() -> None:
         heads_of(Mamba2(16, 4, n_groups=2), 4)
 
 
+@own_group()
 def test_nothing_changes_where_a_layer_is_refused() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
-        model = torch.nn.Linear(2, 2)
-        with pytest.raises(ValueError, match="mesh: want one dimension, got 2"):
-            shard_heads(model, mesh)
-        with pytest.raises(TypeError, match="mesh: want a DeviceMesh, got str"):
-            shard_heads(model, "cpu")  # pyright: ignore[reportArgumentType]
-        assert type(model.weight) is torch.nn.Parameter
-        layer = shard_heads(GatedDeltaNet(16, 2), mesh["a"])
-        with pytest.raises(ValueError, match="model: is already sharded"):
-            shard_heads(layer, mesh["a"])
-    finally:
-        dist.destroy_process_group()
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="mesh: want one dimension, got 2"):
+        shard_heads(model, mesh)
+    with pytest.raises(TypeError, match="mesh: want a DeviceMesh, got str"):
+        shard_heads(model, "cpu")  # pyright: ignore[reportArgumentType]
+    assert type(model.weight) is torch.nn.Parameter
+    layer = shard_heads(GatedDeltaNet(16, 2), mesh["a"])
+    with pytest.raises(ValueError, match="model: is already sharded"):
+        shard_heads(layer, mesh["a"])
 
 
 def test_head_with_a_bias_is_sharded() -> None:
@@ -95,16 +92,13 @@ def test_head_with_a_bias_is_sharded() -> None:
     model.lm_head = torch.nn.Linear(8, 6)
     ids = torch.tensor([[1, 5, 2]])
     want = model(ids, labels=ids)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with own_group():
         shard_heads(model, dist.init_device_mesh("cpu", (1,)))
         got = model(ids, labels=ids)
         torch.testing.assert_close(got.logits, want.logits)
         torch.testing.assert_close(got.loss, want.loss)
         got.loss.backward()
         assert model.lm_head.bias.grad.full_tensor().abs().sum() > 0
-    finally:
-        dist.destroy_process_group()
 
 
 def test_parameter_with_two_names_is_dealt_under_both() -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from slipstream import ops
 from slipstream.models.config import MIXERS
@@ -20,7 +19,7 @@ from slipstream.tools.catalog import Sample, flat
 from tests.support import context_runs, wants
 from tests.support.context_runs import CALLS, CUTS, MODEL_CUTS, RANKS, SHORT_CUTS, Cut, compare_all
 from tests.support.operators import Size, packed
-from tests.support.processes import in_processes
+from tests.support.processes import in_processes, own_group
 
 pytestmark = wants.collectives
 
@@ -100,13 +99,6 @@ def test_model_across_ranks_equals_one_rank(tmp_path: Path) -> None:
     assert in_processes(RANKS, tmp_path, context_runs.compare_models, [*MIXERS], MODEL_CUTS) == []
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_shares_partition_every_batch() -> None:
     """Pieces of all ranks, put together, are the sequences."""
     for seed in range(200):
@@ -147,7 +139,7 @@ def test_shares_differ_by_each_argument() -> None:
     assert len(found) == 1 + len(others) and Share(**given) in found
 
 
-@pytest.mark.usefixtures("one_rank")
+@own_group()
 def test_shard_and_unshard() -> None:
     x = torch.randn(2, 6, 3, requires_grad=True)
     plan = ContextParallel()
@@ -165,7 +157,7 @@ def test_shard_and_unshard() -> None:
 
 # torch's own: Dynamo looks at .grad of what goes into a graph after a break
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.usefixtures("one_rank")
+@own_group()
 def test_context_under_torch_compile() -> None:
     """The graph breaks there, and the numbers and gradients are the same."""
     plan = ContextParallel(None, [0, 4, 10])
@@ -187,7 +179,7 @@ def test_context_under_torch_compile() -> None:
     torch.testing.assert_close(torch.autograd.grad(got.square().sum(), q)[0], grad)
 
 
-@pytest.mark.usefixtures("one_rank")
+@own_group()
 @pytest.mark.parametrize("op", CALLS, ids=lambda op: op.name)
 def test_calls_leave_a_graph_with_every_argument(
     op: Sample, monkeypatch: pytest.MonkeyPatch
@@ -208,13 +200,13 @@ def test_calls_leave_a_graph_with_every_argument(
     assert left
 
 
-@pytest.mark.usefixtures("one_rank")
+@own_group()
 def test_zigzag_is_refused_with_its_reason() -> None:
     with pytest.raises(NotImplementedError, match="layout: is not implemented with 'zigzag'; rec"):
         ContextParallel(layout="zigzag")
 
 
-@pytest.mark.usefixtures("one_rank")
+@own_group()
 def test_wrong_plans_and_arguments_are_named() -> None:
     q, plan = torch.randn(1, 6, 2, 16), ContextParallel(None, [0, 2, 6])
     offsets = torch.tensor([0, 6], dtype=torch.int32)
@@ -259,7 +251,7 @@ def test_wrong_plans_and_arguments_are_named() -> None:
             call()
 
 
-@pytest.mark.usefixtures("one_rank")
+@own_group()
 @pytest.mark.parametrize("given", ["x", 3, ["a"], [1.5], [None], 2.5])
 def test_plans_of_no_integers_are_named(given: Any) -> None:
     for name in ("cu_seqlens", "lengths"):

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from tests.support.processes import own_group
+
 
 def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keeps products and the package's operators, as torchtitan keeps attention, and of the rest
@@ -101,7 +103,5 @@ def adapt(module: nn.Module) -> dict[str, Adapter]:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[None]:
-    """A group of this process alone: parameters are DTensors all the same."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with own_group():
+        yield

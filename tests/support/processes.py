@@ -4,7 +4,8 @@ import os
 import runpy
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,6 +33,16 @@ def _in_process(rank: int, file: str, ranks: int, what: Callable[..., None], arg
         what(rank, *args)
         # else threads of gloo may free tensors while the interpreter ends: an abort
         dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def own_group(backend: str = "gloo") -> Iterator[None]:
+    """A group of this process alone: parameters are DTensors all the same."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
     finally:
         dist.destroy_process_group()
 
