@@ -1,12 +1,9 @@
-"""The matmul as a torch.library operator, the choice of its kernel, and its gradient.
+"""The matmul as a torch.library operator: the choice of its kernel, its gradient, plain torch.
 
     dz = dout * scale_a * scale_b       da = dz b^T     db = a^T dz     dbias = sum of dout's rows
 
 The gradient is made of the same operator, so it has gradients too. An activation that is
-differentiated is applied to z outside of the kernel, for its derivative wants z.
-
-The matmul in plain torch: as a formula, and by the library's product and float32 after it.
-
+differentiated is applied to z outside of the kernel, for its derivative wants z. In plain torch
 float32 products have the precision that torch is set to; float8 ones are taken to float32.
 """
 
@@ -32,7 +29,7 @@ from slipstream.runtime.guarded_launch import Guard, known_failure
 
 
 def plain_matmul(t: MatmulInputs) -> Tensor:
-    """out [M, N]."""
+    """out [M, N], by the library's product and float32 after it."""
     if t.a.dtype in FP8 or t.a.dtype == torch.float64:
         return matmul_reference(t)
     plain = (t.scale_a, t.scale_b, t.bias, t.residual) == (None,) * 4 and not t.activation
