@@ -14,7 +14,7 @@ from tests.support.scripts import ROOT, script
 
 plant_faults = script("tools/plant_faults")
 FAULTS = plant_faults.listed()
-SEEDS = {str(seed) for seed in range(40, 56)}
+SEEDS = {str(seed) for seed in range(40, 57)}
 DRAWN = [x for x in FAULTS if x.result != "equivalent"]
 
 

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import pkgutil
 import random
+import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,13 +20,15 @@ from zlib import crc32
 import torch
 
 from slipstream import kernels, layers, models
+from slipstream.compiler.arch import named
+from slipstream.kernels.matmul.config import Problem, choose
 from tests.support import wants
 
 pytestmark = wants.compiler
 
 DTYPES = torch.float32, torch.bfloat16, torch.float64
 SIZES = {*range(140)} | {x + y for x in (1 << n for n in range(8, 18)) for y in (-1, 0, 1)}
-DRAWS = 9000
+DRAWS = 5000
 
 
 def of_numbers() -> Iterator[tuple[str, Callable, list[type]]]:
@@ -68,22 +71,48 @@ def choices(f: Callable, kinds: list[type]) -> str:
     return "".join(found)
 
 
+def tables() -> Iterator[tuple[str, str]]:
+    """Tables of tiles and the like."""
+    for found in pkgutil.walk_packages(kernels.__path__, "slipstream.kernels."):
+        for name, x in vars(importlib.import_module(found.name)).items():
+            if (
+                name.isupper()
+                and isinstance(x, dict | tuple)
+                and re.search("warps=[^<]*$", repr(x))
+            ):
+                yield found.name, repr(x)
+
+
+def products() -> str:
+    """Configurations of matmul.config at its bounds, of each architecture."""
+    draw, found = random.Random(0), list[str]()
+    for arch in map(named, ("sm_80", "sm_86", "sm_90", "gfx942")):
+        for _ in range(500):
+            dtype = draw.choice((torch.bfloat16, torch.float32, torch.float8_e4m3fn))
+            problem = Problem(dtype, torch.bfloat16, "tf32", swaps=draw.random() < 0.3)
+            M, N, K = (draw.choice(sorted(SIZES)[1 : draw.choice((80, None))]) for _ in "MNK")
+            found.append(repr(choose(problem, arch, M, N, K, draw.random() < 0.5)))
+    return "".join(found)
+
+
 DIGESTS: dict[str, int] = {
-    "kernels.attention": 1940307464,
-    "kernels.attnres": 3401434409,
-    "kernels.elementwise": 2908841458,
-    "kernels.linear": 2798911008,
-    "kernels.loss": 2507525573,
-    "kernels.matmul": 2878626054,
-    "kernels.mixer_step": 1957589012,
-    "kernels.norm": 2996537325,
-    "kernels.primitives": 2636052252,
-    "kernels.projection_step": 128916226,
-    "kernels.selective_scan": 697346530,
-    "kernels.time_mix": 2990125254,
-    "layers.mamba": 1409409837,
-    "models.block_steps": 208536686,
-    "models.open_rows": 3448485210,
+    "kernels.attention": 2472280964,
+    "kernels.attnres": 3097749144,
+    "kernels.conv": 2897563404,
+    "kernels.elementwise": 1110047534,
+    "kernels.gated_scan": 2427354428,
+    "kernels.linear": 2604988070,
+    "kernels.loss": 332573137,
+    "kernels.matmul": 3130686395,
+    "kernels.mixer_step": 2890409144,
+    "kernels.norm": 2528305818,
+    "kernels.primitives": 4161577613,
+    "kernels.projection_step": 907517883,
+    "kernels.selective_scan": 66710352,
+    "kernels.time_mix": 225528278,
+    "layers.mamba": 2615912835,
+    "models.block_steps": 3887839670,
+    "models.open_rows": 543878720,
 }
 
 
@@ -92,4 +121,7 @@ def test_choices_of_sizes() -> None:
     for module, f, kinds in of_numbers():
         name = ".".join(module.split(".")[1:3])
         digests[name] ^= crc32(choices(f, kinds).encode())
+    for module, text in tables():
+        digests[".".join(module.split(".")[1:3])] ^= crc32(text.encode())
+    digests["kernels.matmul"] ^= crc32(products().encode())
     assert digests == DIGESTS

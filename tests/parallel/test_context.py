@@ -210,6 +210,7 @@ def test_zigzag_is_refused_with_its_reason() -> None:
 def test_wrong_plans_and_arguments_are_named() -> None:
     q, plan = torch.randn(1, 6, 2, 16), ContextParallel(None, [0, 2, 6])
     offsets = torch.tensor([0, 6], dtype=torch.int32)
+    assert ContextParallel(None, None, None, 1).segment_tokens == 1
     wrong: dict[str, Callable[[], Any]] = {
         "group: want a ProcessGroup": lambda: ContextParallel("all"),
         "cu_seqlens: want offsets from 0": lambda: ContextParallel(None, [0, 5, 3]),

@@ -2,6 +2,7 @@
 engines and sharded models hand on."""
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +12,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 
-from slipstream.compat import flash_attn_interface
+from slipstream import layers
+from slipstream.compat import causal_conv1d, flash_attn_interface
 from slipstream.compat.fla.adaptor import _cast_output
 from slipstream.compat.flash_attn.ops.triton import layer_norm
+from slipstream.compat.mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+from slipstream.compat.mamba_ssm.ops.triton.selective_state_update import selective_state_update
+from slipstream.compat.mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from slipstream.compiler import toolchain
 from slipstream.compiler.compile_worker import Worker
-from slipstream.integrations import class_mixers, sglang, usage
+from slipstream.integrations import class_mixers, linear_mixers, sglang, transformers, usage
 from slipstream.integrations.rows import Rows
 from slipstream.kernels.attention import cache
 from slipstream.kernels.attention.eager import with_torch
@@ -26,15 +32,21 @@ from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOption
 from slipstream.kernels.attnres import op as attnres
 from slipstream.kernels.loss.eager import LossInputs
 from slipstream.kernels.loss.shard import RankRows, Shard
-from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM, head_layouts, tensor_parallel
+from slipstream.models import (
+    SlipstreamConfig,
+    SlipstreamForCausalLM,
+    graphs,
+    head_layouts,
+    tensor_parallel,
+)
 from slipstream.nn import decoding
 from slipstream.ops import _running_sums, loss
 from slipstream.runtime import backends, call_replay, context_exchange, token_ids
 from slipstream.runtime.recording import Line
-from slipstream.tools import doctor_checks
+from slipstream.tools import doctor_checks, samples, terminal
 from slipstream.tools.catalog import OPERATORS, Shape
 from slipstream.tools.precompile_cache import Flags, shapes
-from slipstream.training import parallel, trainer
+from slipstream.training import console, parallel, trainer
 from tests.support.engine_plugins import forget_vllm
 
 
@@ -252,6 +264,73 @@ def test_small_functions_by_their_values() -> None:
     assert not sglang._Kernel.supports_fused_chain_verify
     (grad,) = torch.autograd.grad(layer_norm._dropped(x.requires_grad_(), 1.0)[0].sum(), x)
     assert grad.eq(0).all()
+
+
+def test_functions_in_the_place_of_others_have_their_defaults() -> None:
+    theirs = (causal_conv1d.causal_conv1d_fn, causal_conv1d.causal_conv1d_update)
+    theirs += (selective_scan_fn, mamba_chunk_scan_combined, selective_state_update)
+    for f in theirs:
+        ours = inspect.signature(getattr(linear_mixers, f.__name__)).parameters
+        for name, x in inspect.signature(f).parameters.items():
+            if name in ours and x.empty not in (x.default, ours[name].default):
+                assert ours[name].default == x.default, (f, name)
+
+
+def test_class_of_another_module_has_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not each class of a file in which one looks attention up by its own table."""
+    text = "class Plain: ...\nclass Own:\n    by = X" + transformers.OWN_CLASSES
+    monkeypatch.setattr(transformers.masks, "modeling_source", lambda name: text)
+    for name, uses in (("Plain", True), ("Own", False)):
+        methods = {"_can_set_attn_implementation": classmethod(lambda cls: True)}
+        cls: Any = type(name, (), methods | {"__module__": __name__})
+        monkeypatch.setitem(globals(), name, cls)
+        assert transformers.uses_interface(cls) == uses
+
+
+@pytest.mark.parametrize("cls", [layers.MLA, layers.ForgettingAttention])
+def test_tokens_stand_behind_those_of_a_state(cls: Any) -> None:
+    layer = cls(32, 2, rotary_dim=16) if cls is layers.ForgettingAttention else cls(32, 2)
+    x = torch.randn(1, 6, 32)
+    _, state = layer(x[:, :5], use_cache=True)
+    for name in state.keys() - {"length"}:
+        state[name] = F.pad(state[name], (0, 0) * (state[name].dim() - 2) + (0, 1))
+    torch.testing.assert_close(layer.step(x[:, 5:], state), layer(x)[0][:, 5:])
+
+
+def test_states_go_on_through_ranks() -> None:
+    changes = [(1.0, 0.5), (3.0, 0.25), (5.0, 2.0)]
+    share: Any = SimpleNamespace(earlier=(0, 1), local_states=lambda states, before, rows: before)
+    with mock.patch.object(context_exchange, "gather", return_value=changes):
+        before, _ = context_exchange.entry_states(torch.empty(0), None, 1, share)
+    assert before == 0.25 * 1.0 + 3.0
+
+
+def test_bars_are_on_stderr_and_leave_no_trace() -> None:
+    assert terminal.bar().console.stderr
+    assert console.ConsoleProgress(Console()).bar.live.transient
+
+
+def test_strengths_of_samples() -> None:
+    making = samples.Making(Shape(), {}, {}, torch.device("cpu"))
+    for name, mean, std in (("one", 1.0, 0.1), ("state", 0.0, 0.1), ("normal", 0.0, 1.0)):
+        x = samples.FILL[name](making, [4000])
+        assert abs(x.mean() - mean) < 0.1 * std + 0.01 and abs(x.std() / std - 1) < 0.1
+
+
+def test_caches_of_inference_mode_are_known() -> None:
+    for here in (False, True):
+        with torch.inference_mode(here):
+            blocks = SimpleNamespace(h=torch.ones(1))
+        cache: Any = SimpleNamespace(layers=[], greedy=None, _blocks=blocks)
+        assert graphs._of_inference(cache) == here
+
+
+@pytest.mark.parametrize("cls", [layers.KimiDeltaAttention, layers.GatedDeltaNet, layers.DeltaNet])
+def test_beta_of_negative_eigenvalues_is_twice_as_large(cls: Any) -> None:
+    layer, x = cls(32, 2, allow_neg_eigval=True), torch.randn(1, 3, 32)
+    twice = layer._gates(x)[1]
+    layer.allow_neg_eigval = False
+    torch.testing.assert_close(twice, 2 * layer._gates(x)[1])
 
 
 def test_one_query_of_torch_sees_every_key() -> None:
