@@ -19,6 +19,7 @@ from slipstream.compiler import compile_worker as module
 from slipstream.compiler.aot import Job
 from slipstream.compiler.compile_worker import Outcome, Worker, child_python
 from tests.support import wants
+from tests.support.processes import run_all
 
 pytestmark = wants.compiler
 
@@ -113,13 +114,8 @@ def test_threads_get_the_outcome_of_their_own_job() -> None:
         outcomes[i] = worker.compile(job("raise" if i % 2 else "nothing"))
 
     threads = [threading.Thread(target=compile, args=(i,)) for i in range(32)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        worker.close()
+    with closing(worker):
+        run_all(threads)
     got = [outcomes[i].status for i in range(32)]
     assert got == ["ok", "refused"] * 16
 
@@ -135,10 +131,7 @@ def test_threads_start_one_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "_start", start)
     worker = Worker()
     threads = [threading.Thread(target=worker.start) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(threads)
     assert steps == ["begins", "is there"] * 3
 
 

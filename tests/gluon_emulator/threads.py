@@ -24,6 +24,7 @@ import slipstream as slipstream  # before its Triton is replaced
 from tests.gluon_emulator import race_detector
 from tests.gluon_emulator.buffer import _LOCAL, Buffer
 from tests.gluon_emulator.values import Constexpr, Descriptor, Pointer, Tensor, tensor
+from tests.support.processes import run_all
 from tests.support.products import product
 
 # a wait that all others wait for too is found at once: this is for one that turns for ever, and far
@@ -278,10 +279,7 @@ def _specialize(parts: list, warps: list, registers: list) -> None:
         threading.Thread(target=run, args=(order, *part), daemon=True)
         for order, part in zip(orders, parts, strict=True)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(threads)
     if errors := partitions.errors:
         raise next((e for e in errors if isinstance(e, race_detector.Race)), errors[0])
     for order in orders:
@@ -478,10 +476,7 @@ def launch_together(kernel: Any, programs: int, args: tuple, **constants: Any) -
             errors.append(e)
 
     threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(programs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * _WAIT)
+    run_all(threads, 3 * _WAIT)
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "programs wait for ever"

@@ -14,6 +14,7 @@ from slipstream.kernels.linear.context import Call, linear_across_ranks
 from slipstream.kernels.linear.inputs import DIFFERENTIABLE, ForwardCall, LinearInputs
 from slipstream.runtime.context_exchange import Messages
 from slipstream.runtime.context_parallel import Share
+from tests.support.processes import run_all
 
 SHARED = ("u", "initial_state", "cu_seqlens")  # by all ranks
 
@@ -83,10 +84,7 @@ def run_ranks(
                 meeting.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(r,)) for r in range(len(lengths))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(threads)
     if errors:
         raise errors[0]
     return [results[r] for r in range(len(lengths))]

@@ -1,5 +1,6 @@
 """Steps of mixers, on pools of states and of windows."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,17 +178,21 @@ def check(
     assert not out[1].any()
 
 
-def check_drafts_leave_no_trace(impl: str, n: Sizes) -> None:
-    """NaN in a new draft changes no bit of the pools, nor of y before it."""
+def beside_nan(impl: str, n: Sizes, names: Iterable[str], place: tuple) -> Iterator[tuple]:
+    """y and the arguments after calls without NaN and with it, at that place of those inputs."""
     args, options = make(KINDS["gated_deltanet"], n)
-    at, found = torch.tensor(INDICES), []
     for broken in (False, True):
         given = {name: x.clone() for name, x in args.items()}
-        if broken:
-            for name in "qkv":
-                given[name][:, -1] = torch.nan
-        y = mixer_step(**given, **options, state_indices=at, impl=impl)
-        found.append([y[:, :-1], *(given[name] for name in POOLS)])
+        for name in names if broken else ():
+            given[name][place] = torch.nan
+        at = torch.tensor(INDICES)
+        yield mixer_step(**given, **options, state_indices=at, impl=impl), given
+
+
+def check_drafts_leave_no_trace(impl: str, n: Sizes) -> None:
+    """NaN in a new draft changes no bit of the pools, nor of y before it."""
+    runs = beside_nan(impl, n, "qkv", (slice(None), -1))
+    found = [[y[:, :-1], *(given[name] for name in POOLS)] for y, given in runs]
     assert all(map(torch.equal, *found))
     assert all(bool(x.isfinite().all()) for x in found[1])
 

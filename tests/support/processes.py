@@ -1,4 +1,4 @@
-"""Groups of processes on a CPU: forks of one that has imported torch and the package."""
+"""Groups of processes on a CPU, forks of one that has imported torch and the package; threads."""
 
 import os
 import runpy
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 from typing import Any, TextIO
 
 import torch
@@ -35,6 +36,14 @@ def _in_process(rank: int, file: str, ranks: int, what: Callable[..., None], arg
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def run_all(threads: Sequence[Thread], seconds: float | None = None) -> None:
+    """Until they have ended, at most `seconds` for each."""
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
 
 
 @contextmanager

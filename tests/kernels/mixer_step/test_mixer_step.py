@@ -185,16 +185,9 @@ def check_heads_of_one_column(impl: str) -> None:
 
 def check_heads_apart(impl: str) -> None:
     """NaN in a head changes no bit of the others, whose columns are fewer than a tile's."""
-    n = Sizes(H=3, HV=3, T=3)
-    args, options = make(KINDS["gated_deltanet"], n)
-    at, found = torch.tensor(INDICES), []
-    for broken in (False, True):
-        given = {name: x.clone() for name, x in args.items()}
-        if broken:
-            for name in (*"qkvz", "beta", "g"):
-                given[name][:, :, 1] = torch.nan
-        y = mixer_step(**given, **options, state_indices=at, impl=impl)
-        found.append([y[:, :, ::2], given["state"][:, ::2]])
+    place = slice(None), slice(None), 1
+    runs = mixer_steps.beside_nan(impl, Sizes(H=3, HV=3, T=3), (*"qkvz", "beta", "g"), place)
+    found = [[y[:, :, ::2], given["state"][:, ::2]] for y, given in runs]
     assert all(map(torch.equal, *found))
 
 
