@@ -86,8 +86,6 @@ STACK = {
     "delta_state_passing_sm90_kernel": 64,
     # 30.6 us where the order that spills nothing takes 33.8
     "delta_dqkg_sm90_kernel": 16,
-    # of a block's preparation, which waits for the scans: these have the registers
-    "delta_fused_fwd_sm90_kernel": 48,
     # scores of four kinds wait in registers while the levels are made
     "dplr_intra_safe_sm90_kernel": 120,
     "dplr_wy_sm90_kernel": 48,
@@ -107,7 +105,6 @@ VIEW = re.compile(rf"memdesc_reinterpret .*{_TILE}.* -> {_TILE}")
 OTHER_SIZES = {("256", "16", "4x16x16", "16")}
 # Words of it that a loop over chunks stores and loads.
 SPILLED = {"delta_chunk_bwd_sm90_kernel": 8, "delta_dqkg_sm90_kernel": 1}
-SPILLED |= {"delta_fused_fwd_sm90_kernel": 16}
 # Kernels of which it is known that no more of it is in loops.
 COUNTED = ("attention/sm90", "linear/sm90/delta")
 # Products of a few rows, which are less than wgmma takes.
@@ -119,8 +116,6 @@ MOST_OF_SCANS = 1280
 INVERSE = 9 * 2 * 3
 MMA_SYNC = {"delta_solve_tril_sm90_kernel": INVERSE, "dplr_wy_sm90_kernel": INVERSE}
 MMA_SYNC |= {"dplr_intra_safe_sm90_kernel": INVERSE}
-# two products of blocks, 8 columns at a time, in each of two parts
-MMA_SYNC |= {"delta_fused_fwd_sm90_kernel": 2 * 2 * 2}
 # Who takes a unit of work, by a counter, and programs that hand a state on.
 ATOMIC = {"softmax_fwd_sm90_kernel", "delta_chunk_bwd_sm90_kernel", "scan_kernel"}
 ATOMIC |= {"mixer_step_kernel"}
@@ -130,7 +125,6 @@ IN_LOOPS |= {"softmax_dq_sm90_kernel"}
 MEETS = {
     "delta_chunk_fwd_sm90_kernel": {"128"},
     "delta_chunk_fwd_2tile_sm90_kernel": {"128"},
-    "delta_fused_fwd_sm90_kernel": {"128"},
     "delta_chunk_dstate_sm90_kernel": {"128"},
     "delta_segment_transition_sm90_kernel": {"128"},
     "delta_chunk_bwd_sm90_kernel": {"128", "256"},

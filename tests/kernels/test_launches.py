@@ -82,7 +82,7 @@ DIGESTS = {
     "chunk_linear_attn chunk_simple_gla chunk_retention chunk_lightning_attn": 1310965690,
     "chunk_gla chunk_rwkv6 chunk_gsa": 4114583106,
     "chunk_hgrn chunk_rwkv4 chunk_mamba3": 1814822592,
-    "chunk_delta_rule chunk_gated_delta_rule chunk_comba chunk_gated_delta_product": 1008139141,
+    "chunk_delta_rule chunk_gated_delta_rule chunk_comba chunk_gated_delta_product": 1717495090,
     "chunk_kda": 2501612795,
     "chunk_gdn2 chunk_dplr_delta_rule chunk_rwkv7": 2889172526,
 }

@@ -37,7 +37,7 @@ def named(letter: str, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
 @triton.jit
 def stream(
     p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, p11, p12, p13, p14, p15, n, L: tl.constexpr
-):
+):  # fmt: skip
     """Pointer n of L: a number of the loop, as unrolled loads would all be kept."""
     # choices one after the other: L is known when compiled, and n is not
     p = p0

@@ -173,11 +173,6 @@ class DeltaBackend(inputs.ChunkBackend):
         """Memory for the states that forward leaves for backward, if that wants them."""
         return None
 
-    def fused_fwd(self, terms: inputs.LinearInputs, scale: float, o: Tensor, final: Tensor) -> bool:
-        """Into o and final, in one kernel that leaves nothing to backward; False where there is
-        none for a call."""
-        return False
-
     def forward(
         self,
         terms: inputs.LinearInputs,
@@ -193,9 +188,6 @@ class DeltaBackend(inputs.ChunkBackend):
         o = terms.v.new_empty(terms.v.shape)
         final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
         with device_of(o.device):
-            alone = not save and exchange is None and prefix is None
-            if alone and self.fused_fwd(terms, scale, o, final):
-                return o, final
             checkpoints = self.empty_checkpoints(terms, exchange) if save else None
             wy = self.solve_tril(terms)
             ends = self.scan_ends(terms, wy, final, exchange)

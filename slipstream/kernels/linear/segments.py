@@ -14,7 +14,6 @@ of one scan are. Each family of kernels has its own costs, and so its own functi
     delta_sm90            sm_90, delta rule
     dplr_sm90             sm_90, per-channel decay, and free a and b
     uses_fused_fwd        sm_90, KDA's forward in one kernel, and fused_fwd_sm90
-    uses_delta_fused_fwd  sm_90, the delta rule's
     num_fused_bwd         sm_90, the delta rule's backward in one kernel
 """
 
@@ -262,16 +261,6 @@ def uses_fused_fwd(terms: LinearInputs) -> bool:
     if not q.shape[-1] == v.shape[-1] == 128:
         return False
     return v.shape[2] * alike >= FUSED_FWD_MIN_PROGRAMS or fused_fwd_sm90(terms) is not None
-
-
-def uses_delta_fused_fwd(terms: LinearInputs) -> bool:
-    """As uses_fused_fwd, of the delta rule (sm90/delta/fused_fwd.py): where tiles of V of all heads
-    and sequences would not all run at once, and none is much longer than the others."""
-    HV, V = terms.v.shape[2:]
-    taken = terms.p is None and terms.q.dtype == torch.bfloat16 and terms.q.shape[-1] == V == 128
-    if not taken or consistent_scope.on or 2 * HV * terms.sequences <= NUM_SMS:
-        return False
-    return not waits_for_longest(terms, 2)
 
 
 def fused_fwd_sm90(terms: LinearInputs) -> Segments | None:

@@ -65,7 +65,6 @@ CHOICES: dict[str, tuple[Choice, int]] = {
         332518963,
     ),
     "uses_fused_fwd": (segments.uses_fused_fwd, 95624761),
-    "uses_delta_fused_fwd": (segments.uses_delta_fused_fwd, 218280301),
     "uses_fused_bwd": (segments.uses_fused_bwd, 1052479562),
     "num_fused_bwd": (segments.num_fused_bwd, 2219493591),
     "packed_bwd_chunks": (segments.packed_bwd_chunks, 939248380),

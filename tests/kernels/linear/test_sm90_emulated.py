@@ -70,13 +70,6 @@ def many_programs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return {"solve_tril", "chunk_fwd_2tile", "chunk_dstate", "dqkg"}
 
 
-def many_heads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Without gradients in one kernel, a program of which takes several."""
-    fused_by()(monkeypatch)
-    monkeypatch.setattr(backend("delta"), "MAX_WORKSPACES", 3)
-    return {"fused_fwd"}
-
-
 def in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(segments, "MIN_SEGMENT_CHUNKS", 1)
     monkeypatch.setattr(segments, "LAUNCH_COST", 1)
@@ -197,25 +190,6 @@ def ends_of(terms: LinearInputs) -> tuple[Tensor, Tensor]:
     return do, dfinal
 
 
-@pytest.mark.parametrize(
-    ("batch", "gates", "state"),
-    [(2, "to 0.1", True), (PACKED, "all kinds", False), (LONG, "", True)],
-)
-def test_delta_rule_without_gradients_is_one_kernel(
-    batch: Any, gates: str, state: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terms = inputs("delta", (290, 1, 2, 128, 128), batch, gates, state)
-    many_heads(monkeypatch)
-    ran = launches.as_numpy(monkeypatch)
-    found = dict(zip(("o", "final"), backend("delta").forward(terms, SCALE), strict=True))
-    end = end_of(terms)
-    whole = terms.of_tokens(lambda x: x[:, :end])
-    for (name, got), want in zip(found.items(), linear_reference(whole, SCALE), strict=True):
-        near(got[:, :end] if name == "o" else got, want, name)
-    assert found["o"][:, end:].isnan().all()
-    assert ran == ["delta_fused_fwd_sm90_kernel"]
-
-
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_launches_lead_from_inputs_to_gradients(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     terms, launch = way.inputs(), backend(way.kind)
@@ -273,7 +247,6 @@ def test_numbers_of_no_chunk_are_passed_over(kind: str, monkeypatch: pytest.Monk
 BITS = [
     Way(two_kernels, "delta", (150, 1, 2, 64, 64), 2, "resets"),
     Way(many_programs, "delta", (150, 1, 2, 64, 128), 2, "resets"),
-    Way(many_heads, "delta", (150, 1, 2, 128, 128), 2, "resets"),
     *(Way(by_shapes, "simple", (148, 1, 1, n, n), 1, "resets") for n in (128, 256)),
     *(
         Way(by_shapes, "gla", (148, 1, 1, 128, 128), 1, gates, True, before)
@@ -314,7 +287,6 @@ NAN = {
     },
     **{f"fused {n}": (fused_by(), "kda", (148, 1, 2, 128, 128), f"to {n}") for n in (0.1, 5, 90)},
     "fused, cut": (fused_by(C), "kda", (148, 1, 2, 128, 128), "to 0.1"),
-    "many heads": (many_heads, "delta", (148, 1, 2, 128, 128), "to 5"),
 }
 
 

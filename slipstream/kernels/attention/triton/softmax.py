@@ -216,7 +216,9 @@ def softmax_queries_kernel(
                 b_dq = add_product(b_dq, b_dx, b_k, TWO_TERMS, PRECISION)  # [BM, BD]
 
     if do_ptr is None:
-        b_o, b_lse = _divided(b_o, b_m, b_l, sinks_ptr, i_h, keep_scale, HAS_SINKS, HAS_DROPOUT)
+        b_o, b_lse = _divided(
+            b_o, b_m, b_l, sinks_ptr, i_h, keep_scale, HAS_SINKS, HAS_DROPOUT
+        )  # fmt: skip
         m_o = (o_m < rows)[:, None] & (o_v < DV)[None, :]
         p_o = o_ptr + ((i_b * T + begin + row) * H + i_h) * DV
         p_o += o_m[:, None] * (H * DV) + o_v[None, :]

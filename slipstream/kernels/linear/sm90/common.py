@@ -136,11 +136,11 @@ def longest_first(cu_ptr, i_n, N, HV, PACKED: gl.constexpr):
 
 @gluon.jit
 def program_coords(
-    cu_ptr, T, N, HV, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, pid=None
+    cu_ptr, T, N, HV, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
 ):
     """Coordinates of a program that scans one head of a segment: the head, the segment, what
-    locate_sequence says of it, and its chunks. pid: its number, if not the program's own."""
-    pid = gl.program_id(0) if pid is None else pid
+    locate_sequence says of it, and its chunks."""
+    pid = gl.program_id(0)
     i_h = pid % HV
     i_seg = longest_first(cu_ptr, pid // HV, N, HV, PACKED and not SPLIT)
     row, length, first = locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)

@@ -18,12 +18,11 @@ from slipstream.kernels.linear.sm90.delta import bwd_fused, bwd_schedule, dqkg, 
 from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.chunk_fwd import delta_chunk_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_chunk_fwd_2tile_sm90_kernel
-from slipstream.kernels.linear.sm90.delta.fused_fwd import delta_fused_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
 from slipstream.runtime import backends, consistent, launch_cache
 
 SCAN = segment_launch.SCAN | {"maxnreg": 128}  # of 16 warps: what all partitions share
-MAX_WORKSPACES = segmentation.NUM_SMS  # of chunk_bwd: programs that run at once
+MAX_WORKSPACES = segmentation.NUM_SMS  # of chunk_bwd, whose programs run at once
 # By V: registers of all warps, of those of the gradients, and of those that load and write.
 BWD_OPTIONS: dict[int, dict[str, Any]] = {
     64: {"num_warps": 4, "maxnreg": 168, "REGISTERS": 208, "LOAD_REGISTERS": 32},
@@ -100,26 +99,6 @@ class Sm90Delta(delta.DeltaBackend):
             maxnreg=80,  # six programs fit a multiprocessor
         )
         return delta.WYFactors(r, beta_gate, lognorm)
-
-    def fused_fwd(self, terms: LinearInputs, scale: float, o: Tensor, final: Tensor) -> bool:
-        if not segmentation.uses_delta_fused_fwd(terms):
-            return False
-        args = delta.delta_args(terms, None, terms.initial_state, final)
-        del args["segment"], args["SPLIT"]
-        programs = min(terms.v.shape[2] * terms.sequences, MAX_WORKSPACES)
-        launch: Any = launch_cache.cached(delta_fused_fwd_sm90_kernel)[(programs,)]
-        launch(
-            **{f"{name}_desc": common.token_tiles(getattr(terms, name), 64) for name in "qkv"},
-            o_desc=common.token_tiles(o, 64),
-            o_ptr=o,
-            g_ptr=terms.g,
-            beta_ptr=terms.beta,
-            scale=scale,
-            C=segmentation.CHUNK,
-            **args,
-            num_warps=4,
-        )
-        return True
 
     def chunk_fwd(
         self,
