@@ -32,6 +32,27 @@ def test_padded_and_packed_rows(name: str) -> None:
     torch.testing.assert_close(got, torch.cat(alone, 1), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("tables", [3, 4])
+def test_tables_of_positions_keep_sequences_apart(tables: int) -> None:
+    """Qwen3.5's packed rows, patched: positions of images, and of text beside them."""
+    from slipstream.integrations.transformers import patch, unpatch
+    from tests.support.linear_models import alone, packed_inputs, tiny
+    from tests.support.tiny_models import build
+
+    cls, config, weights, inputs, _ = tiny("Qwen3_5ForCausalLM")
+    model = build(cls, config, "slipstream", weights).cuda()
+    given = {x: y.cuda() for x, y in packed_inputs("position_ids", inputs["input_ids"]).items()}
+    given["position_ids"] = given["position_ids"].expand(tables, -1, -1)
+    want = alone(model, given["input_ids"])
+    patch()
+    try:
+        got = [model(**given, use_cache=x).logits for x in (False, True)]
+    finally:
+        unpatch()
+    for logits in got:
+        torch.testing.assert_close(logits, want, rtol=2e-3, atol=2e-3 * float(want.abs().max()))
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation(name: str, cache: str | None) -> None:
