@@ -36,6 +36,7 @@ from slipstream.runtime import (
 )
 from slipstream.runtime.autograd import Function, Saved, is_tracing, once_differentiable, untraced
 from slipstream.runtime.kernel_pair import KernelPair, Mismatch, Probe, by_name, compare, fresh
+from slipstream.runtime.symbolic_sizes import value_of
 
 NAMESPACE = "slipstream"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -414,6 +415,8 @@ class KernelOp(DirectCall):
 
     def _mismatch(self, args: tuple) -> str | None:
         """Runs a Guard's probe for a call of these arguments."""
+        # of a call that is recorded, too: torch takes its numbers inside the record alone
+        args = tuple(map(value_of, args))
         if callable(self._probe):
             assert isinstance(self.impl, KernelPair)
             return self.impl.named(self._probe)(args)

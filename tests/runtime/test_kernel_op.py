@@ -16,9 +16,10 @@ from torch import Tensor
 
 from slipstream import kernels
 from slipstream.kernels.elementwise import rotary
-from slipstream.runtime import autograd
+from slipstream.runtime import autograd, custom_op
 from slipstream.runtime.autograd import Function, autograd_function
 from slipstream.runtime.custom_op import KernelOp
+from slipstream.runtime.symbolic_sizes import Size
 
 
 @cache
@@ -219,6 +220,17 @@ def test_probes_name_arguments_of_the_schema(name: str) -> None:
             makers = [x for x in probe.values() if callable(x)]
             named = {*probe} | {y for x in makers for y in inspect.signature(x).parameters}
             assert named <= {*op._names}
+
+
+def test_probes_get_numbers_that_no_record_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of a kind may be one that is recorded."""
+    seen: list[Any] = []
+    monkeypatch.setattr(custom_op, "compare", lambda *args, **_: seen.append(args[2]))
+    op = operators()["slipstream._mhc_pre.default"]
+    tensors = torch.randn(3, 2, 4), torch.randn(8, 8), torch.randn(8), torch.randn(3)
+    three: Any = Size(None, "n", 3)  # pyright: ignore[reportArgumentType]
+    op._mismatch((*tensors, 1e-6, 1e-6, three, 2.0, 0.0, False, "triton"))
+    assert type(seen[0]["iterations"]) is int and seen[0]["iterations"] == 3
 
 
 def test_calls_are_replayed_but_for_a_few() -> None:
