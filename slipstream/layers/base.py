@@ -231,7 +231,9 @@ class Mixer(nn.Module):
         """One of the operator's forms, from the call's state on if options have none."""
         if "initial_state" not in options:
             options["initial_state"] = call.past("recurrent")
-        form = self.forms[self.recurrent(x, call.context)]
+        chunk, recurrent = self.forms
+        # no index: while a length is symbolic, so is the answer
+        form = recurrent if self.recurrent(x, call.context) else chunk
         return form(*terms, **{**call.sequence(None), **options})
 
     def forward(

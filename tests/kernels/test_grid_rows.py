@@ -30,6 +30,7 @@ AXES = {
     "elementwise/triton/place_tokens": "rows, cut",
     "elementwise/triton/rotary": "blocks of heads",
     "elementwise/triton/token_shift": "blocks of channels",
+    "hyper_connection/triton_kernels": "streams, eight at most; blocks of features; shares",
     "matmul/triton_kernels": "shares of a sum, MAX_SPLIT_K at most; blocks of 512 columns",
     "mixer_step/triton/block_inputs": "rows, cut",
     "norm/triton_kernels": "blocks of channels; groups of channels",

@@ -72,6 +72,7 @@ def launches(op: str, samples: list[Sample] = SAMPLES) -> list[str]:
 DIGESTS = {
     "attention flash_attn_with_kvcache latent_attention": 3558088248,
     "attnres rotary_embedding": 3769369005,
+    "mhc_pre mhc_post": 3451431210,
     "rms_norm rms_norm_gated layer_norm group_norm l2_norm": 2998257323,
     "short_convolution short_convolution_update": 1521534201,
     "mixer_step recurrent_step rwkv7_step token_mix_step": 1069302843,

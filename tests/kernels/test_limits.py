@@ -143,7 +143,7 @@ def shares(V: int) -> bool:
 
 
 def scan_is_exact(K: int) -> bool:
-    tile: Any = SimpleNamespace(warps=4, stages=2, C=64)
+    tile: Any = SimpleNamespace(warps=4, stages=2, C=64, B=64)
     made = {"fp32_dot_precision": lambda: "fast", "tile_of": lambda terms: (tile, 64)}
     with mock.patch.multiple(dplr, **made):
         return dplr._launch_options(terms(K), tile, True)["PRECISION"] == "ieee"

@@ -95,6 +95,8 @@ MODULES: dict[str, Subject] = {
     "LinearCrossEntropyLoss": Subject(
         lambda: nn.LinearCrossEntropyLoss(D, 9, bias=True), lambda: (torch.randn(5, D), target(5))
     ),
+    "HyperConnection": Subject(lambda: layers.HyperConnection(D, 3), rows(2, 5, 3)),
+    "HyperHead": Subject(lambda: layers.HyperHead(D, 3), rows(2, 5, 3)),
     "LinearKLDivLoss": Subject(Distillation, lambda: (torch.randn(5, D), torch.zeros(5, 6))),
 }
 LAYERS: dict[str, Subject] = {name: layer(name) for name in small_layers.LAYERS}
