@@ -123,7 +123,7 @@ def test_cache_grows_and_is_read(kind: str, window: tuple[int, int], causal: boo
         given["k_cache"], given["block_table"] = paged(k)
         at = given["block_table"].flatten().long().argsort()
         given["v_cache"] = v.reshape(-1, PAGE, 2, 8)[at]
-        # of pages that nobody reads any number may stand there
+        # a page that nobody reads may have any number
         unused = torch.arange(len(at) // 2) * PAGE >= lengths[:, None] + 2
         given["block_table"][unused] = 99
     else:
@@ -161,7 +161,7 @@ def test_cache_of_a_missing_sequence_is_left_alone(named: str, new: int) -> None
         given["k_cache"], given["block_table"] = paged(k)
         at = given["block_table"].flatten().long().argsort()
         given["v_cache"] = v.reshape(-1, PAGE, 2, 8)[at]
-        # of pages that nobody reads any number may stand there
+        # a page that nobody reads may have any number
         unused = torch.arange(len(at) // 2) * PAGE >= lengths[:, None] + 2
         given["block_table"][unused] = 99
     else:

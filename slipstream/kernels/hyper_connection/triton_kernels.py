@@ -347,20 +347,19 @@ def pre(
     y, scores = x.new_empty(R, D), x.new_empty(N, R, halves * M + 1, dtype=torch.float32)
     tile = _tile(x, halves * M, "scores")
     if R > 0:
-        with backends.device_of(x.device):
-            launch_cache.cached(mhc_split_kernel)[(halves * M, triton.cdiv(N * D, 1024))](
-                w_ptr=weight, half_ptr=half, L=N * D, HALVES=halves, BL=1024
-            )
-            launch_cache.cached(mhc_scores_kernel)[(triton.cdiv(R, tile["BT"]), N)](
-                x_ptr=x, half_ptr=half, scores_ptr=scores, R=R, **tile,
-                PRECISION=backends.fp32_dot_precision(),
-            )  # fmt: skip
-            launch_cache.cached(mhc_pre_fwd_kernel)[(R,)](
-                x_ptr=x, scores_ptr=scores, base_ptr=base, scale_ptr=scale, y_ptr=y, post_ptr=post,
-                comb_ptr=comb, p_ptr=p, rstd_ptr=rstd, sums_ptr=sums, R=R, step=R * N * keep,
-                eps=eps, norm_eps=norm_eps, iterations=iterations, magnitude=magnitude,
-                post_eps=post_eps, **_row(x, M),
-            )  # fmt: skip
+        launch_cache.cached(mhc_split_kernel)[(halves * M, triton.cdiv(N * D, 1024))](
+            w_ptr=weight, half_ptr=half, L=N * D, HALVES=halves, BL=1024
+        )
+        launch_cache.cached(mhc_scores_kernel)[(triton.cdiv(R, tile["BT"]), N)](
+            x_ptr=x, half_ptr=half, scores_ptr=scores, R=R, **tile,
+            PRECISION=backends.fp32_dot_precision(),
+        )  # fmt: skip
+        launch_cache.cached(mhc_pre_fwd_kernel)[(R,)](
+            x_ptr=x, scores_ptr=scores, base_ptr=base, scale_ptr=scale, y_ptr=y, post_ptr=post,
+            comb_ptr=comb, p_ptr=p, rstd_ptr=rstd, sums_ptr=sums, R=R, step=R * N * keep,
+            eps=eps, norm_eps=norm_eps, iterations=iterations, magnitude=magnitude,
+            post_eps=post_eps, **_row(x, M),
+        )  # fmt: skip
     return y, post, comb, p, rstd, None if comb is None else sums
 
 
@@ -381,17 +380,16 @@ def pre_backward(
     shares = max(min(4 * backends.sm_count(x.get_device()) // columns, R // 512), 1)
     dw = (x.new_empty if R else x.new_zeros)(shares * halves, M, N * D, dtype=torch.float32)
     if R > 0:
-        with backends.device_of(x.device):
-            launch_cache.cached(mhc_pre_bwd_kernel)[(R,)](
-                x_ptr=x, base_ptr=base, scale_ptr=scale, comb_ptr=comb, p_ptr=p, rstd_ptr=rstd,
-                sums_ptr=sums, dy_ptr=dy, dpost_ptr=dpost, dcomb_ptr=dcomb, dl_ptr=dl,
-                half_ptr=half, of_x_ptr=of_x, step=R * N, eps=eps, iterations=iterations,
-                magnitude=magnitude, **row,
-            )  # fmt: skip
-            launch_cache.cached(mhc_streams_bwd_kernel)[(columns, shares)](
-                x_ptr=x, w_ptr=weight, half_ptr=half, of_x_ptr=of_x, dy_ptr=dy, dx_ptr=dx,
-                dw_ptr=dw, R=R, **tile, HALVES=halves, PRECISION=backends.fp32_dot_precision(),
-            )  # fmt: skip
+        launch_cache.cached(mhc_pre_bwd_kernel)[(R,)](
+            x_ptr=x, base_ptr=base, scale_ptr=scale, comb_ptr=comb, p_ptr=p, rstd_ptr=rstd,
+            sums_ptr=sums, dy_ptr=dy, dpost_ptr=dpost, dcomb_ptr=dcomb, dl_ptr=dl,
+            half_ptr=half, of_x_ptr=of_x, step=R * N, eps=eps, iterations=iterations,
+            magnitude=magnitude, **row,
+        )  # fmt: skip
+        launch_cache.cached(mhc_streams_bwd_kernel)[(columns, shares)](
+            x_ptr=x, w_ptr=weight, half_ptr=half, of_x_ptr=of_x, dy_ptr=dy, dx_ptr=dx,
+            dw_ptr=dw, R=R, **tile, HALVES=halves, PRECISION=backends.fp32_dot_precision(),
+        )  # fmt: skip
     parts = (dl * p).sum(0).split([N, N, N * N][: len(scale)])
     grads = dw.sum(0), dl.sum(0), torch.stack([part.sum() for part in parts])
     return [dx, *(g.to(t.dtype) for g, t in zip(grads, (weight, base, scale)))]
@@ -401,11 +399,10 @@ def post(x: Tensor, y: Tensor, post: Tensor, comb: Tensor | None) -> Tensor:
     (R, N, D), out = x.shape, torch.empty_like(x)
     BD = min(triton.next_power_of_2(D), 1024)
     if R > 0:
-        with backends.device_of(x.device):
-            launch_cache.cached(mhc_post_fwd_kernel)[(R, triton.cdiv(D, BD))](
-                x_ptr=x, y_ptr=y, post_ptr=post, comb_ptr=comb, out_ptr=out, N=N, D=D, BD=BD,
-                num_warps=4,
-            )  # fmt: skip
+        launch_cache.cached(mhc_post_fwd_kernel)[(R, triton.cdiv(D, BD))](
+            x_ptr=x, y_ptr=y, post_ptr=post, comb_ptr=comb, out_ptr=out, N=N, D=D, BD=BD,
+            num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -419,10 +416,9 @@ def post_backward(
     grads = [torch.empty_like(w, dtype=torch.float32) for w in weights]
     NP = triton.next_power_of_2(N)
     if R > 0:
-        with backends.device_of(x.device):
-            launch_cache.cached(mhc_post_bwd_kernel)[(R,)](
-                do_ptr=do, x_ptr=x, y_ptr=y, post_ptr=post, comb_ptr=comb, dx_ptr=dx, dy_ptr=dy,
-                dpost_ptr=grads[0], dcomb_ptr=grads[-1], N=N, D=D, NP=NP,
-                BD=min(triton.next_power_of_2(D), 8192 // max(NP, 4) ** 2), num_warps=2,
-            )  # fmt: skip
+        launch_cache.cached(mhc_post_bwd_kernel)[(R,)](
+            do_ptr=do, x_ptr=x, y_ptr=y, post_ptr=post, comb_ptr=comb, dx_ptr=dx, dy_ptr=dy,
+            dpost_ptr=grads[0], dcomb_ptr=grads[-1], N=N, D=D, NP=NP,
+            BD=min(triton.next_power_of_2(D), 8192 // max(NP, 4) ** 2), num_warps=2,
+        )  # fmt: skip
     return [dx, dy, *(g.to(w.dtype) for g, w in zip(grads, weights))]
