@@ -244,7 +244,6 @@ def test_calls_are_replayed_but_for_a_few() -> None:
         "linear_cross_entropy",
         "linear_kl_div",
         "linear_log_probs",
-        "mhc_pre",
         "running_max",
         "softmax_append",
         "softmax_decode",

@@ -124,6 +124,7 @@ _pre = custom_op.KernelOp(
         "weight": lambda weight: torch.randn_like(weight) / weight.shape[1] ** 0.5,
         "keep": True,
     },
+    replay=True,
 )
 _Pre = _pre.with_gradient(
     f"({_WEIGHTS}, Tensor comb, Tensor p, Tensor rstd, Tensor sums, Tensor dy, Tensor? dpost, "
