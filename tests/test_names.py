@@ -50,7 +50,8 @@ tested tie_word_embeddings traced use_beta use_gate use_tf32x3_affine_chain veri
 wide_in_chunks"""
 OTHERWISE = """
 _detach DirectCall, allow_neg_eigval GatedDeltaProduct, bias LayerNorm, bias Linear, bias _lora,
-causal attention, conv_bias Mamba2, convolved Gated, delta_softplus _mamba_inner, grouped Sample,
+causal attention, causal index, causal index_loss, conv_bias Mamba2, convolved Gated,
+delta_softplus _mamba_inner, grouped Sample,
 inplace channel_mixing_rwkv7, interleaved MLA, is_rms_norm FusedRMSNormGated,
 is_rms_norm FusedRMSNormGatedLinear, is_rms_norm RMSNorm, is_rms_norm RMSNormGated,
 is_rms_norm RMSNormLinear, late Line, leaves_states Mixer, mix HyperConnection,

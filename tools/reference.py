@@ -21,7 +21,7 @@ GROUPS = {
     ),
     "Decoding with a pool of states": "steps prefix_states",
     "State-space models": "mamba",
-    "Softmax attention": "attention flash_attn",
+    "Softmax attention": "attention flash_attn indexer",
     "Normalisation": "norm attnres",
     "Residual streams": "hyper_connection",
     "Convolution and token shift": "conv causal_conv1d token_shift",

@@ -72,7 +72,8 @@ FEATURE_RULES = (
     FeatureRule("mixer_step.triton", ("drafts",), ("dot", "dot16")),
     *(FeatureRule(x, (y,), ("fp8_dot",)) for x in _MATMUL for y in _FLOAT8),
     FeatureRule("matmul.triton", ("float32", "tf32x3"), ("tf32x3",)),
-    FeatureRule("hyper_connection.pre", (), ("dot",)),
+    *(FeatureRule(x, (), ("dot",)) for x in ("hyper_connection.pre", "indexer")),
+    *(FeatureRule("indexer", (x,), ("dot16",)) for x in _16),
     FeatureRule("hyper_connection.pre", ("bfloat16",), ("dot16",)),
 )
 

@@ -43,6 +43,8 @@ from slipstream.ops.gsa import chunk_gsa as chunk_gsa
 from slipstream.ops.gsa import fused_recurrent_gsa as fused_recurrent_gsa
 from slipstream.ops.hyper_connection import mhc_post as mhc_post
 from slipstream.ops.hyper_connection import mhc_pre as mhc_pre
+from slipstream.ops.indexer import index as index
+from slipstream.ops.indexer import index_loss as index_loss
 from slipstream.ops.kda import chunk_gdn2 as chunk_gdn2
 from slipstream.ops.kda import chunk_kda as chunk_kda
 from slipstream.ops.kda import fused_recurrent_gdn2 as fused_recurrent_gdn2

@@ -119,6 +119,7 @@ _RWKV7_STEP = (
 _FIRST_VALUE = "v_gate=BD first_value=BD v_bias=D"
 SELECTIVE = "u=BTD delta=BTD A=D4:rate B=BT4 C=BT4"
 ROTARY = "x=BTHK cos=SF sin=SF positions=BT:positions"
+INDEX = "q=BTGK k=BTK weights=BTG"
 LOSS = "logits=TZ target=T:targets"
 _LINEAR_LOSS = "hidden=TD weight=ZD target=T:targets"
 KL = "student=TD student_weight=ZD teacher=TD teacher_weight=ZD"
@@ -154,6 +155,13 @@ OPERATORS = [
         grouped=False,
         fixed="q latent",
     ),
+    # tests/kernels/indexer holds these against their formula
+    _traced("index", INDEX, options={"topk": 7}, fixed="q k weights"),
+    _traced("index", "q=BTGK k=BTK", variant="blocks", fixed="q k",
+            options={"topk": 3, "block": 16, "groups": 2, "local": 1, "activation": "identity"}),
+    Sample("index_loss", f"{INDEX} queries=BTGK keys=BTHK", fixed="queries keys", traced=False),
+    _tested("index_loss", "lists", f"{INDEX} queries=BTGK keys=BTHK selected=BT19:fours",
+            options={"block": 4, "pool": "mean"}, fixed="queries keys", packed=True),
     _traced("rotary_embedding", "x=BTHK cos=TP sin=TP", fixed="cos sin"),
     _tested("rotary_embedding", "positions", ROTARY, fixed="cos sin"),
     _tested("rotary_embedding", "interleaved", ROTARY, fixed="cos sin",

@@ -145,6 +145,10 @@ class Making(NamedTuple):
         """How many of S keys are used: as many as there are tokens, or some more."""
         return self.dims["S"] - 1 - 2 * (torch.arange(size[0], device=self.device) % 2)
 
+    def blocks(self, size: list[int], keys: int) -> Tensor:
+        """Lists of blocks of so many keys, in any order, and some that are none."""
+        return self.integers(size, -(-self.dims["T"] // keys) + 1) - 1
+
     def cached(self, size: list[int]) -> Tensor:
         """Keys of packed sequences: their new ones, and up to three before."""
         more = torch.tensor([2, 3, 0, 1]).repeat(size[0])[: size[0]]
@@ -174,6 +178,7 @@ FILL: Mapping[str, Callable[[Making, list[int]], Tensor]] = {
     "rows": lambda m, size: torch.arange(size[0], device=m.device).view(size),
     "used": Making.used,
     "cached": Making.cached,
+    "fours": lambda m, size: m.blocks(size, 4),
     # keys and values in 8 bits
     "codes": lambda m, size: m.integers(size, 100),
     "float8": Making.normal,
@@ -183,7 +188,7 @@ _WIDE = ("gate", "bounded", "state", "sum")
 # Fills of one dtype, which is part of a format.
 _DTYPES = {
     **dict.fromkeys(("ids", "targets", "positions", "used", "cached"), torch.int64),
-    **dict.fromkeys(("lengths", "prefixes", "rows"), torch.int32),
+    **dict.fromkeys(("lengths", "prefixes", "rows", "fours"), torch.int32),
     "codes": torch.int8,
     "float8": torch.float8_e4m3fn,
 }

@@ -31,6 +31,7 @@ AXES = {
     "elementwise/triton/rotary": "blocks of heads",
     "elementwise/triton/token_shift": "blocks of channels",
     "hyper_connection/triton_kernels": "streams, eight at most; blocks of features; shares",
+    "indexer/triton_kernels": "lists of a query",
     "matmul/triton_kernels": "shares of a sum, MAX_SPLIT_K at most; blocks of 512 columns",
     "mixer_step/triton/block_inputs": "rows, cut",
     "norm/triton_kernels": "blocks of channels; groups of channels",

@@ -73,6 +73,7 @@ DIGESTS = {
     "attention flash_attn_with_kvcache latent_attention": 3558088248,
     "attnres rotary_embedding": 3769369005,
     "mhc_pre mhc_post": 3451431210,
+    "index": 3342301806,
     "rms_norm rms_norm_gated layer_norm group_norm l2_norm": 2998257323,
     "short_convolution short_convolution_update": 1521534201,
     "mixer_step recurrent_step rwkv7_step token_mix_step": 1069302843,

@@ -114,6 +114,7 @@ MORE = [
     Case(Sample("linear_kl_div", "student=TD student_weight=ZD teacher=TD teacher_weight=ZD "
                 "student_bias=Z teacher_bias=Z", fixed="teacher teacher_weight"),
          {"mask": (torch.ones(5, dtype=torch.bool), None)}),
+    Case(Sample("index_loss", "q=BTGK k=BTK queries=BTGK keys=BTHK weights=BTG")),
     Case(Sample("glu_linear", "gate=BTC up=BTC weight=DC bias=D")),
     Case(Sample("token_shift", "x=BTD", "ND")),
 ]  # fmt: skip

@@ -78,6 +78,7 @@ NO_GRADIENTS = {
     "flash_attn_with_kvcache": "a decoding step, without gradients in flash_attn too",
     "causal_conv1d_update": "a decoding step: the state is overwritten",
     "packed_positions": "makes integers",
+    "index": "makes integers",
     "rotary_tables": "makes tables of torch's own operations",
 }
 

@@ -23,6 +23,7 @@ from slipstream.kernels.elementwise import (
 )
 from slipstream.kernels.gated_scan import op as scan
 from slipstream.kernels.hyper_connection import op as hyper
+from slipstream.kernels.indexer import loss as index_loss
 from slipstream.kernels.linear import gated_delta_product, gsa
 from slipstream.kernels.linear import op as linear
 from slipstream.kernels.linear.inputs import LinearInputs
@@ -105,6 +106,14 @@ def _steps() -> tuple:
     return (*terms, torch.rand(1, 8, 1), None, None, 0.5, 4, "eager")
 
 
+def _index_loss() -> tuple:
+    indexer, attention = (rand(1, 5, 2, 4), rand(1, 5, 4), rand(1, 5, 2)), (
+        rand(1, 5, 2, 3), rand(1, 5, 1, 3)
+    )  # fmt: skip
+    options = None, None, 1, 1, True, False, True
+    return (*indexer, *options, *attention, None, 0.5, 0.6, True)
+
+
 def _heads(count: int) -> list[Tensor]:
     return [rand(1, 4, 2, 3) for _ in range(count)]
 
@@ -174,6 +183,7 @@ ROWS: dict[str, tuple] = {
         lambda: (rand(3, 2, 4), rand(3, 4), rand(3, 2), rand(3, 2, 2), "eager"),
         1,
     ),
+    "index_loss": (index_loss._call, _index_loss, 1, 3),
     "erase": (erase._forward, lambda: (*rand(3, 1, 4, 2), "eager"), 1),
     "rotate_qk": (rotation._forward, lambda: (*rand(2, 1, 4, 2, 3), rand(1, 4, 1), "eager"), 3),
     "running_mean": (

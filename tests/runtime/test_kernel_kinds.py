@@ -35,6 +35,8 @@ from slipstream.kernels.elementwise import (
 )
 from slipstream.kernels.gated_scan import op as gated_scan
 from slipstream.kernels.hyper_connection import op as hyper
+from slipstream.kernels.indexer import op as indexer
+from slipstream.kernels.indexer.inputs import Indexing
 from slipstream.kernels.linear import plan as linear
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.loss import distill, shard
@@ -133,6 +135,11 @@ CASES: dict[str, tuple[Callable, str, str]] = {
         hyper._post_kind,
         "streams=[3,4,8] y=[3,8] post=[3,4] comb=[3,4,4]",
         "streams=[3,4,16]",
+    ),
+    "index": (
+        of(Indexing, indexer._kind),
+        "q=[1,4,2,16] k=[1,4,16] weights=[1,4,2] block=4 groups=1 pooled=False relu=True",
+        "q=[1,4,2,32] weights=None block=16 relu=False",
     ),
     "conv": (conv.kind, "what='triton' x=[1,5,8] weight=[8,4]", "what='update' weight=[8,3]"),
     "decay_gate": (decay_gate._kind, "x=[1,5,2] A_log=[2] dt_bias=[2]", "x=[1,5,2,8] dt_bias=None"),

@@ -16,6 +16,8 @@ from slipstream.kernels.norm.eager import layer_reference, rms_reference
 from slipstream.kernels.selective_scan.eager import selective_scan_reference
 from slipstream.kernels.selective_scan.inputs import ScanInputs
 from slipstream.tools.catalog import Sample, flat
+from tests.support.index_formulas import index as index
+from tests.support.index_formulas import index_loss as index_loss
 
 EPS = 1e-5
 
