@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slipstream.common import checks
+from slipstream.common import checks, key_blocks
 from slipstream.kernels.indexer import inputs, loss, op
 from slipstream.ops.attention import scale_of
 
@@ -48,8 +48,8 @@ def index(
         pool: "max", "mean" or "none".
         causal: else every query chooses among all blocks.
         cu_seqlens: int32 or int64 [N+1], offsets of N sequences packed in B = 1.
-        key_lengths: int32 or int64 [B], keys in use, unless packed; None is S, or T of
-            blocks' rows. Negative is none.
+        key_lengths: int32 or int64 [B], or [N] if packed with k [N, S, D]: keys in use; None is S,
+            or T of blocks' rows. Negative is none.
         impl: None chooses; "triton" or "eager" is used or refused.
 
     Returns:
@@ -160,7 +160,6 @@ def _indexing(
     tensors = {"weights": weights, "cu_seqlens": cu_seqlens, "key_lengths": key_lengths}
     checks.expect_one_device({"q": q, "k": k, **tensors})
     (B, T, HI, D), S = q.shape, k.shape[1]
-    checks.expect_shape("k", k, (B, S, D))
     if weights is not None:
         checks.expect_shape("weights", weights, (B, T, HI))
     known = {"block": (1, 4, 16, 64, 128), "activation": ("relu", "identity")}
@@ -172,14 +171,15 @@ def _indexing(
         raise ValueError(f"groups: want 1 or more, got {groups}")
     checks.expect_multiple("q's heads", HI, "groups", groups)
     rows = T // block if pool == "none" else T
+    sequences = B
     if cu_seqlens is not None:
-        if key_lengths is not None:
-            raise ValueError("key_lengths: want None beside cu_seqlens")
         checks.expect_cu_seqlens(cu_seqlens, B, T)
-        if pool != "none":
-            checks.expect_shape("k", k, (B, T, D))
+        sequences = B if key_lengths is None else len(cu_seqlens) - 1
+    checks.expect_shape("k", k, (sequences, S, D))
     if key_lengths is not None:
-        checks.expect_index("key_lengths", key_lengths, (B,))
+        checks.expect_index("key_lengths", key_lengths, (sequences,))
+    elif cu_seqlens is not None and pool != "none":
+        checks.expect_shape("k", k, (B, T, D))
     elif pool == "none" and rows > S:
         raise ValueError(f"k: want a row for each of {rows} blocks, got {S}")
     if pool == "mean" and block > 1:
@@ -187,7 +187,7 @@ def _indexing(
             key_lengths = torch.full((B,), S, device=q.device)
         elif key_lengths is not None:
             key_lengths = key_lengths.clamp(max=S)
-        k = inputs.pooled_keys(k, block, cu_seqlens)
+        k = key_blocks.pooled_keys(k, block, cu_seqlens if key_lengths is None else None)
     given = q, k, weights, cu_seqlens, key_lengths
     relu, pooled = activation == "relu", pool != "max"
     return inputs.Indexing(*given, block, groups, relu, pooled and block > 1, causal)

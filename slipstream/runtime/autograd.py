@@ -234,6 +234,26 @@ def refuse_second(y: Tensor, operator: str) -> None:
     y.grad_fn.register_hook(refuse)
 
 
+def with_loss(x: Tensor, loss: Tensor, weight: float) -> Tensor:
+    """x, whose gradient takes that of weight times the loss along."""
+    return _Beside.apply(x, loss, weight)
+
+
+class _Beside(Function):
+    operator = "slipstream::with_loss"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float) -> Tensor:
+        ctx.dtype, ctx.weight = loss.dtype, weight
+        save(ctx)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, saved: Saved, dx: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dx, dx.new_full((), ctx.weight, dtype=ctx.dtype), None
+
+
 def anchors(*tensors: Tensor | None) -> list[Tensor]:
     """For a forward that saves nothing the graph connects to its inputs: empty tensors to save,
     which are connected to them and hold none of their memory."""

@@ -35,11 +35,17 @@ def _sequences(
             found.append((b, slice(0, T), rows, keys))
     else:
         at, offsets = 0, cu_seqlens.tolist()
-        for begin, end in itertools.pairwise(offsets):
-            blocks = (end - begin) // block
-            rows = k[0, at : at + blocks] if pool == "none" else k[0, begin:end]
-            found.append((0, slice(begin, end), rows, end - begin))
-            at += blocks
+        for n, (begin, end) in enumerate(itertools.pairwise(offsets)):
+            count = end - begin if key_lengths is None else max(int(key_lengths[n]), 0)
+            if key_lengths is not None:
+                count = count if pool == "none" and block > 1 else min(count, k.shape[1])
+                rows = k[n] if pool == "none" else k[n, :count]
+            else:
+                rows = k[0, begin:end]
+                if pool == "none":
+                    rows = k[0, at : at + count // block]
+            found.append((0, slice(begin, end), rows, count))
+            at += count // block
     if pool == "mean":
         found = [
             (b, at, x[: n // block * block].unflatten(0, (n // block, block)).mean(1), n)

@@ -14,7 +14,7 @@ class Indexing(NamedTuple):
     """What an indexer is; T tokens, S keys of a sequence, NB blocks.
 
     q: [B, T, HI, D]. k: [B, S, D], or of blocks [B, NB, D] where pooled. weights: [B, T, HI].
-    cu_seqlens: [N+1]. key_lengths: [B], S of each sequence.
+    cu_seqlens: [N+1]. key_lengths: [B], S of each sequence; of packed ones [N], with k [N, S, D].
     block: keys a block. groups: lists of a query, each by HI / groups heads.
     """
 
@@ -48,10 +48,25 @@ def packed_tiles(x: Indexing, rows: int) -> Tensor:
     assert x.cu_seqlens is not None
     offsets = varlen.bounded_offsets(x.cu_seqlens, x.q.shape[1])
     at, lengths = varlen.chunk_map(x.cu_seqlens, x.q.shape[1], rows), offsets.diff()
-    n, first, blocks = at.sequence.clamp(max=len(offsets) - 2), at.token[:, 0], lengths // x.block
-    begins = (blocks.cumsum(0) - blocks if x.pooled else offsets[:-1])[n]
-    count = (blocks if x.pooled else lengths)[n].minimum(x.k.shape[1] - begins)
-    found = first, at.live.sum(1), begins, first - offsets[n], lengths[n], count
+    n, first, S = at.sequence.clamp(max=len(offsets) - 2), at.token[:, 0], x.k.shape[1]
+    keys = lengths
+    if x.key_lengths is not None:
+        keys = x.key_lengths.long().clamp(0, None if x.pooled else S)
+    count = keys // x.block if x.pooled else keys
+    if x.key_lengths is not None:
+        begins, room = torch.arange(len(keys), device=keys.device) * S, S
+    else:
+        begins = count.cumsum(0) - count if x.pooled else offsets[:-1]
+        room = S - begins
+    count = count.clamp(max=room)[n]
+    found = (
+        first,
+        at.live.sum(1),
+        begins[n],
+        (keys - lengths - offsets[:-1])[n] + first,
+        keys[n],
+        count,
+    )
     return torch.stack(found, 1).int()
 
 
@@ -59,56 +74,28 @@ def in_tiles(x: Indexing, wide: int, most: int = 1 << 24) -> Iterator[tuple[Tile
     """Tiles on the host, their queries' positions [rows], and how many blocks these see, the first
     ones, [rows]. wide: numbers that a query takes, of which `most` fit."""
     rows = max(min(most // max(wide, 1), 1024), 1)
-    for t in _packed_on_host(x, rows) if x.cu_seqlens is not None else _unpacked(x, rows):
+    packed = [] if x.cu_seqlens is None else packed_tiles(x, rows).tolist()
+    for t in _unpacked(x, rows) if x.cu_seqlens is None else (Tile(*values) for values in packed):
         at = t.position + torch.arange(t.rows, device=x.q.device)
-        at = at if x.causal else torch.full_like(at, t.keys - 1)
-        blocks = t.entries if x.pooled else -(-t.entries // x.block)
+        at = at if x.causal else 0 * at + t.keys - 1
+        blocks = t.keys // x.block if x.pooled else (t.keys + x.block - 1) // x.block
         seen = (at + 1 if x.pooled else at + x.block).div(x.block, rounding_mode="floor")
+        most_seen = torch.as_tensor(blocks, device=seen.device).clamp(max=t.entries)
         if t.rows:
-            yield t, at, seen.clamp(0, blocks)
-
-
-def _packed_on_host(x: Indexing, rows: int) -> Iterator[Tile]:
-    for values in packed_tiles(x, rows).tolist():
-        yield Tile(*values)
+            yield t, at, seen.clamp(min=0).minimum(most_seen)
 
 
 def _unpacked(x: Indexing, rows: int) -> Iterator[Tile]:
+    """Positions and keys are tensors where lengths are, which nothing waits for."""
     (B, T), S = x.q.shape[:2], x.k.shape[1]
-    lengths = [T if x.pooled else S] * B if x.key_lengths is None else x.key_lengths.tolist()
     for b, begin in itertools.product(range(B), range(0, T, rows)):
-        keys = max(lengths[b], 0) if x.pooled else min(max(lengths[b], 0), S)
-        entries = min(keys // x.block, S) if x.pooled else keys
-        yield Tile(b * T + begin, min(T - begin, rows), b * S, keys - T + begin, keys, entries)
+        keys: Any = T if x.pooled else S
+        if x.key_lengths is not None:
+            keys = x.key_lengths[b].clamp(0, None if x.pooled else S)
+        yield Tile(b * T + begin, min(T - begin, rows), b * S, keys - T + begin, keys, S)
 
 
 def flat(x: Indexing) -> tuple[Tensor, Tensor, Tensor | None]:
     """q [B T, HI, D], k [rows, D] and weights [B T, HI], at least float32."""
     q, k = (checks.widen(y.flatten(0, 1)) for y in (x.q, x.k))
     return q, k, None if x.weights is None else x.weights.flatten(0, 1).to(q.dtype)
-
-
-def blocks_of(
-    tokens: int, block: int, cu_seqlens: Tensor | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The first token of each complete block, [tokens // block], and its position in its sequence.
-    Blocks of a sequence follow those of the one before; behind the last of all are others."""
-    rows = torch.arange(tokens // block, device=device)
-    if cu_seqlens is None:
-        return rows * block, rows * block
-    offsets = varlen.bounded_offsets(cu_seqlens, tokens)
-    count = offsets.diff() // block
-    ends = count.cumsum(0)
-    n = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
-    position = (rows - (ends - count)[n]) * block
-    return (offsets[n] + position).clamp(max=tokens - block), position
-
-
-def pooled_keys(k: Tensor, block: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The means of blocks_of k [B, T, D], [B, T // block, D]: added up in float32 or wider."""
-    first, _ = blocks_of(k.shape[1], block, cu_seqlens, k.device)
-    if cu_seqlens is None:
-        of = k[:, : len(first) * block].unflatten(1, (-1, block))
-    else:
-        of = k[:, first[:, None] + torch.arange(block, device=k.device)]
-    return checks.widen(of).mean(2).to(k.dtype)

@@ -51,24 +51,16 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         begin, last = t.row - t.position, int(at[-1]) + 1
         entries = int(seen[-1]) if x.pooled else last
         lists = None if selected is None else selected.flatten(0, 1)[rows]
-        target, entry = _target(
-            x,
-            main_q[rows] * attention_scale,
-            main_k[begin : begin + last],
-            (at, seen),
-            lists,
-            entries,
-        )
+        near = main_q[rows] * attention_scale, main_k[begin : begin + last]
+        target, entry = _target(x, near, (at, seen), lists, entries)
         places = rows, slice(t.key, t.key + entries), rows
-        with torch.set_grad_enabled(grads):
-            own = [
-                y[n].detach().requires_grad_(grads) for y, n in zip(leaves, places) if y is not None
-            ]
-            loss = _divergence(op.scores_of(x, *own) * scale, target, entry)
-        total += loss.detach()
-        if grads and loss.requires_grad:
-            for y, n, dy in zip(found, places, torch.autograd.grad(loss, own)):
-                y[n] += dy
+        own: Any = [None if y is None else y[n] for y, n in zip(leaves, places)]
+        scores = op.scores_of(x, *own) * scale
+        loss, dscores = _divergence(scores, target, entry)
+        total += loss
+        # by hand: what torch records is not wanted below autograd, where an operator is called
+        for y, n, dy in zip(found, places, _gradients(x, dscores * scale, *own) if grads else ()):
+            y[n] += dy
     rows = max(B * T * groups, 1)
     found = [(dy / rows).view(y.shape).to(y.dtype) for dy, y in zip(found, _given(*x[:3]))]
     return (total / rows, *found, *[total.new_empty(0)] * (3 - len(found)))
@@ -79,17 +71,13 @@ def _given(*tensors: Tensor | None) -> list[Tensor]:
 
 
 def _target(
-    x: Indexing,
-    q: Tensor,
-    k: Tensor,
-    places: tuple[Tensor, Tensor],
-    lists: Tensor | None,
-    entries: int,
+    x: Indexing, near: tuple[Tensor, ...], places: tuple[Tensor, Tensor], lists: Any, entries: int
 ) -> tuple[Tensor, Tensor]:
     """The attention of a tile's queries [rows, H, DK] to the keys [S, HKV, DK], the mean over each
     list's heads, [groups, rows, N], 0 where there is no entry; and which of the indexer's entries
     these are, -1 where there is none. Entries are blocks where k is pooled, else keys."""
-    (at, seen), block, HKV = places, x.block, k.shape[1]
+    (q, k), (at, seen), block = near, places, x.block
+    HKV = k.shape[1]
     heads = q.unflatten(1, (HKV, -1))
     keys = torch.arange(len(k), device=q.device)
     if lists is None:
@@ -125,13 +113,32 @@ def _target(
     return p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny), entry
 
 
-def _divergence(scores: Tensor, target: Tensor, entry: Tensor) -> Tensor:
-    """The sum over rows of KL(target || softmax of the scores [groups, rows, S] at the entries)."""
-    none = entry < 0
-    logs = scores.gather(-1, entry.clamp(min=0)) if scores.shape[-1] else target.new_zeros(())
+def _divergence(scores: Tensor, target: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(target || softmax of the scores [groups, rows, S] at the entries), the sum over rows, and
+    its gradient to the scores."""
+    none, at = entry < 0, entry.clamp(min=0)
+    if not scores.shape[-1]:
+        return target.new_zeros(()), scores
     # finite where a row has no entry at all
-    logs = logs.masked_fill(none, torch.finfo(target.dtype).min).log_softmax(-1)
-    return (torch.special.xlogy(target, target) - target * logs.masked_fill(none, 0.0)).sum()
+    logs = scores.gather(-1, at).masked_fill(none, torch.finfo(target.dtype).min).log_softmax(-1)
+    loss = (torch.special.xlogy(target, target) - target * logs.masked_fill(none, 0.0)).sum()
+    of_entries = (logs.exp() - target).masked_fill(none, 0.0)
+    return loss, torch.zeros_like(scores).scatter_add_(-1, at, of_entries)
+
+
+def _gradients(
+    x: Indexing, dscores: Tensor, q: Tensor, k: Tensor, weights: Tensor | None
+) -> list[Tensor]:
+    """Of op.scores_of a tile, to q, k and, if there are any, weights."""
+    raw = q.transpose(0, 1) @ k.mT  # [HI, rows, S]
+    d = dscores.repeat_interleave(len(raw) // x.groups, 0)
+    dweights = [] if weights is None else [(d * (raw.relu() if x.relu else raw)).sum(-1).mT]
+    if weights is not None:
+        d = d * weights.mT[..., None]
+    if x.relu:
+        d = d * (raw > 0)
+    dk = d.flatten(0, 1).mT @ q.transpose(0, 1).flatten(0, 1)
+    return [(d @ k).transpose(0, 1), dk, *dweights]
 
 
 def _fake(q: Tensor, k: Tensor, weights: Tensor | None, *args: Any) -> tuple[Tensor, ...]:

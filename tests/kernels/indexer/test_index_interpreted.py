@@ -55,6 +55,13 @@ def _expect_formula(impl: str, dtype: torch.dtype = torch.float32) -> None:
             ways.append({"key_lengths": -torch.arange(B)})
         elif B == 2:
             ways.append({"key_lengths": torch.tensor([S - 5, S])})
+        if B == 2 and not options["topk"] % 5:  # packed queries behind caches of other lengths
+            rows = [torch.cat([x[0], x[1, : T // 2]])[None] for x in (tensors[0], *tensors[2:])]
+            way = {"cu_seqlens": torch.tensor([0, T, T + T // 2])}
+            way["key_lengths"] = torch.tensor([S, S - 3])
+            given = [rows[0], tensors[1], *rows[1:]]
+            got = ops.index(*given, **options, **way, impl=impl)
+            assert torch.equal(got, _wanted(given, options | way)), (case, way)
         for way in ways:
             got = ops.index(*tensors, **options, **way, impl=impl)
             assert got.dtype == torch.int32
@@ -207,3 +214,24 @@ def test_index_loss_and_gradients_equal_formula(
             found.append([loss.detach(), *torch.autograd.grad(3 * loss, leaves)])
         for got, want in zip(*found, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("way", ["compiled", "exported"])
+def test_index_loss_has_gradients_by_the_dispatcher(way: str) -> None:
+    torch.manual_seed(0)
+    sizes = (1, 9, 2, 4), (1, 9, 4), (1, 9, 2, 3), (1, 9, 2, 3), (1, 9, 2)
+    given = [torch.randn(*n, requires_grad=n[-1] != 3) for n in sizes]
+    leaves = [x for x in given if x.requires_grad]
+
+    class Loss(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> Tensor:
+            return ops.index_loss(*tensors)
+
+    want = torch.autograd.grad(ops.index_loss(*given), leaves)
+    if way == "compiled":
+        run: Any = torch.compile(Loss(), backend="aot_eager", fullgraph=True)
+    else:
+        run = torch.export.export(Loss(), tuple(given)).module()
+    got = torch.autograd.grad(run(*given), leaves)
+    assert all(x.abs().max() > 0 for x in want)
+    torch.testing.assert_close(got, want)
