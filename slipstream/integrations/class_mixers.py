@@ -10,7 +10,7 @@ what it returns, so that sequences stay apart and states pass padding by, on eit
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +95,18 @@ def minimax(
     return rows.unpack(self.out_proj(o)), state
 
 
+class _States(dict[Any, Any]):
+    """Of mixers, by weak references: another may have the id of one that is gone. Those of a copy,
+    or of what was saved, have numbers instead, in whose order mixers take them."""
+
+    def __missing__(self, mixer: ref[Any]) -> tuple[Tensor | None, Tensor | None]:
+        number = next((x for x in self if isinstance(x, int)), None)
+        return (None, None) if number is None else self.setdefault(mixer, self.pop(number))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _States, (dict(enumerate(self.values())),)
+
+
 def recurrent_gemma(
     self: Any,
     input_states: Tensor,
@@ -109,10 +121,8 @@ def recurrent_gemma(
     at position 0. The cache has the states, where transformers' own are the module's."""
     cache = _of(cache, past_key_values) if use_cache else None
     rows = rows_of(kwargs, input_states)
-    states = WeakKeyDictionary()  # by mixer: another may have the id of one that is gone
-    if cache is not None:
-        states = vars(cache).setdefault("slipstream_states", states)
-    window, h = states.get(self, (None, None))
+    states = _States() if cache is None else vars(cache).setdefault("slipstream_states", _States())
+    window, h = states[ref(self)]
     x, gate = rows.pack(input_states), self.rg_lru
     u, taps, bias = self.linear_x(x), self.conv_1d.weight[:, 0], self.conv_1d.bias
     if rows.one and window is not None:
@@ -144,7 +154,7 @@ def recurrent_gemma(
     else:
         o, h = gla.chunk_hgrn(x_t, g, rows.enter(h), True, cu_seqlens=rows.cuts)
     if cache is not None:
-        states[self] = (rows.leave(window), rows.leave(h))
+        states[ref(self)] = (rows.leave(window), rows.leave(h))
     return rows.unpack(self.linear_out(o * self.act_fn(self.linear_y(x)))), None
 
 
