@@ -77,13 +77,11 @@ def _load(path: str) -> PreTrainedTokenizerFast:
 
 
 def _sample(corpus: Corpus, limit: int) -> Iterator[str]:
-    """Documents evenly spaced over the corpus, up to a number of bytes."""
-    total = sum(file.size for file in corpus.files)
-    step = max(1, -(-total // limit))
-    for start in range(step):
-        for file in corpus.files[start::step]:
-            for piece in corpus.pieces(file):
-                if limit <= 0:
-                    return
-                limit -= len(piece.text.encode())
-                yield piece.text
+    """Up to a number of bytes: of each file what brings it to the share of the files so far."""
+    total, seen, taken = sum(file.size for file in corpus.files), 0, 0
+    for file in corpus.files:
+        seen += file.size
+        pieces = corpus.pieces(file)
+        while taken * total < limit * seen and (piece := next(pieces, None)):
+            taken += len(piece.text.encode())
+            yield piece.text

@@ -152,10 +152,23 @@ def test_corpus_names_wrong_line(tmp_path, line: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "texts"), [(8, ["ä", "é", "ö", "ü"]), (4, ["ä", "ö"]), (3, ["ä", "ü"])]
+    ("files", "limit", "texts"),
+    [
+        (["ä", "é", "ö", "ü"], 8, ["ä", "é", "ö", "ü"]),
+        (["ä", "é", "ö", "ü"], 4, ["ä", "ö"]),
+        (["ä", "é", "ö", "ü"], 1, ["ä"]),
+        (["äéöü", "öüäé"], 8, ["ä", "é", "ö", "ü"]),  # not the first file alone
+        (["ä" * 6, "é"], 7, ["ä", "ä", "ä", "é"]),
+        (["", "ä"], 2, ["ä"]),
+        ([""], 2, []),
+    ],
 )
-def test_sample_of_a_tokenizer_is_even_and_bounded(limit: int, texts: list[str]) -> None:
-    """By bytes, of which each of these characters has two."""
-    files = [SimpleNamespace(size=2, text=x) for x in ("ä", "é", "ö", "ü")]
-    corpus: Any = SimpleNamespace(files=files, pieces=lambda file: [file])
-    assert [*tokenizer._sample(corpus, limit)] == texts
+def test_sample_of_a_tokenizer_is_even_and_bounded(
+    files: list[str], limit: int, texts: list[str]
+) -> None:
+    """By bytes, of which each of these characters has two, and is a document."""
+    given = [SimpleNamespace(size=2 * len(x), text=x) for x in files]
+    corpus: Any = SimpleNamespace(
+        files=given, pieces=lambda file: (SimpleNamespace(text=x) for x in file.text)
+    )
+    assert sorted(tokenizer._sample(corpus, limit)) == sorted(texts)
