@@ -70,8 +70,8 @@ class FallbackWarning(RuntimeWarning):
     """A call on a GPU runs in plain torch, since no kernel takes it."""
 
 
-# what ran in plain torch instead of kernels, and why
-reported: set[tuple[str, str]] = set()
+# what ran in plain torch instead of kernels, and why: reasons may have sizes of a call in them
+reported: dict[tuple[str, str], None] = {}
 _fallbacks = 0  # how many calls have fallen back
 
 
@@ -111,7 +111,7 @@ def report_fallback(plan: Selection, family: str, x: Any) -> None:
         raise NotImplementedError(f"{family}: no kernel takes this call ({reasons})")
     forget_choice()
     if (family, reasons) not in reported:
-        reported.add((family, reasons))
+        call_replay.remember(reported, (family, reasons), None, _MAX_ENTRIES)
         text = f"{family} runs in plain torch on the GPU, which is slow ({reasons})"
         warnings.warn(f"{text}; {FALLBACK}=error raises instead", FallbackWarning, stacklevel=4)
 

@@ -127,7 +127,7 @@ class Guard:
                 "this one ends the run; the next one uses other kernels on this machine"
             )
         here.warn_fallback(kind, reason)
-        dispatch.reported.add((describe(kind), reason))
+        dispatch.reported[describe(kind), reason] = None
         dispatch.forget_choice()
         return True
 

@@ -50,7 +50,7 @@ class Given:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Given:
     monkeypatch.setattr(plan.backends, "is_plain_call", lambda x: True)
-    monkeypatch.setattr(plan, "reported", set())
+    monkeypatch.setattr(plan, "reported", {})
     monkeypatch.delenv(plan.FALLBACK, raising=False)
     return Given()
 
@@ -70,6 +70,15 @@ def test_fallback_warns_once_per_reason(on_gpu: Given) -> None:
     for family, call in (("conv", "V"), ("norm", "K")):
         with pytest.warns(plan.FallbackWarning, match=f"{family} .*{call} is too wide"):
             choose(WITHOUT_KERNEL, call, None, family, on_gpu)
+
+
+def test_fallback_remembers_few_reasons(on_gpu: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_MAX_ENTRIES", 3)
+    for size in range(10):
+        with pytest.warns(plan.FallbackWarning, match=f"{size} is too wide"):
+            choose(WITHOUT_KERNEL, size, None, "conv", on_gpu)
+        assert len(plan.reported) <= 3
+    choose(WITHOUT_KERNEL, 9, None, "conv", on_gpu)
 
 
 def test_fallback_silent_when_not_needed(on_gpu: Given, monkeypatch: pytest.MonkeyPatch) -> None:
