@@ -321,6 +321,7 @@ AROUND: tuple[tuple[type, str, Callable[[Callable], Callable]], ...] = (
 def _layer_forward(forward: Callable, ours: Callable) -> Callable:
     """ours for a layer's forward: its functions find in running.now what it does not tell."""
     parameters = inspect.signature(forward).parameters.values()
+    names = [p.name for p in parameters][1:]
     open_ended = any(p.kind is p.VAR_KEYWORD or p.name == "seq_idx" for p in parameters)
 
     @wraps(forward)
@@ -333,6 +334,8 @@ def _layer_forward(forward: Callable, ours: Callable) -> Callable:
             running.now.of_layer = seq_idx
             if open_ended:
                 kwargs["seq_idx"] = seq_idx
+        if ours is not forward:  # which has names, not a release's order
+            args, kwargs = (), dict(zip(names, args)) | kwargs
         run = forward if torch.compiler.is_exporting() else ours
         try:
             return run(self, *args, **kwargs)
