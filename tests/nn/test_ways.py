@@ -113,10 +113,13 @@ def offloaded(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
     return changed
 
 
-def ddp(plain: torch.nn.Module, changed: torch.nn.Module) -> Call:
+def ddp(plain: torch.nn.Module, changed: torch.nn.Module, unused: bool = False) -> Call:
+    """unused: of a module with parameters that its outputs do not depend on."""
     if not any(p.requires_grad for p in changed.parameters()):
         return changed  # which DDP refuses
-    return torch.nn.parallel.DistributedDataParallel(changed)
+    if unused:
+        changed.unused = torch.nn.Linear(2, 2)
+    return torch.nn.parallel.DistributedDataParallel(changed, find_unused_parameters=unused)
 
 
 def fsdp(plain: torch.nn.Module, changed: torch.nn.Module, copies: int = 0) -> Call:
@@ -157,6 +160,7 @@ WAYS: dict[str, Way] = {
     "pickled": pickled,
     "from meta": from_meta,
     "ddp": ddp,
+    "ddp, unused": partial(ddp, unused=True),
     "fsdp": fsdp,
     "hsdp": partial(fsdp, copies=1),
     "tensor parallel": tensor_parallel,
@@ -341,7 +345,7 @@ def test_module_refuses_what_is_no_tensor(name: str) -> None:
 
 def _in_process(rank: int, names: list[str], found: Any) -> None:
     for name in names:
-        for way in ("ddp", "fsdp", "hsdp", "tensor parallel", "fsdp, checkpointed"):
+        for way in ("ddp", "ddp, unused", "fsdp", "hsdp", "tensor parallel", "fsdp, checkpointed"):
             torch.manual_seed(0)
             try:
                 check(name, way)
