@@ -39,6 +39,7 @@ from slipstream.kernels.mixer_step.triton import launch as step_launch
 from slipstream.kernels.projection_step import inputs as rows
 from slipstream.kernels.projection_step import op as projection
 from slipstream.kernels.projection_step import triton_kernels as projected
+from slipstream.kernels.selective_scan import op as scan
 from slipstream.kernels.time_mix import rwkv7_step
 from slipstream.kernels.time_mix.triton import rwkv7
 from slipstream.layers import Attention
@@ -181,6 +182,8 @@ LIMITS: dict[str, tuple[Callable[[int], Any], int] | tuple[Callable[[int], Any],
     "rows": (lambda n: attnres._unsupported_reason(m(n, 8), [m(n, 8)], None), 2**31 - 1),
     "streams": (lambda n: hyper.unsupported_reason(m(2, n, 8)), hyper.STREAMS),
     "streams' tokens": (lambda n: hyper.unsupported_reason(m(n, 4, 8)), 2**31 - 1),
+    "scanned tokens": (lambda n: "32 bits" in (scan.unsupported_reason(
+        of(scan.ScanInputs, u=m(1, n, 8), A=m(8, 16))) or ""), 2**27 - 1),
     "taps": (lambda n: conv._unsupported_reason(m(1, 4, 8), m(8, n)), conv.MAX_TAPS),
     "offsets": (lambda n: conv._unsupported_reason(m(1, 4, 8), m(8, 4), m(n)), 2, 1),
     "unit tensors": (

@@ -136,7 +136,7 @@ def mhc_pre_fwd_kernel(
         b_c = _normalize(b_c, p_s, m_n, eps, 0)
         for _ in range(1, iterations):
             b_c = _normalize(b_c, p_s + step, m_n, eps, 1)
-            p_s += 2 * step
+            p_s += 2 * step.to(tl.int64)
             b_c = _normalize(b_c, p_s, m_n, eps, 0)
         tl.store(comb_ptr + (i_t * N + o_i) * N + o_j, b_c, mask=m_c)
     b_pre = _sigmoids(p_p, base_ptr, scale_ptr, o_n, m_n, N, M)[:, None] + eps
@@ -172,7 +172,7 @@ def mhc_pre_bwd_kernel(
         b_dc = tl.load(dcomb_ptr + o_c, mask=m_c, other=0.0)
         # no step waits for its sums: those of further ones are on their way
         for i in tl.range(0, iterations - 1, num_stages=4):
-            p_s = sums_ptr + o + 2 * (iterations - 1 - i) * step
+            p_s = sums_ptr + o + 2 * (iterations - 1 - i) * step.to(tl.int64)
             b_c, b_dc = _undo(b_c, b_dc, p_s, m_n, 0)
             b_c, b_dc = _undo(b_c, b_dc, p_s - step, m_n, 1)
         b_c, b_dc = _undo(b_c, b_dc, sums_ptr + o, m_n, 0)

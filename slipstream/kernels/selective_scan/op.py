@@ -185,6 +185,8 @@ def unsupported_reason(inputs: ScanInputs) -> str | None:
     """Why the Triton kernels can't take this call, or None if they can."""
     if torch.version.hip:
         return "its kernels have not been compiled for AMD's GPUs"
+    if inputs.u.shape[0] * inputs.u.shape[1] * inputs.A.shape[1] >= 2**31:
+        return "it counts all tokens' B in 32 bits"
     return _wider(inputs) or triton_unsupported(inputs.u, "u") or _failure(inputs, "triton")
 
 

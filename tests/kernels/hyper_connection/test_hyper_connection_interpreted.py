@@ -1,6 +1,7 @@
 """Hyper-connections of other numbers of streams than the catalogue has: the kernels under Triton's
 interpreter, and plain torch, beside the formulas in float64."""
 
+import mmap
 from typing import Any
 
 import pytest
@@ -88,6 +89,31 @@ def test_numbers_in_two_halves_interpreted() -> None:
         for *sizes, iterations in SIZES:
             given = _given(*sizes, dtype=torch.float32)
             _expect_formula(given, 1e-5, "triton", iterations=iterations)
+
+
+@interpreted
+def test_sums_of_many_tokens_interpreted() -> None:
+    """Those of the last iterations lie past 2^31 numbers; of their memory some pages are used."""
+    from slipstream.kernels.hyper_connection import triton_kernels
+
+    step, iterations, cached = 1 << 26, 20, triton_kernels.launch_cache.cached
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = mmap.mmap(-1, 4 * step * (2 * iterations - 1), flags=private)
+    spread = torch.frombuffer(memory, dtype=torch.float32).view(-1, step)
+
+    class FarApart:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            apart = {"sums_ptr": spread, "step": step}
+            return lambda **given: cached(self.kernel)[grid](
+                **given | (apart if "sums_ptr" in given else {})
+            )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_kernels.launch_cache, "cached", FarApart)
+        _expect_formula(_given(3, 20, 5, 3, torch.float32), 1e-5, "triton", iterations=iterations)
 
 
 @interpreted
