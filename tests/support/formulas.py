@@ -108,13 +108,14 @@ def mhc_pre(
     base: Tensor,
     scale: Tensor,
     eps: float = 1e-6,
+    norm_eps: float = 1e-6,
     iterations: int = 20,
     magnitude: float = 2.0,
     post_eps: float = 0.0,
 ) -> list[Tensor]:
     N = streams.shape[-2]
     flat = streams.flatten(-2)
-    p = (flat / (flat.square().mean(-1, keepdim=True) + 1e-6).sqrt()) @ weight.mT
+    p = (flat / (flat.square().mean(-1, keepdim=True) + norm_eps).sqrt()) @ weight.mT
     pre = 1 / (1 + (-(p[..., :N] * scale[0] + base[:N])).exp()) + eps
     found = [(pre[..., None] * streams).sum(-2)]
     if len(scale) > 1:
