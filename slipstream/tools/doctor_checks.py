@@ -310,7 +310,7 @@ def _judged(check: Check, got: _Result, want: _Result) -> Check:
 
 def _error(got: Tensor, want: Tensor) -> float:
     """Relative, root mean square; infinite where one of them is not finite."""
-    got = got.detach().cpu().double()
+    got, want = got.detach().cpu().double(), want.double()  # lists of blocks are integers
     if got.shape != want.shape or not bool((got - want).isfinite().all()):
         return float("inf")
     size = want.square().mean().sqrt().item() if want.numel() else 0.0
