@@ -41,6 +41,19 @@ FAMILY_EXCEPTIONS = {
     # the rotation before attention, and after those of its kernels that do not rotate gradients
     ("attention/rotary.py", "slipstream.kernels.elementwise.rotary"),
     ("attention/rotary.py", "slipstream.kernels.elementwise.triton.rotary"),
+    # attention too, whose inputs, reference, tiles and sums before the backward it has
+    *(
+        (f"selected_attention/{file}.py", f"slipstream.kernels.attention.{module}")
+        for file, modules in (
+            ("inputs", "inputs reference"),
+            ("eager", "reference"),
+            ("op", "inputs plan probe reference"),
+            ("triton_kernels", "triton.scores"),
+            ("triton_lists", "triton.scores"),
+            ("launch", "triton.launch triton.sums triton.tiles"),
+        )
+        for module in modules.split()
+    ),
 }
 
 

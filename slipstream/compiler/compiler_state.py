@@ -150,6 +150,9 @@ def files_of(gluon: bool) -> dict[str, list[Path]]:
                 paths_of |= _by_operator(folder, paths, paths if gluon else others, shared)
             else:
                 paths_of[folder.name] = [*(paths if gluon else others), *shared]
+    # which launches kernels of attention, and calls its device functions
+    borrowed = [x for x in paths_of["attention"] if x.parent.name == "triton"]
+    paths_of["selected_attention"] = [*paths_of["selected_attention"], *borrowed]
     return paths_of
 
 

@@ -66,6 +66,7 @@ FEATURE_RULES = (
     FeatureRule("attention.triton", (), ("dot", "chained_64_dots")),
     FeatureRule("attention.decode", (), ("dot", "chained_64_dots")),
     FeatureRule("attention.sm90", (), ("dot", "chained_64_dots")),
+    FeatureRule("selected_attention.triton", (), ("dot", "chained_64_dots")),
     FeatureRule("attention.latent", (), ("dot", "dot16", "chained_64_dots")),
     *(FeatureRule(x, (), ("dot",)) for x in _PLAIN),
     *(FeatureRule(x, (y,), ("dot16",)) for x in (*_TRITON, *_PLAIN) for y in _16),

@@ -15,6 +15,7 @@ from slipstream.kernels.attention.inputs import Asked, AttentionInputs, Attentio
 from slipstream.kernels.attention.rotary import softmax_of_rotated
 from slipstream.kernels.attention.run import plan_of_rotated, run
 from slipstream.kernels.elementwise.rotary import unsupported_reason as rotary_unsupported
+from slipstream.kernels.selected_attention import op as selection
 from slipstream.ops.rotary import rotary_heads
 from slipstream.runtime.autograd import by_operation, needs_autograd
 from slipstream.runtime.context_parallel import ContextParallel
@@ -40,6 +41,9 @@ def attention(
     context: ContextParallel | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[False] = False,
+    selected: Tensor | None = None,
+    block: int = 1,
+    tail: bool = False,
     impl: str | None = None,
     consistent: bool = False,
 ) -> Tensor: ...
@@ -62,6 +66,9 @@ def attention(
     context: ContextParallel | None = None,
     dropout_p: float = 0.0,
     return_lse: Literal[True],
+    selected: Tensor | None = None,
+    block: int = 1,
+    tail: bool = False,
     impl: str | None = None,
     consistent: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
@@ -84,6 +91,9 @@ def attention(
     context: ContextParallel | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    selected: Tensor | None = None,
+    block: int = 1,
+    tail: bool = False,
     impl: str | None = None,
     consistent: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -124,6 +134,15 @@ def attention(
             what is dropped follows from it and from where query, key and head stand, alike in
             "triton" and "eager" and in the backward. "sm90" and "reference" have no dropout.
         return_lse: return lse too.
+        selected: int32 [B, T, G, N], G = 1, HKV or H (slow): a query sees the keys of the blocks in
+            its list and, where window_size is given, those of the window beside them, each key once
+            and in one softmax; under causal none that is later. Block i of a sequence has its keys
+            from i * block on. In any order, repeats count once, -1 (or less) is none, and so is a
+            block past its sequence's end. Without g, alibi_slopes, softcap, dropout, context and
+            consistent.
+        block: 1, 4, 16, 64 or 128, how many keys an entry of selected is.
+        tail: a query at position p also sees the keys of the block that is open at it, those from
+            (p + 1) // block * block to p.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
         consistent: the same bits for a query however many others there are, one or a whole prompt,
             with or without gradients, and whatever else there is in the batch. Causal calls of at
@@ -135,14 +154,17 @@ def attention(
         Gradients flow through both, to q, k, v, g and sinks.
 
     Raises:
-        ValueError: shapes do not fit, a negative window, dropout_p is no probability, or cu_seqlens
-            are no offsets.
+        ValueError: shapes do not fit, a negative window, dropout_p is no probability, cu_seqlens
+            are no offsets, or selected is not int32 or has a block past all keys (on CUDA in a
+            later call, runtime/token_ids.py: it selects nothing).
         TypeError: dtypes. NotImplementedError: impl cannot do it.
 
     Cost: 2 B H T S (D + DV) flops, of which those that no query sees are skipped; memory linear
-        in T. Deterministic, also backward.
+        in T. Deterministic, also backward. With selected the pairs of the lists, and those that
+        neighbouring queries' lists have more.
     Source: Vaswani et al., Attention Is All You Need, 2017; Dao et al., FlashAttention, 2022; Press
-        et al., ALiBi, 2021; Lin et al., Forgetting Transformer, 2025.
+        et al., ALiBi, 2021; Lin et al., Forgetting Transformer, 2025; DeepSeek-AI, DeepSeek-V3.2,
+        2025 (selected).
     """
     nothing = type(window_size) is int and window_size == 0
     window = window_of(1 if nothing else window_size, causal)
@@ -154,7 +176,11 @@ def attention(
         q, k, v, g, sinks, alibi_slopes, cu_seqlens, k_offsets, key_lengths, seed
     )
     asked = Asked(impl, return_lse, nothing, consistent)
-    o, lse = run(terms, options, asked, context)
+    if selected is None and block == 1 and not tail:
+        o, lse = run(terms, options, asked, context)
+    else:
+        by = selection.arguments.SelectedBy(selected, block, tail, causal, window_size is not None)
+        o, lse = selection.run(terms, options, asked, context, by)
     return o if lse is None else (o, lse)
 
 

@@ -32,7 +32,7 @@ TABLES = {"input_ids": "vocabulary", "target": "vocabulary", "positions": "table
 TABLES |= {"beam_idx": "rows", "batch_select_indices": "rows", "logits_to_keep": "tokens"}
 INDICES = ("state_indices", "conv_state_indices", "cache_seqlens", "cache_batch_idx")
 INDICES += ("cache_leftpad", "block_table", "table", "state_batch_indices", "indices")
-INDICES += ("slots", "into_slots", "dst_state_batch_indices", "state['length']")
+INDICES += ("slots", "into_slots", "dst_state_batch_indices", "state['length']", "selected")
 OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "query_start_loc")
 NAMES = (*TABLES, *INDICES, *OFFSETS)
 # The label that no loss is made of, as torch's cross entropy has it.

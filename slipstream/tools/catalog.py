@@ -140,6 +140,12 @@ OPERATORS = [
     _tested("attention", "packed", ATTENTION, packed=True),
     _tested("attention", "packed-cache", "q=BTGK k=NSHK v=NSHV key_lengths=N:cached",
             options={"window_size": 4}, packed=True),
+    Sample("attention", f"{ATTENTION} selected=BTH9:fours", variant="selected",
+           options={"block": 4, "tail": True}),
+    _traced("attention", f"{ATTENTION} selected=BTH9:blocks sinks=G", variant="selected-blocks",
+            options={"block": 64}),
+    _tested("attention", "selected-window", f"{ATTENTION} selected=BT19:fours",
+            options={"block": 1, "window_size": 3}, packed=True),
     _traced(
         "flash_attn_with_kvcache",
         "q=BTHK k_cache=BRHK v_cache=BRHV k=BTHK v=BTHV cache_seqlens=B:prefixes",

@@ -179,6 +179,7 @@ FILL: Mapping[str, Callable[[Making, list[int]], Tensor]] = {
     "used": Making.used,
     "cached": Making.cached,
     "fours": lambda m, size: m.blocks(size, 4),
+    "blocks": lambda m, size: m.blocks(size, 64),
     # keys and values in 8 bits
     "codes": lambda m, size: m.integers(size, 100),
     "float8": Making.normal,
@@ -188,7 +189,7 @@ _WIDE = ("gate", "bounded", "state", "sum")
 # Fills of one dtype, which is part of a format.
 _DTYPES = {
     **dict.fromkeys(("ids", "targets", "positions", "used", "cached"), torch.int64),
-    **dict.fromkeys(("lengths", "prefixes", "rows", "fours"), torch.int32),
+    **dict.fromkeys(("lengths", "prefixes", "rows", "fours", "blocks"), torch.int32),
     "codes": torch.int8,
     "float8": torch.float8_e4m3fn,
 }

@@ -33,6 +33,7 @@ from slipstream.kernels.matmul import op as matmul
 from slipstream.kernels.norm import op as norm
 from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.running_mean import op as running_mean
+from slipstream.kernels.selected_attention import op as selected
 from slipstream.kernels.selective_scan import op as selective_scan
 from slipstream.kernels.time_mix import rwkv7, token_mix
 from slipstream.runtime import autograd, backends
@@ -62,6 +63,12 @@ def _linear() -> tuple:
 def _softmax() -> tuple:
     q, k, v = rand(1, 3, 2, 4), rand(1, 3, 1, 4), rand(1, 3, 1, 2)
     return (q, k, v, None, rand(2), *[None] * 5, 0.5, -1, 0, 0.0, 0.0, "eager")
+
+
+def _selected() -> tuple:
+    lists = torch.tensor([0, 1]).int().expand(1, 3, 1, 2)
+    tensors = *_softmax()[:3], lists, rand(2), None, None, None
+    return (*tensors, 0.5, -1, 0, True, 1, False, "eager")
 
 
 def _conv() -> tuple:
@@ -135,6 +142,7 @@ ROWS: dict[str, tuple] = {
     ),
     "selective_scan": (selective_scan._call_forward, _selective, 2),
     "softmax": (attention.call_forward, _softmax, 2),
+    "selected": (selected._forward, _selected, 2),
     "latent": (
         latent._call,
         lambda: (rand(1, 2, 2, 5), rand(1, 4, 5), None, None, 3, 0.5, "eager"),

@@ -52,6 +52,8 @@ from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import op as projection
 from slipstream.kernels.projection_step.inputs import NormedInputs, ProjectionInputs
 from slipstream.kernels.running_mean import op as running_mean
+from slipstream.kernels.selected_attention import op as selected
+from slipstream.kernels.selected_attention.inputs import SelectedInputs, SelectedOptions
 from slipstream.kernels.selective_scan import op as selective_scan
 from slipstream.kernels.selective_scan.inputs import ScanInputs
 from slipstream.kernels.time_mix import rwkv7, rwkv7_step, token_mix
@@ -88,6 +90,12 @@ def attention_kind(**given: Any) -> tuple:
     return attention.kind(AttentionInputs(**given), AttentionOptions(1.0, **options))
 
 
+def selected_kind(**given: Any) -> tuple:
+    plain = {"scale": 1.0, "left": -1, "right": 0, "causal": True, "block": 4, "tail": False}
+    options = {n: given.pop(n, x) for n, x in plain.items()}
+    return selected._kind(SelectedInputs(**given), SelectedOptions(**options))
+
+
 def norm_kind(x: Tensor, weight: Tensor | None, gate: Tensor | None, **options: Any) -> tuple:
     return norm.kind(NormInputs(x, weight, gate=gate), NormOptions(1e-5, **options))
 
@@ -99,6 +107,12 @@ CASES: dict[str, tuple[Callable, str, str]] = {
         "q=[1,4,2,16] k=[1,4,2,16] v=[1,4,2,16]",
         "q=[1,4,2,32] v=[1,4,2,32] g=[1,4,2] sinks=[2] slopes=[2] cu_q=[2] lengths=[1] seed=[1] "
         "left=3 right=0 softcap=2.0",
+    ),
+    "selected": (
+        selected_kind,
+        "q=[1,4,4,16] k=[1,4,2,16] v=[1,4,2,16] selected=[1,4,1,3]:int32",
+        "q=[1,4,4,32] v=[1,4,2,32] selected=[1,4,4,3]:int32 sinks=[4] cu_q=[2] cu_k=[2] "
+        "lengths=[1] left=3 block=16",
     ),
     "cache": (
         attention.kind_of_cache,
@@ -257,6 +271,7 @@ CASES: dict[str, tuple[Callable, str, str]] = {
 OTHER_DTYPES = {
     "linear_kl_div": "weight",
     "attention": "k v",
+    "selected": "k v selected",
     "linear": "k v g beta",
     "token": "k",
     "block_inputs": "g",

@@ -53,6 +53,7 @@ OPTIONAL: dict[str, Callable[[int], Tensor]] = {
 }
 # and those that they have
 GIVEN = ("cache_seqlens", "key_lengths", "lengths", "positions", "target", "input_ids")
+GIVEN += ("selected",)
 # rows that add no load or store by an index to those of others
 OMITTED = ("gates", "one sequence", "channel", "drafts", "bias", "first value", "interleaved")
 OMITTED += ("mean", "sum", "packed-cache")

@@ -23,11 +23,14 @@ EPS = 1e-5
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
-    """visible [B or 1, T, S] -> o [B, T, H, DV], with nothing but a scale."""
+    """visible [B or 1, T, S], or by groups of heads [B or 1, G, T, S] -> o [B, T, H, DV], with
+    nothing but a scale."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     score = torch.einsum("bthd,bshd->bhts", q, k) * scale
-    score = score.masked_fill(~visible[:, None], float("-inf"))
+    visible = visible if visible.dim() == 4 else visible[:, None]
+    visible = visible.repeat_interleave(score.shape[1] // visible.shape[1], 1)
+    score = score.masked_fill(~visible, float("-inf"))
     top = score.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     p = (score - top).exp()
     p = p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
@@ -282,6 +285,9 @@ def attention(
     window_size: int | None = None,
     cu_seqlens: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    selected: Tensor | None = None,
+    block: int = 1,
+    tail: bool = False,
 ) -> Tensor:
     """Sequence by sequence."""
     if cu_seqlens is not None:
@@ -289,8 +295,10 @@ def attention(
         parts = [(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in bounds]
         if key_lengths is not None:
             parts = [(q[:, a:b], k[n : n + 1], v[n : n + 1]) for n, (a, b) in enumerate(bounds)]
+        lists = [None if selected is None else selected[:, a:b] for a, b in bounds]
         joined = 1
     else:
+        lists = [None if selected is None else selected[n : n + 1] for n in range(q.shape[0])]
         parts = [(q[n : n + 1], k[n : n + 1], v[n : n + 1]) for n in range(q.shape[0])]
         joined = 0
     right = 0 if causal else -1 if window_size is None else window_size - 1
@@ -303,6 +311,22 @@ def attention(
         if S == 0:
             outputs.append(vn.new_zeros(1, T, q.shape[2], v.shape[3]))
             continue
-        seen = visibility(torch.arange(S - T, S), torch.arange(S), window, None)
-        outputs.append(attention_reference(qn, kn, vn, q.shape[-1] ** -0.5, seen[None]))
+        seen = visibility(torch.arange(S - T, S), torch.arange(S), window, None)[None]
+        chosen = lists[n]
+        if chosen is not None:
+            seen = chosen_keys(chosen, S, block, tail, causal) | (seen & (window_size is not None))
+        outputs.append(attention_reference(qn, kn, vn, q.shape[-1] ** -0.5, seen))
     return torch.cat(outputs, dim=joined)
+
+
+def chosen_keys(selected: Tensor, keys: int, block: int, tail: bool, causal: bool) -> Tensor:
+    """[1, G, T, S] by lists [1, T, G, N] of one sequence, entry by entry."""
+    position = torch.arange(keys - selected.shape[1], keys)
+    of_key = torch.arange(keys) // block
+    seen = (selected[..., None] == of_key).any(-2).transpose(1, 2)
+    if tail:
+        # of the block that is not over with the query
+        of_query = position[:, None] // block
+        last = (position[:, None] + 1) % block == 0
+        seen = seen | ((of_query == of_key) & ~last & (torch.arange(keys) <= position[:, None]))
+    return seen & (position[:, None] >= torch.arange(keys)) if causal else seen

@@ -104,6 +104,7 @@ FAMILIES = [
         )
         for x in ("pre", "post")
     ),
+    paired("selected_attention", calls.sampled("attention-selected"), "selected_attention.op"),
     Family(
         "attention.latent",
         calls.latents,

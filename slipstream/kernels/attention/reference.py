@@ -32,11 +32,14 @@ class Positions(NamedTuple):
     k_position: Tensor
 
 
-def softmax_reference(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, DV] and lse [B, H, T]."""
+def softmax_reference(
+    inputs: AttentionInputs, options: AttentionOptions, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, DV] and lse [B, H, T]. seen: [B, G, T, S], what each of G groups of heads sees,
+    whatever the window; None: what the window lets it see."""
     q, sinks, slopes = inputs.q, inputs.sinks, inputs.slopes
     k, v, g, where = placed_keys(inputs)
-    seen = visible(where, options)
+    seen = visible(where, options)[:, None] if seen is None else seen
     if k.shape[1] == 0:
         k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1) for x in (k, v))
         seen = seen.new_zeros(*seen.shape[:-1], 1)
@@ -51,7 +54,8 @@ def softmax_reference(inputs: AttentionInputs, options: AttentionOptions) -> tup
     if g is not None:
         G = g.clamp(min=MIN_GATE).cumsum(1).transpose(1, 2)  # [., H, S]
         x = x + take(G, where.q_key)[..., None] - G[:, :, None]
-    x = x.masked_fill(~seen[:, None], float("-inf"))
+    seen = seen.repeat_interleave(q.shape[2] // seen.shape[1], 1)
+    x = x.masked_fill(~seen, float("-inf"))
     if sinks is None:
         extra = torch.full_like(x[..., :1], float("-inf"))
     else:

@@ -1,0 +1,1 @@
+"""Attention to the keys that a list names for each query."""
