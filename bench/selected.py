@@ -149,6 +149,10 @@ def measurements(report: Report) -> Iterator[Measurement]:
                         yield f"{kind} {name} {T} {who}", "selected_attention", run
 
 
-if __name__ == "__main__":
-    report = Report(parser(__doc__).parse_args())
+def main(argv: list[str] | None = None) -> None:
+    report = Report(parser(__doc__).parse_args(argv))
     report.measure(measurements(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -70,6 +70,7 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("training", "--only gated_deltanet|packed", 5),
         ("varying", "--only (packed|prefill|decode|host).*gated_delta", 5),
         ("selected_overlap", "", 40),
+        ("selected", "--only local.8192.(ours|eager)", 8),
         ("varying", "--only sizes.gla|operator.chunk_gdn2", 9),
         # each way is a process of its own, which imports transformers
         ("transformers_models", "--cpu --only nemotron_h.*patched", 1),

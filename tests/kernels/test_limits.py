@@ -39,6 +39,8 @@ from slipstream.kernels.mixer_step.triton import launch as step_launch
 from slipstream.kernels.projection_step import inputs as rows
 from slipstream.kernels.projection_step import op as projection
 from slipstream.kernels.projection_step import triton_kernels as projected
+from slipstream.kernels.selected_attention import op as selected
+from slipstream.kernels.selected_attention.inputs import SelectedInputs, SelectedOptions
 from slipstream.kernels.selective_scan import op as scan
 from slipstream.kernels.time_mix import rwkv7_step
 from slipstream.kernels.time_mix.triton import rwkv7
@@ -150,6 +152,12 @@ def scan_is_exact(K: int) -> bool:
         return dplr._launch_options(terms(K), tile, True)["PRECISION"] == "ieee"
 
 
+def selects(keys: int, entries: int) -> str | None:
+    q, lists = m(1, 1, 1, 8), m(1, 1, 1, entries, dtype=torch.int32)
+    inputs = SelectedInputs(q, *[m(1, keys, 1, 8)] * 2, lists)
+    return selected.unsupported_reason(inputs, SelectedOptions(1.0, -1, 0, True, 1, False))
+
+
 def makes_norms(D: int) -> bool:
     yes = mock.Mock(return_value=True)
     norms = mock.patch.object(projections.op, "takes", yes)
@@ -182,6 +190,8 @@ LIMITS: dict[str, tuple[Callable[[int], Any], int] | tuple[Callable[[int], Any],
     "rows": (lambda n: attnres._unsupported_reason(m(n, 8), [m(n, 8)], None), 2**31 - 1),
     "streams": (lambda n: hyper.unsupported_reason(m(2, n, 8)), hyper.STREAMS),
     "streams' tokens": (lambda n: hyper.unsupported_reason(m(n, 4, 8)), 2**31 - 1),
+    "lists' entries": (lambda n: selects(1, n), 2**31 - 1),
+    "keys of lists": (lambda n: selects(n, 1), 2**26 - 1),
     "scanned tokens": (lambda n: "32 bits" in (scan.unsupported_reason(
         of(scan.ScanInputs, u=m(1, n, 8), A=m(8, 16))) or ""), 2**27 - 1),
     "taps": (lambda n: conv._unsupported_reason(m(1, 4, 8), m(8, n)), conv.MAX_TAPS),

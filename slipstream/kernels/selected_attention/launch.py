@@ -34,9 +34,9 @@ class Plan(NamedTuple):
     share: int
     R: int
 
-    def rows(self, most: int) -> dict[str, int]:
-        """Of a tile: an entry's bits are of 16 queries at most, a product's rows 16 at least."""
-        QT = min(max(most // self.R, 1), 16)
+    def rows(self, most: int, queries: int) -> dict[str, int]:
+        """Of a tile of at most so many queries; a product's rows are 16 at least."""
+        QT = min(max(most // self.R, 1), queries)
         return {"QT": QT, "R": self.R, "BM": max(triton.next_power_of_2(QT * self.R), 16)}
 
 
@@ -163,14 +163,19 @@ def _merged(
             num_warps=4,
         )
         keys = keys.sort(-1)[0]
-    merged = Merged(torch.empty_like(keys), keys, keys.new_empty(count, G))
+    DIV = QT if SB is None else SB // options.block
+    # more than 16 bits, and sums of them, are in 64
+    sums = torch.empty_like(keys, dtype=torch.int32 if DIV <= 16 else torch.int64)
+    bits = keys if DIV <= 16 else torch.empty_like(sums)
+    merged = Merged(torch.empty_like(keys), bits, keys.new_empty(count, G))
     cached(triton_lists.selected_merge_kernel)[(count * G,)](
         keys_ptr=keys,
         merged_ptr=merged.entries,
-        sums_ptr=torch.empty_like(keys),
+        sums_ptr=sums,
+        bits_ptr=bits,
         counts_ptr=merged.counts,
         W=W,
-        DIV=QT if SB is None else SB // options.block,
+        DIV=DIV,
         BY_KEY=SB is not None,
         BW=BW,
         num_warps=4,
@@ -189,7 +194,7 @@ def _launch_queries(
 ) -> None:
     """o, or the gradient of q: operands has the arguments of one of the two."""
     plan = _plan(inputs)
-    rows = plan.rows(tile.BM)
+    rows = plan.rows(tile.BM, 32)
     merged, tile_rows = _merged(inputs, options, rows["QT"], None)
     names = (*dense_launch._OUTPUTS, *dense_launch._GRADIENTS[:-1])
     grid = tile_rows * plan.units * (1 if inputs.cu_q is not None else inputs.sequences)
@@ -212,8 +217,8 @@ def _launch_keys(
 ) -> None:
     """The gradients of keys and values."""
     plan, block = _plan(inputs), options.block
-    BN = chosen.dkv.BN
-    # an entry has 32 bits, one a block
+    # an entry has a bit a block
+    BN = min(chosen.dkv.BN, 64 * block)
     SB = max(BN, block)
     merged, _ = _merged(inputs, options, 1, SB)
     total, (_, G, W) = _key_tiles(inputs, SB), merged.entries.shape
@@ -233,7 +238,7 @@ def _launch_keys(
             bits_ptr=bits,
             total=total,
             tiles=key_rows if inputs.cu_k is not None else key_rows // inputs.sequences,
-            **plan.rows(tile.BM),
+            **plan.rows(tile.BM, tile.BM),
             BN=BN,
             SB=SB,
             HAS_DK=outputs[0],

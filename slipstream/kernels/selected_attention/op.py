@@ -44,6 +44,8 @@ def unsupported_reason(
     inputs: arguments.SelectedInputs, options: arguments.SelectedOptions
 ) -> str | None:
     """Why the kernels can't take a call, or None if they can."""
+    if max(inputs.selected.numel(), 32 * inputs.k.shape[1] * inputs.k.shape[0]) >= 2**31:
+        return "it counts the lists' entries, and keys times 32, in 32 bits"
     return plan.unsupported_reason(inputs[:3])
 
 

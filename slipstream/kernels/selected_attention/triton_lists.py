@@ -79,24 +79,26 @@ def selected_merge_kernel(
     keys_ptr,  # [rows, W], sorted
     merged_ptr,  # [rows, W]: each key // DIV once, in order; BY_KEY filled up with NONE
     sums_ptr,  # [rows, W]
+    bits_ptr,  # [rows, W], may be keys: 1 << key % DIV of each entry's keys
     counts_ptr,  # [rows], how many
     W,
     DIV: tl.constexpr,
     BY_KEY: tl.constexpr,
     BW: tl.constexpr,
 ):
-    """grid (rows,). keys becomes the bits 1 << key % DIV of each entry, which are differences of
-    running sums: every key counts once there. Sums wrap; their differences do not."""
+    """grid (rows,). Bits are differences of running sums, where every key counts once. Sums wrap;
+    their differences do not."""
     row = tl.program_id(0).to(tl.int64) * W
     done = W * 0
-    total = W * 0
+    total = tl.zeros([], sums_ptr.dtype.element_ty)
+    b_one = tl.full([BW], 1, sums_ptr.dtype.element_ty)
     for j in range(0, W, BW):
         o_w = j + tl.arange(0, BW)
         b_key = tl.load(keys_ptr + row + o_w, mask=o_w < W, other=_none())
         b_before = tl.load(keys_ptr + row + o_w - 1, mask=(o_w > 0) & (o_w < W), other=-1)
         b_after = tl.load(keys_ptr + row + o_w + 1, mask=o_w + 1 < W, other=_none())
         m_w = b_key != _none()
-        b_bit = tl.where(m_w & (b_key != b_before), 1 << (b_key % DIV), 0)
+        b_bit = tl.where(m_w & (b_key != b_before), b_one << (b_key % DIV), 0)
         b_is_last = m_w & ((b_after == _none()) | (b_key // DIV != b_after // DIV))
         b_last = b_is_last.to(tl.int32)
         b_place = done + tl.cumsum(b_last, 0) - 1
@@ -110,7 +112,7 @@ def selected_merge_kernel(
         o_w = j + tl.arange(0, BW)
         b_bits = tl.load(sums_ptr + row + o_w, mask=o_w < done, other=0)
         b_bits -= tl.load(sums_ptr + row + o_w - 1, mask=(o_w > 0) & (o_w < done), other=0)
-        tl.store(keys_ptr + row + o_w, b_bits, mask=o_w < W)
+        tl.store(bits_ptr + row + o_w, b_bits, mask=o_w < W)
         if BY_KEY:
             tl.store(merged_ptr + row + o_w, _none(), mask=(o_w >= done) & (o_w < W))
     tl.store(counts_ptr + tl.program_id(0), done)

@@ -1,5 +1,6 @@
 """The kernels of attention to selected keys under Triton's interpreter, beside plain torch."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -84,3 +85,25 @@ def test_unions_of_lists_have_each_entry_once() -> None:
         count = int(merged.counts[tile, 0])
         bits = merged.bits[tile, 0, :count].tolist()
         assert bits == [found[x] for x in sorted(found)]
+
+
+@interpreted
+def test_lists_by_tiles_of_keys_have_a_bit_a_block() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 5, 4, 16), torch.randn(1, 300, 2, 16)
+    for block, SB in ((1, 64), (1, 32), (4, 128), (16, 16)):
+        lists = torch.randint(-1, -(-300 // block), (1, 5, 2, 40)).int()
+        inputs = SelectedInputs(q, k, k, lists)
+        options = SelectedOptions(1.0, -1, 0, False, block, False)
+        merged, _ = launch._merged(inputs, options, 1, SB)
+        for t, g in product(range(5), range(2)):
+            found: dict[int, int] = {}
+            for entry in {x for x in lists[0, t, g].tolist() if x >= 0}:
+                tile, bit = divmod(entry, SB // block)
+                found[tile] = found.get(tile, 0) | 1 << bit
+            count = int(merged.counts[t, g])
+            first = g * -(-300 // SB)
+            entries, bits = merged.entries[t, g], merged.bits[t, g, :count]
+            assert entries[:count].tolist() == [first + x for x in sorted(found)]
+            assert [x % 2**64 for x in bits.tolist()] == [found[x] for x in sorted(found)]
+            assert (entries[count:] == 2**31 - 1).all()
