@@ -88,7 +88,7 @@ def test_unions_of_lists_have_each_entry_once() -> None:
 
 
 @interpreted
-def test_lists_by_tiles_of_keys_have_a_bit_a_block() -> None:
+def test_lists_by_keys_have_a_bit_a_block() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(1, 5, 4, 16), torch.randn(1, 300, 2, 16)
     for block, SB in ((1, 64), (1, 32), (4, 128), (16, 16)):
