@@ -49,24 +49,16 @@ def packed_tiles(x: Indexing, rows: int) -> Tensor:
     offsets = varlen.bounded_offsets(x.cu_seqlens, x.q.shape[1])
     at, lengths = varlen.chunk_map(x.cu_seqlens, x.q.shape[1], rows), offsets.diff()
     n, first, S = at.sequence.clamp(max=len(offsets) - 2), at.token[:, 0], x.k.shape[1]
-    keys = lengths
+    cached, keys = x.key_lengths is not None, lengths
     if x.key_lengths is not None:
         keys = x.key_lengths.long().clamp(0, None if x.pooled else S)
     count = keys // x.block if x.pooled else keys
-    if x.key_lengths is not None:
-        begins, room = torch.arange(len(keys), device=keys.device) * S, S
-    else:
-        begins = count.cumsum(0) - count if x.pooled else offsets[:-1]
-        room = S - begins
-    count = count.clamp(max=room)[n]
-    found = (
-        first,
-        at.live.sum(1),
-        begins[n],
-        (keys - lengths - offsets[:-1])[n] + first,
-        keys[n],
-        count,
-    )
+    begins = count.cumsum(0) - count if x.pooled else offsets[:-1]
+    if cached:
+        begins = torch.arange(len(keys), device=keys.device) * S
+    count = count.clamp(max=S if cached else S - begins)
+    before = keys - lengths - offsets[:-1]
+    found = first, at.live.sum(1), begins[n], before[n] + first, keys[n], count[n]
     return torch.stack(found, 1).int()
 
 
