@@ -58,6 +58,9 @@ def test_logits_and_gradients_equal_transformers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cls, config, weights, inputs, _ = tiny(name)
+    vars(config.get_text_config()).update(hc_eps=0.02, rms_norm_eps=0.1, hc_sinkhorn_iters=3)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, :4] = 0
     pre, post = Mock(wraps=ops.mhc_pre), Mock(wraps=ops.mhc_post)
     monkeypatch.setattr(hyper_connections, "mhc_pre", pre)
     monkeypatch.setattr(hyper_connections, "mhc_post", post)
@@ -72,7 +75,7 @@ def test_logits_and_gradients_equal_transformers(
         *_, last = (x for x in model.modules() if type(x).__name__ in hyper_connections.FORWARDS
                     and type(x).__name__.endswith("Layer"))  # fmt: skip
         last.register_forward_pre_hook(by_position, with_kwargs=True)
-        logits = model(**inputs, use_cache=False).logits
+        logits = model(**inputs, attention_mask=mask, use_cache=False).logits[mask.bool()]
         loss = (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum()
         parameters = dict(model.named_parameters())
         grads = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True)

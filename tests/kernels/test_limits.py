@@ -13,6 +13,7 @@ from slipstream.compiler.arch import ARCHS
 from slipstream.integrations import masks, serving
 from slipstream.kernels.attention import cache
 from slipstream.kernels.attention import plan as attention
+from slipstream.kernels.attention import rotary as rotated
 from slipstream.kernels.attnres import op as attnres
 from slipstream.kernels.conv import op as conv
 from slipstream.kernels.elementwise import copy_states, rotation, token_shift
@@ -200,6 +201,14 @@ LIMITS: dict[str, tuple[Callable[[int], Any], int] | tuple[Callable[[int], Any],
         lambda n: not conv.normalises((64,) * n, 64), conv.UNIT_TENSORS + 1, conv.UNIT_TENSORS),
     "rotated inputs": (lambda n: rotation._unsupported_reason(*angles(n)), rotation.INPUTS),
     "rotated channels": (lambda K: rotation._unsupported_reason(*angles(1, K)), rotation.WIDEST),
+    "heads turned back": (
+        lambda D: not rotated._fits(m(1, 4, 2, D), m(4, D // 2, dtype=FP32)), 128, 96),
+    "features turned back": (
+        lambda n: not rotated._fits(m(1, 4, 2, 64), m(4, n, dtype=FP32)), 32, 31),
+    "angles' bytes": (lambda n: not rotated._fits(
+        m(1, 4, 2, 64), m(4, 32, dtype=(FP32, BF16)[n])), 0),
+    "rows turned back": (
+        lambda n: not rotated._fits(m(n, 4, 2, 64), m(4, 32, dtype=FP32)), 1, 0),
     "shifted offsets": (lambda n: token_shift._unsupported_reason(m(1, 4, 8), m(n)), 2, 1),
     "step's K": (lambda K: decode.unsupported_reason(
         (terms(K), decode.Pool(m(1, 1, K, 64), None, False))), decode.MAX_K),

@@ -155,3 +155,11 @@ def test_triton_matches_the_formula() -> None:
     for M, dtype in itertools.product((1, 5), LIMIT):
         check_gated("triton", M, dtype)
     check_many_rows()
+
+
+@interpreted
+def test_sums_of_rows_are_rounded_before_the_residual() -> None:
+    """As a linear layer's result is: 2049 is none of float16."""
+    x = torch.tensor([[2048.0, 1.0]] * 2).half()
+    y = projection_step(x, [torch.ones(3, 2).half()], residual=torch.ones(2, 3), impl="triton")
+    assert torch.equal(y, torch.full((2, 3), 2049.0))
