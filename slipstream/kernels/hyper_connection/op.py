@@ -94,13 +94,8 @@ def unsupported_reason(streams: Tensor, *others: Tensor | None) -> str | None:
 
 
 def _pre_kind(streams: Tensor, weight: Tensor) -> KernelKey:
-    return (
-        "hyper_connection.pre",
-        streams.dtype,
-        weight.dtype,
-        weight.shape[0],
-        *streams.shape[-2:],
-    )
+    dtypes = streams.dtype, weight.dtype
+    return ("hyper_connection.pre", *dtypes, weight.shape[0], *streams.shape[-2:])
 
 
 def _post_kind(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor | None) -> KernelKey:
