@@ -143,7 +143,7 @@ def emulated() -> Any:
         min=lambda x, axis=None: threads.tensor(np.fmin.reduce(x, axis)),
         associative_scan=_scan,
         erf=lambda x: threads.tensor(np.vectorize(math.erf)(x)),
-        gather=lambda x, i, axis: threads.tensor(np.take_along_axis(x, i, axis)),
+        gather=lambda x, i, axis: threads.tensor(np.take_along_axis(x, i.astype(int), axis)),
         split=lambda x: tuple(threads.tensor(x[..., i]) for i in range(2)),
         allocate_shared_memory=_allocate,
         NVMMASharedLayout=made,

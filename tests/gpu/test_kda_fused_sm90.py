@@ -1,4 +1,5 @@
-"""KDA's forward in one kernel on sm_90: the oracle's numbers, equal bits, at gates of any size."""
+"""The forward of KDA and of the delta rule in one kernel each on sm_90: the oracle's numbers, equal
+bits, at gates of any size."""
 
 import itertools
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from slipstream.kernels.linear import segments
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.reference import linear_reference
+from slipstream.kernels.linear.sm90.delta import backend as delta
 from slipstream.kernels.linear.sm90.dplr import backend
 from tests.gpu.delta_runs import BARS
 from tests.gpu.sm90_runs import MARKS, SCALE, expect, gradients_of_results, offsets, reference
@@ -38,6 +40,7 @@ def _of_few_heads_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(backend.segmentation, "uses_fused_fwd", lambda terms: True)
     monkeypatch.setattr(backend.segmentation, "fused_fwd_sm90", cut)
+    monkeypatch.setattr(delta.Sm90Delta, "fuses", lambda self, terms: True)
 
 
 def terms_of(size: tuple, gates: str) -> LinearInputs:
@@ -52,8 +55,15 @@ def terms_of(size: tuple, gates: str) -> LinearInputs:
     return terms._replace(cu_seqlens=offsets(lengths))
 
 
+def of_tokens(terms: LinearInputs) -> LinearInputs:
+    """With a channel's gates for the delta rule."""
+    assert terms.g is not None
+    return terms._replace(g=terms.g[..., 0].contiguous())
+
+
 def run(terms: LinearInputs) -> dict[str, Tensor]:
-    return dict(zip(("o", "final"), backend.forward(terms, SCALE)))
+    launch = backend if terms.decay == "channel" else delta
+    return dict(zip(("o", "final"), launch.forward(terms, SCALE)))
 
 
 def check(terms: LinearInputs) -> None:
@@ -69,6 +79,7 @@ def check(terms: LinearInputs) -> None:
 )
 def test_fused_kda_matches_reference(size: tuple, gates: str) -> None:
     check(terms_of(size, gates))
+    check(of_tokens(terms_of(size, gates)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -77,6 +88,7 @@ def test_fused_kda_without_state_and_of_any_beta(dtype: torch.dtype) -> None:
     assert terms.beta is not None
     for beta in (0 * terms.beta, 0 * terms.beta + 1, terms.beta):
         check(terms._replace(beta=beta.to(dtype)))
+        check(of_tokens(terms)._replace(beta=beta.to(dtype)))
 
 
 @pytest.mark.parametrize("gates", GATES)
@@ -84,8 +96,8 @@ def test_fused_kda_without_state_and_of_any_beta(dtype: torch.dtype) -> None:
     ("size", "cuts"), [(ROWS, (5, 21, 70, 140)), (CUT, (70, 300, 1000))], ids=["rows", "cut"]
 )
 def test_fused_kda_past_keeps_its_bits(size: tuple, cuts: tuple, gates: str) -> None:
-    terms = terms_of(size, gates)
-    for cut, strength in itertools.product(cuts, (1e-3, 1.0, 90.0)):
+    both = terms_of(size, gates), of_tokens(terms_of(size, gates))
+    for terms, cut, strength in itertools.product(both, cuts, (1e-3, 1.0, 90.0)):
         want, got = (run(x)["o"] for x in (terms, with_other_future(terms, cut, strength)))
         assert torch.equal(got[:, :cut], want[:, :cut]), (cut, strength)
 

@@ -27,40 +27,6 @@ pytestmark = MARKS
 # ---- The delta rule's scans in Gluon on sm_90: the oracle's numbers, twice the same bits.
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_delta_rule_of_more_programs_than_multiprocessors(gated: bool) -> None:
-    """The scan of two tiles of V a program: every head as it is alone, the same bits twice."""
-    torch.manual_seed(0)
-    terms = inputs((2, 200, 40, 40, 128, 128, None), gated)
-    assert delta.Sm90Delta()._use_2tile(terms)
-    do, dfinal = gradients_of_results(terms)
-
-    def both(given: LinearInputs, heads: slice) -> dict[str, Tensor]:
-        o, final, *left = delta.forward(given, SCALE, save=True)
-        solved = SavedWY(*left)
-        dout, dend = do[:, :, heads].contiguous(), dfinal[:, heads].contiguous()
-        return {
-            "o": o, "final": final, **delta.backward(given, dout, dend, SCALE, saved=solved)
-        }  # fmt: skip
-
-    got, again = both(terms, slice(None)), both(terms, slice(None))
-    few = slice(7, 9)
-    alone = terms._replace(
-        initial_state=terms.initial_state[:, few].contiguous(),
-        **{
-            name: x[:, :, few].contiguous()
-            for name in ("q", "k", "v", "g", "beta")
-            if (x := getattr(terms, name)) is not None
-        },
-    )
-    assert not delta.Sm90Delta()._use_2tile(alone)
-    for name, want in both(alone, few).items():
-        assert torch.equal(got[name], again[name]), name
-        heads = got[name][:, few] if want.shape[1] == 2 else got[name][:, :, few]
-        error = (heads.double() - want.double()).norm() / want.double().norm()
-        assert error <= 2 * LIMIT, (name, error)
-
-
 SPLITS = {  # how strong gates are, and what cuts T
     "faint": (0.001, None),
     "weak": (0.1, None),
@@ -171,21 +137,22 @@ def test_parts_match_reference(
 SHAPES = SIZES | {"shared": (3, 200, 2, 8, 128, 128, None), "narrow": (2, 90, 2, 4, 64, 64, None)}
 
 
-@pytest.mark.parametrize("way", ["one scan", "states first", "two tiles"])
+@pytest.mark.parametrize("way", ["one scan", "states first", "one kernel"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("size", SHAPES.values(), ids=SHAPES)
 def test_delta_rule_matches_reference(
     size: tuple, gated: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gates of -inf among them; backward in one scan, or behind one of the states, and forward of
-    two tiles of V a program."""
+    """Gates of -inf among them; backward in one scan, or behind one of the states, and forward in
+    one kernel, whose programs take several heads."""
     torch.manual_seed(0)
     if way == "one scan":
         monkeypatch.setattr(segments, "FUSED_BWD_MIN_HEADS", 1)
-    if way == "two tiles":
+    if way == "one kernel":
         if size[5] % (2 * TILE_V):
             pytest.skip("one tile is as wide as V")
-        monkeypatch.setattr(delta.Sm90Delta, "_use_2tile", lambda self, terms: True)
+        monkeypatch.setattr(delta.Sm90Delta, "fuses", lambda self, terms: True)
+        monkeypatch.setattr(segments, "NUM_SMS", 3)
     terms = inputs(size, gated)
     assert plan.sm90_unsupported_reason(terms) is None
     do, dfinal = gradients_of_results(terms)

@@ -40,12 +40,14 @@ def cut_by(tokens: int) -> Callable[..., set[str]]:
 
 
 def fused_by(tokens: int | None = None) -> Callable[..., set[str]]:
-    """KDA's forward in one kernel, cut into segments if their tokens are given."""
+    """KDA's forward in one kernel, cut into segments if their tokens are given, and the delta
+    rule's."""
 
     def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         cut = lambda terms: segments.split_into_segments(terms, tokens)  # noqa: E731
         monkeypatch.setattr(segments, "uses_fused_fwd", lambda terms: True)
         monkeypatch.setattr(segments, "fused_fwd_sm90", cut)
+        monkeypatch.setattr(type(backend("delta").BACKEND), "fuses", lambda self, terms: True)
         # of heads with strong gates, which the second launch repeats, the first's are not finite
         monkeypatch.setattr(emulator, "INPUTS_HAVE_NAN", True)
         return {"kda_fused_fwd"}

@@ -16,7 +16,7 @@ Nothing here waits for the device, nor depends on values there.
 """
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -173,6 +173,10 @@ class DeltaBackend(inputs.ChunkBackend):
         """Memory for the states that forward leaves for backward, if that wants them."""
         return None
 
+    def fuses(self, terms: inputs.LinearInputs) -> bool:
+        """Whether chunk_fwd of whole sequences wants no WY factors."""
+        return False
+
     def forward(
         self,
         terms: inputs.LinearInputs,
@@ -189,7 +193,8 @@ class DeltaBackend(inputs.ChunkBackend):
         final = terms.v.new_empty(terms.state_shape, dtype=torch.float32)
         with device_of(o.device):
             checkpoints = self.empty_checkpoints(terms, exchange) if save else None
-            wy = self.solve_tril(terms)
+            alone = not save and exchange is None and prefix is None and self.fuses(terms)
+            wy = cast(WYFactors, None) if alone else self.solve_tril(terms)
             ends = self.scan_ends(terms, wy, final, exchange)
             self.chunk_fwd(terms, wy, scale, o, **ends, checkpoints=checkpoints, prefix=prefix)
             if save and self.saves:

@@ -16,7 +16,7 @@ import torch
 from slipstream.kernels.linear import segments
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.modes import memory
-from slipstream.kernels.linear.sm90.delta import bwd_schedule
+from slipstream.kernels.linear.sm90.delta import backend, bwd_schedule
 from slipstream.kernels.linear.triton.delta import plan as delta
 from slipstream.runtime.consistent import consistent
 from tests.support import wants
@@ -65,6 +65,7 @@ CHOICES: dict[str, tuple[Choice, int]] = {
         332518963,
     ),
     "uses_fused_fwd": (segments.uses_fused_fwd, 95624761),
+    "fuses": (backend.BACKEND.fuses, 4178834940),
     "uses_fused_bwd": (segments.uses_fused_bwd, 1052479562),
     "num_fused_bwd": (segments.num_fused_bwd, 2219493591),
     "packed_bwd_chunks": (segments.packed_bwd_chunks, 939248380),

@@ -64,10 +64,11 @@ def two_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return {"solve_tril", "chunk_fwd", "chunk_dstate", "dqkg"}
 
 
-def many_programs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    monkeypatch.setattr(segments, "NUM_SMS", 1)
-    monkeypatch.setattr(segments, "waits_for_longest", lambda *given: False)
-    return {"solve_tril", "chunk_fwd_2tile", "chunk_dstate", "dqkg"}
+def many_heads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Of which a program takes several."""
+    fused_by()(monkeypatch)
+    monkeypatch.setattr(segments, "NUM_SMS", 3)
+    return two_kernels(monkeypatch) | {"fused_fwd"}
 
 
 def in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -107,9 +108,9 @@ def one_scan(
     return chosen
 
 
-def one_wide_scan(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    many_programs(monkeypatch)
-    return one_scan(2, forward="chunk_fwd_2tile")(monkeypatch)
+def scans_of_many_heads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    many_heads(monkeypatch)
+    return one_scan(2, forward="fused_fwd")(monkeypatch)
 
 
 def both_in_segments(monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -128,7 +129,7 @@ WAYS = {
     "two kernels": Way(two_kernels, "delta", (150, 1, 2, 64, 128), 2, "resets"),
     "four heads of two": Way(two_kernels, "delta", (220, 2, 4, 64, 64), PACKED, "resets"),
     "packed": Way(two_kernels, "delta", (220, 1, 1, 64, 64), PACKED, "own", False),
-    "many programs": Way(many_programs, "delta", DELTA, PACKED),
+    "many heads": Way(many_heads, "delta", (220, 1, 2, 128, 128), PACKED),
     "segments": Way(in_segments, "delta", (320, 1, 2, 64, 64), 1, ""),
     "packed segments": Way(in_segments, "delta", (330, 1, 1, 64, 64), (5, 320), "own", False),
     "states scanned": Way(states_scanned, "delta", (320, 1, 2, 64, 128), 2),
@@ -137,7 +138,7 @@ WAYS = {
     "parts": Way(one_scan(1), "delta", (130, 1, 2, 64, 64), 2, "resets"),
     "packed parts": Way(one_scan(2), "delta", DELTA, PACKED),
     "parts of heads alone": Way(one_scan(2, slots=1), "delta", (220, 2, 2, 64, 64), PACKED),
-    "wide scan in parts": Way(one_wide_scan, "delta", DELTA, PACKED, "own", False),
+    "many heads in parts": Way(scans_of_many_heads, "delta", (150, 1, 2, 128, 128), 3, "resets"),
     "segments in parts": Way(one_scan(1, 2), "delta", (290, 1, 2, 64, 128)),
     "segments of a batch": Way(one_scan(2, 1), "delta", (150, 2, 2, 64, 128), 2, ""),
     "packed in parts": Way(one_scan(1, 2), "delta", (330, 1, 2, 64, 128), (5, 0, 200, 65)),
@@ -209,6 +210,10 @@ def test_launches_lead_from_inputs_to_gradients(way: Way, monkeypatch: pytest.Mo
     names = {x.removeprefix("delta_").removesuffix("_sm90_kernel") for x in ran}
     assert named <= names and (way.kind != "delta" or not named or named == names)
     assert ran.count("delta_solve_tril_sm90_kernel") == 2 * bool(saved)
+    ran.clear()
+    for got, x in zip(launch.forward(terms, SCALE), (o[:, :end], final), strict=True):
+        near(got[:, :end] if got.shape == o.shape else got, x, "without gradients", 1e-7)
+    assert "fused_fwd" not in named or ran == ["delta_fused_fwd_sm90_kernel"]
 
 
 def test_programs_of_one_backward_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +251,7 @@ def test_numbers_of_no_chunk_are_passed_over(kind: str, monkeypatch: pytest.Monk
 
 BITS = [
     Way(two_kernels, "delta", (150, 1, 2, 64, 64), 2, "resets"),
-    Way(many_programs, "delta", (150, 1, 2, 64, 128), 2, "resets"),
+    Way(many_heads, "delta", (150, 1, 2, 128, 128), 2, "resets"),
     *(Way(by_shapes, "simple", (148, 1, 1, n, n), 1, "resets") for n in (128, 256)),
     *(
         Way(by_shapes, "gla", (148, 1, 1, 128, 128), 1, gates, True, before)
@@ -287,6 +292,7 @@ NAN = {
     },
     **{f"fused {n}": (fused_by(), "kda", (148, 1, 2, 128, 128), f"to {n}") for n in (0.1, 5, 90)},
     "fused, cut": (fused_by(C), "kda", (148, 1, 2, 128, 128), "to 0.1"),
+    "many heads": (many_heads, "delta", (148, 1, 2, 128, 128), "to 5"),
 }
 
 
@@ -308,7 +314,7 @@ def test_nan_gate_reaches_later_outputs(way: tuple, monkeypatch: pytest.MonkeyPa
 
 
 PREFIXES = {
-    **{n: WAYS[n] for n in ("two kernels", "packed", "many programs", "segments")},
+    **{n: WAYS[n] for n in ("two kernels", "packed", "many heads", "segments")},
     **{n: WAYS[n] for n in ("a gate 128", "a gate 256", "a gate, packed 128", "gla", "gla packed")},
     **{n: WAYS[n] for n in ("packed segments", "kda", "kda packed", "dplr packed")},
 }

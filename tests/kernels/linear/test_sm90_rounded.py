@@ -141,8 +141,8 @@ OF_FUSED = ("to 0.1", "to 50", "a token of -200", "-200 and 0", "three of -inf",
 OF_FUSED += ("-20", "-inf")
 ERRORS = {f"gla, {gates}": ("gla", SIZES["gla"], 1, gates) for gates in sorted(OF_SCANS)}
 ERRORS |= {
-    f"kda fused, {gates}": ("kda", (210, 1, 1, 128, 128), (64, 5, 0, 130), gates)
-    for gates in OF_FUSED
+    f"{kind} fused, {gates}": (kind, (210, 1, 1, 128, 128), (64, 5, 0, 130), gates)
+    for kind, gates in [("delta", ""), *((k, g) for k in ("kda", "delta") for g in OF_FUSED)]
 }
 ERRORS |= {
     f"kda fused, cut, {gates}": ("kda", (270, 1, 1, 128, 128), 1, gates)
@@ -171,20 +171,21 @@ def test_errors_are_those_of_bfloat16(call: tuple, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("gates", "cut", "strength"), [("to 0.1", 25, 2e4), ("-20", 21, 1e-3), ("to 50", 70, 1.0)]
 )
-@pytest.mark.parametrize("tokens", [None, C])
+@pytest.mark.parametrize("kind", ["kda", "kda cut", "delta"])
 def test_fused_past_keeps_its_bits(
-    tokens: int | None, gates: str, cut: int, strength: float, monkeypatch: pytest.MonkeyPatch
+    kind: str, gates: str, cut: int, strength: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the future's tokens and gates; chunks change from weak to strong and back, and what
     is before a segment from what counts to what does not."""
+    kind, tokens = kind.split()[0], C if "cut" in kind else None
     T = 140 if tokens is None else 270
     cut += T - 140
-    terms = in_dtype(inputs("kda", (T, 1, 1, 128, 128), 1, gates))
+    terms = in_dtype(inputs(kind, (T, 1, 1, 128, 128), 1, gates))
     other = in_dtype(with_other_future(terms, cut, strength))
     fused_by(tokens)(monkeypatch)
     launches.as_numpy(monkeypatch, rounds=True)
     with rounded():
-        want, got = (backend("kda").forward(x, SCALE)[0] for x in (terms, other))
+        want, got = (backend(kind).forward(x, SCALE)[0] for x in (terms, other))
     assert torch.equal(got[:, :cut], want[:, :cut])
     assert not torch.equal(got[:, cut:], want[:, cut:])
 

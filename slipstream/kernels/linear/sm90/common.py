@@ -136,11 +136,11 @@ def longest_first(cu_ptr, i_n, N, HV, PACKED: gl.constexpr):
 
 @gluon.jit
 def program_coords(
-    cu_ptr, T, N, HV, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr
+    cu_ptr, T, N, HV, segment, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr, pid=None
 ):
     """Coordinates of a program that scans one head of a segment: the head, the segment, what
-    locate_sequence says of it, and its chunks."""
-    pid = gl.program_id(0)
+    locate_sequence says of it, and its chunks. pid: its number, if not the program's own."""
+    pid = gl.program_id(0) if pid is None else pid
     i_h = pid % HV
     i_seg = longest_first(cu_ptr, pid // HV, N, HV, PACKED and not SPLIT)
     row, length, first = locate_sequence(cu_ptr, i_seg, T, N, segment, C, PACKED, SPLIT)
@@ -395,22 +395,22 @@ def tile_of(tiles, at: gl.constexpr, COLUMNS: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, order=order)
     if LARGER_VIEWS:
         BEFORE: gl.constexpr = tiles.shape[0] - NB
-        rows = tiles.index(BEFORE - at)._reinterpret(gl.bfloat16, [NB, BASE, BASE], layout)
+        rows = tiles.index(BEFORE - at)._reinterpret(tiles.dtype, [NB, BASE, BASE], layout)
     elif at == 0:
-        rows = tiles._reinterpret(gl.bfloat16, [NB, BASE, BASE], layout)
+        rows = tiles._reinterpret(tiles.dtype, [NB, BASE, BASE], layout)
     else:
         tile = tiles.index((warp_of_four() - at) & (NB - 1))
-        rows = tile._reinterpret(gl.bfloat16, [1, BASE, BASE], layout)
+        rows = tile._reinterpret(tiles.dtype, [1, BASE, BASE], layout)
     return rows
 
 
 @gluon.jit
-def tiles(BEFORE: gl.constexpr):
+def tiles(BEFORE: gl.constexpr, dtype: gl.constexpr = gl.bfloat16):
     """Allocates blocks of four rows, after the BEFORE rows that `tile_of` may read."""
     ROWS: gl.constexpr = NB + BEFORE if LARGER_VIEWS else NB
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    high = gl.allocate_shared_memory(gl.bfloat16, [ROWS, BASE * BASE], flat)
-    low = gl.allocate_shared_memory(gl.bfloat16, [ROWS, BASE * BASE], flat)
+    high = gl.allocate_shared_memory(dtype, [ROWS, BASE * BASE], flat)
+    low = gl.allocate_shared_memory(dtype, [ROWS, BASE * BASE], flat)
     return high, low
 
 

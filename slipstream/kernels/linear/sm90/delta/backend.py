@@ -17,7 +17,7 @@ from slipstream.kernels.linear.sm90 import common
 from slipstream.kernels.linear.sm90.delta import bwd_fused, bwd_schedule, dqkg, segment_launch
 from slipstream.kernels.linear.sm90.delta.chunk_dstate import delta_chunk_dstate_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.chunk_fwd import delta_chunk_fwd_sm90_kernel
-from slipstream.kernels.linear.sm90.delta.chunk_fwd_2tile import delta_chunk_fwd_2tile_sm90_kernel
+from slipstream.kernels.linear.sm90.delta.fused_fwd import delta_fused_fwd_sm90_kernel
 from slipstream.kernels.linear.sm90.delta.solve_tril import delta_solve_tril_sm90_kernel
 from slipstream.runtime import backends, consistent, launch_cache
 
@@ -65,6 +65,15 @@ class Sm90Delta(delta.DeltaBackend):
 
     def choose_segments(self, terms: LinearInputs) -> segmentation.Segments | None:
         return segmentation.delta_sm90(terms)
+
+    def fuses(self, terms: LinearInputs) -> bool:
+        """Where two tiles of V of all heads and sequences would not all run at once, and none is
+        much longer than the others."""
+        HV, V = terms.v.shape[2:]
+        tiles = V // segmentation.TILE_V
+        many = tiles % 2 == 0 and tiles * HV * terms.sequences > segmentation.NUM_SMS
+        waits = consistent.consistent_scope.on or segmentation.waits_for_longest(terms, tiles)
+        return many and not waits
 
     def heads_per_sum(self, terms: LinearInputs) -> int:
         """A divisor of how many share q and k, at most 4: each sum is rounded."""
@@ -117,12 +126,28 @@ class Sm90Delta(delta.DeltaBackend):
         """In one of two kernels."""
         K = terms.q.shape[-1]
         interval, saved_states = checkpoints or (0, None)
-        kernel, tile = delta_chunk_fwd_sm90_kernel, segmentation.TILE_V
-        args = delta.delta_args(terms, segments, s_in, s_out)
-        if segments is None and self._use_2tile(terms):  # which has whole sequences alone
-            kernel, tile = delta_chunk_fwd_2tile_sm90_kernel, 2 * segmentation.TILE_V
+        args: dict[str, Any] = delta.delta_args(terms, segments, s_in, s_out)
+        args |= {"o_ptr": out, "scale": scale, "every": interval}
+        if segments is None and states is None and prefix is None and self.fuses(terms):
             del args["segment"], args["SPLIT"]
-        launch: Any = launch_cache.cached(kernel)[segmentation.delta_grid(terms, segments, tile)]
+            HV = terms.v.shape[2]
+            (heads,) = segmentation.delta_grid(terms, None, 2 * segmentation.TILE_V)
+            programs = (min(heads, segmentation.NUM_SMS),)
+            run: Any = launch_cache.cached(delta_fused_fwd_sm90_kernel)[programs]
+            run(
+                **{f"{name}_desc": common.token_tiles(getattr(terms, name), 64) for name in "qkv"},
+                o_desc=common.token_tiles(out, 64),
+                g_ptr=terms.g,
+                beta_ptr=terms.beta,
+                r_desc=common.tma_descriptor(wy and wy.r, HV * segmentation.CHUNK, 32, 16),
+                saved_desc=common.tma_descriptor(saved_states, K, 64, 64),
+                C=segmentation.CHUNK,
+                **args,
+                num_warps=4,
+            )
+            return
+        grid = segmentation.delta_grid(terms, segments)
+        launch: Any = launch_cache.cached(delta_chunk_fwd_sm90_kernel)[grid]
         launch(
             q_desc=common.token_tiles(terms.q, K) if states is None else None,
             k_desc=common.token_tiles(terms.k, K),
@@ -131,28 +156,13 @@ class Sm90Delta(delta.DeltaBackend):
             o_desc=common.token_tiles(out, segmentation.TILE_V),
             states_desc=common.tma_descriptor(states, K, segmentation.TILE_V, K),
             checkpoints_desc=common.tma_descriptor(saved_states, K, segmentation.TILE_V, K),
-            o_ptr=out,
             beta_gates_ptr=wy.beta_gate,
-            scale=scale,
-            every=interval,
             SAVE_STATES=states is not None,
             SAVE_CHECKPOINTS=checkpoints is not None,
             **(prefix.pointers() if prefix else prefix_states.NO_POINTERS),
             **args,
             **SCAN,
         )
-
-    def _use_2tile(self, terms: LinearInputs) -> bool:
-        """Whether a program takes two tiles of V: with one each they would not all run at once,
-        which matters where none is much longer than the others."""
-        HV, V = terms.v.shape[2:]
-        sequences = 1 if consistent.consistent_scope.on else terms.sequences
-        if (
-            V % (2 * segmentation.TILE_V)
-            or V // segmentation.TILE_V * HV * sequences <= segmentation.NUM_SMS
-        ):
-            return False
-        return not segmentation.waits_for_longest(terms, V // segmentation.TILE_V)
 
     def chunk_dstate(
         self,

@@ -19,7 +19,7 @@ rounded B, M and kb. BK channels of K at a time.
 
 S and w are made once more, a block of `every` chunks at a time: forward leaves S before each block,
 in 16 bits as it is in all products, and from there a program scans to the block's end before it
-goes back, as chunk_fwd_2tile.py does but by all warps that go back later and all columns of V:
+goes back, by all warps that go back later and all columns of V:
 
     w = R v - R (diag(exp(G)) k S)        S <- exp(G_C) S + (k exp(G_C - G))^T beta w
 

@@ -279,9 +279,7 @@ def delta_chunk_dstate_sm90_kernel(
     TRANSITION_ONLY: gl.constexpr = dv_desc is None
     dtype: gl.constexpr = k_desc.dtype
     qs = gl.allocate_shared_memory(dtype, [ST, C, K], q_desc.layout)
-    ks, ds, rs, gs = delta_device.alloc_stages(
-        k_desc, do_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST
-    )
+    ks, ds, rs, gs = delta_device.alloc_stages(k_desc, do_desc, r_desc, HAS_GATE, K, BV, C, ST)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     zs = gl.allocate_shared_memory(dtype, [2, C, C], r_desc.layout)
     # what a call does not use has another's name

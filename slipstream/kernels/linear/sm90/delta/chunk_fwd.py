@@ -224,8 +224,7 @@ def output_partition(
     aa: gl.constexpr = gl.DotOperandLayout(0, ol, 2)
     o_i = gl.arange(0, c.C, gl.SliceLayout(1, al))
     o_j = gl.arange(0, c.C, gl.SliceLayout(0, al))
-    o_t = gl.arange(0, c.C, gl.SliceLayout(1, ol))
-    o_v = gl.arange(0, c.BV, gl.SliceLayout(0, ol))
+    zero = gl.zeros([c.C, c.C], gl.float32, al)
     zero_o = gl.zeros([c.C, c.BV], gl.float32, ol)
     whole = length // c.C
     for i in range(n):
@@ -239,9 +238,25 @@ def output_partition(
             mbarrier.wait(barriers.w_full.index(b), (i // 2) & 1)
         mbarrier.wait(queries.full.index(b), (i // 2) & 1)
         # q once from shared memory for two products, whose operands are what limits its pace
-        b_a, b_q, b_start = delta_device.masked_scores(
-            queries, tiles, barriers.empty, b, s, seen, al, ol, c.C, c.HAS_GATE, False
-        )
+        b_q = queries.q.index(b).load(gl.DotOperandLayout(0, al, 2))
+        keys = tiles.k.index(s).permute((1, 0))
+        b_a = warpgroup_mma(b_q, keys, zero, use_acc=False, is_async=True)
+        b_beta = tiles.beta_gate.index(s).slice(0, c.C).load(gl.SliceLayout(0, al))
+        if c.HAS_GATE:
+            sums = tiles.beta_gate.index(s).slice(c.C, c.C)
+            G_i = sums.load(gl.SliceLayout(1, al))
+            G_j = sums.load(gl.SliceLayout(0, al))
+            b_start = gl.exp2(sums.load(gl.SliceLayout(1, ol)))
+        # the exponentials above need no product: they ran beside it
+        b_a = sm90.warpgroup_mma_wait(0, deps=(b_a,))
+        mbarrier.arrive(queries.empty.index(b), count=1)
+        mbarrier.arrive(barriers.empty.index(s), count=1)
+        if c.HAS_GATE:
+            # masked before exp2: above the diagonal the difference is positive and may overflow
+            between = G_i[:, None] - G_j[None, :]
+            b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
+        b_a = gl.where(seen, b_a * b_beta[None, :], 0.0)
+        b_a = gl.convert_layout(b_a.to(tiles.k.dtype), aa)
         mbarrier.wait(barriers.x_full.index(b), (i // 2) & 1)
         if c.SAVE_CHECKPOINTS:  # noqa: SIM102
             if i == next_chunk:
@@ -262,15 +277,11 @@ def output_partition(
         mbarrier.arrive(barriers.x_empty.index(b), count=1)
         b_o = (b_o * scale).to(tiles.k.dtype)
         t = i * c.C
-        if t + c.C <= length:
-            sm90.store_wait(0)
-            os.store(b_o)
-            sm90.fence_async_shared()
-            gl.thread_barrier()
-            sm90.copy_out(o_desc, [row + t, v_col], os)
-        else:
-            p_o = o_ptr + (row + t + o_t).to(gl.int64)[:, None] * o_row + (v_col + o_v)[None, :]
-            gl.store(p_o, b_o, mask=(o_t < length - t)[:, None])
+        sm90.store_wait(0)
+        os.store(b_o)
+        sm90.fence_async_shared()
+        gl.thread_barrier()
+        common.store_tile(o_desc, o_ptr, os, row + t, v_col, o_row, length - t, c.C, c.BV)
     sm90.store_wait(0)
 
 
@@ -279,19 +290,13 @@ def save_partition(
     states_desc, w_desc, w_ptr, copies, barriers, row, chunk, HV, o_row, v_col, i_v, length, n, c
 ):
     """S before each chunk, and w."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_t = gl.arange(0, c.C, gl.SliceLayout(1, layout))
-    o_v = gl.arange(0, c.BV, gl.SliceLayout(0, layout))
     for i in range(n):
         b = i % 2
         t = i * c.C
         mbarrier.wait(barriers.x_full.index(b), (i // 2) & 1)
         sm90.copy_out(states_desc, [(chunk + i * HV) * c.V + i_v, 0], copies.state.index(b))
-        if t + c.C <= length:
-            sm90.copy_out(w_desc, [row + t, v_col], copies.w.index(b))
-        else:
-            p_w = w_ptr + (row + t + o_t).to(gl.int64)[:, None] * o_row + (v_col + o_v)[None, :]
-            gl.store(p_w, copies.w.index(b).load(layout), mask=(o_t < length - t)[:, None])
+        w = copies.w.index(b)
+        common.store_tile(w_desc, w_ptr, w, row + t, v_col, o_row, length - t, c.C, c.BV)
         sm90.store_wait(0)
         mbarrier.arrive(barriers.x_empty.index(b), count=1)
 
@@ -327,9 +332,7 @@ def delta_chunk_fwd_sm90_kernel(
         K, V, BV, C, ST, HAS_GATE, HAS_S_IN, HAS_S_OUT, SAVE_STATES, SAVE_CHECKPOINTS, False
     )
     dtype: gl.constexpr = k_desc.dtype
-    ks, vs, rs, gs = delta_device.alloc_stages(
-        k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST
-    )
+    ks, vs, rs, gs = delta_device.alloc_stages(k_desc, v_desc, r_desc, HAS_GATE, K, BV, C, ST)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     ss = gl.allocate_shared_memory(dtype, [2, BV, K], k_desc.layout)
     full = common.alloc_mbarriers(2, ST)

@@ -4,8 +4,7 @@ from typing import Any, NamedTuple
 
 from slipstream.kernels.linear.sm90.common import locate_segment, longest_first
 from slipstream.kernels.linear.triton.scalar_decay.device import LOG2E, MIN_CROSSED
-from slipstream.kernels.primitives import sm90
-from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mma
+from slipstream.kernels.primitives.sm90 import gl, gluon
 
 # M is 0 once it has decayed by 2^-32
 NEGLIGIBLE_LOG2 = gl.constexpr(32.0)
@@ -117,27 +116,19 @@ def checkpoint_index(i_n, row, T, every, C: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def first_checkpoint(
-    i_n, i_s, row, T, segment, every,
-    C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
+def checkpoints_of(
+    desc, i_n, i_s, i_h, i_v, row, T, segment, every, HV,
+    V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The first chunk of a segment before which S is left, and the number of that checkpoint."""
+    """Where a program with columns from i_v on leaves S."""
     before = 0  # chunks of the sequence
     if SPLIT:
         before = i_s * (segment // C)
         # that of the sequence: checkpoints are counted from its first token
         row -= i_s * segment
     number = gl.cdiv(before, every)
-    return number * every - before, checkpoint_index(i_n, row, T, every, C, PACKED) + number
-
-
-@gluon.jit
-def checkpoints_of(
-    desc, i_n, i_s, i_h, i_v, row, T, segment, every, HV,
-    V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """Where a program with columns from i_v on leaves S."""
-    marked, number = first_checkpoint(i_n, i_s, row, T, segment, every, C, PACKED, SPLIT)
+    marked = number * every - before
+    number += checkpoint_index(i_n, row, T, every, C, PACKED)
     return Checkpoints(desc, marked, every, (number * HV + i_h) * V + i_v, HV * V)
 
 
@@ -163,49 +154,14 @@ def store_state(state_refs, b_s, none, o_k, o_v, V: gl.constexpr, HAS_S_OUT: gl.
 
 @gluon.jit
 def alloc_stages(
-    k_desc, v_desc, r_desc, TILES: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr,
-    BV: gl.constexpr, C: gl.constexpr, ST: gl.constexpr,
+    k_desc, v_desc, r_desc, HAS_GATE: gl.constexpr, K: gl.constexpr, BV: gl.constexpr,
+    C: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory for ST chunks of k, TILES of BV columns of v, R, and ROWS numbers a token."""
+    """Shared memory for ST chunks of k, a tile of v, R, beta and, if HAS_GATE, G."""
     dtype: gl.constexpr = k_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     ks = gl.allocate_shared_memory(dtype, [ST, C, K], k_desc.layout)
-    vs = gl.allocate_shared_memory(dtype, [TILES * ST, C, BV], v_desc.layout)
+    vs = gl.allocate_shared_memory(dtype, [ST, C, BV], v_desc.layout)
     rs = gl.allocate_shared_memory(dtype, [ST, C, C], r_desc.layout)
-    gs = gl.allocate_shared_memory(gl.float32, [ST, ROWS * C], plain)
+    gs = gl.allocate_shared_memory(gl.float32, [ST, (1 + HAS_GATE) * C], plain)
     return ks, vs, rs, gs
-
-
-@gluon.jit
-def masked_scores(
-    queries, tiles, empty, b, s, seen, al: gl.constexpr, ol: gl.constexpr,
-    C: gl.constexpr, HAS_GATE: gl.constexpr, STARTS: gl.constexpr,
-):  # fmt: skip
-    """tril(q k^T decay) beta of a chunk as a left operand, q, and if HAS_GATE exp(G), which with
-    STARTS tiles.beta_gate has already, negated. Leaves q's buffer b and, as one of its readers,
-    stage s.
-    """
-    ks, gs = tiles.k, tiles.beta_gate
-    b_q = queries.q.index(b).load(gl.DotOperandLayout(0, al, 2))
-    zero = gl.zeros([C, C], gl.float32, al)
-    b_a = warpgroup_mma(b_q, ks.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-    b_beta = gs.index(s).slice(0, C).load(gl.SliceLayout(0, al))
-    b_start = 1.0
-    if HAS_GATE:
-        sums = gs.index(s).slice(C, C)
-        G_i = sums.load(gl.SliceLayout(1, al))
-        G_j = sums.load(gl.SliceLayout(0, al))
-        if STARTS:
-            b_start = gs.index(s).slice(2 * C, C).load(gl.SliceLayout(1, ol))
-        else:
-            b_start = gl.exp2(sums.load(gl.SliceLayout(1, ol)))
-    # the exponentials above need no product: they ran beside it
-    b_a = sm90.warpgroup_mma_wait(0, deps=(b_a,))
-    mbarrier.arrive(queries.empty.index(b), count=1)
-    mbarrier.arrive(empty.index(s), count=1)
-    if HAS_GATE:
-        # masked before exp2: above the diagonal the difference is positive and may overflow
-        between = G_i[:, None] - G_j[None, :]
-        b_a = b_a * gl.exp2(gl.where(seen, between, float("-inf")))
-    b_a = gl.where(seen, b_a * b_beta[None, :], 0.0)
-    return gl.convert_layout(b_a.to(ks.dtype), gl.DotOperandLayout(0, ol, 2)), b_q, b_start

@@ -180,9 +180,7 @@ def delta_segment_transition_sm90_kernel(
     """
     dtype: gl.constexpr = k_desc.dtype
     NV: gl.constexpr = V // BV
-    ks, vs, rs, gs = delta_device.alloc_stages(
-        k_desc, v_desc, r_desc, 1, 1 + HAS_GATE, K, BV, C, ST
-    )
+    ks, vs, rs, gs = delta_device.alloc_stages(k_desc, v_desc, r_desc, HAS_GATE, K, BV, C, ST)
     ws = gl.allocate_shared_memory(dtype, [2, C, K], k_desc.layout)
     full = alloc_mbarriers(2, ST)
     empty = alloc_mbarriers(1, ST)
