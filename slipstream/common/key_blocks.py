@@ -30,10 +30,3 @@ def pooled_keys(k: Tensor, block: int, cu_seqlens: Tensor | None = None) -> Tens
     else:
         of = k[:, first[:, None] + torch.arange(block, device=k.device)]
     return checks.widen(of).mean(2).to(k.dtype)
-
-
-def with_open_block(lists: Tensor, positions: Tensor, block: int) -> Tensor:
-    """lists [B, T, G, N] and behind them the block that each query, at positions [B or 1, T], is
-    in, while it is not complete: [B, T, G, N + 1]."""
-    own = torch.where((positions + 1) % block == 0, -1, positions // block).int()
-    return torch.cat([lists, own[..., None, None].expand(*lists.shape[:3], 1)], -1)

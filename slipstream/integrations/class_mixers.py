@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.integrations import indexed_attention
 from slipstream.integrations.rows import Rows, rows_of
 from slipstream.ops import conv, gla, rwkv, simple_gla, steps
 from slipstream.ops._fp32 import widen
@@ -404,6 +405,7 @@ def _running_max(
 
 
 FORWARDS: dict[str, Callable] = {
+    **indexed_attention.FORWARDS,
     "MiniMaxLightningAttention": minimax,
     "RecurrentGemmaRecurrentBlock": recurrent_gemma,
     "RwkvFeedForward": rwkv_feed_forward,

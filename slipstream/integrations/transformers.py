@@ -30,6 +30,7 @@ except ModuleNotFoundError as error:
 from slipstream.integrations import linear_mixers, masks, usage
 from slipstream.integrations.context import call_in_context
 from slipstream.integrations.hub import register_kernels
+from slipstream.integrations.indexed_attention import train_indexers
 from slipstream.integrations.masks import Query, Rule, build_mask, cuts_by_position, is_rule_mask
 from slipstream.integrations.patching import patch, unpatch
 from slipstream.ops.attention import attention
@@ -38,7 +39,7 @@ from slipstream.runtime.context_parallel import ContextParallel
 
 __all__ = [
     "NAME", "call_in_context", "patch", "register_kernels", "slipstream_attention",
-    "slipstream_mask", "unpatch",
+    "slipstream_mask", "train_indexers", "unpatch",
 ]  # fmt: skip
 
 NAME = "slipstream"

@@ -74,7 +74,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "maskformer-swin": {"embed_dim": 48, "window_size": 2},
     "nemotron_h": {"n_group": 1, "topk_group": 1},
     "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8,
-                       "indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": 8},
+                       "indexer_budget": 8, "indexer_compress_ratio": 4, "hc_lowrank": 8},
     "mistral4": {"num_key_value_heads": 4},
     "mt5": {"decoder_start_token_id": 0},
     # whose gradients its own cache breaks, and weights that train() scales

@@ -1,0 +1,228 @@
+"""Attention to the blocks that an indexer selects, of transformers' Qwen4-Exp (QSA) and MiniMax-M3
+(MSA), on ops.index and ops.attention: no mask of all keys, and no loop over queries.
+
+patch() puts the functions of FORWARDS in the place of forward of the classes of these names. Keys
+and the indexer's keys are in transformers' own cache. What is packed, and what is padding, they
+learn as class_mixers.py says; a cache whose rows have padding is transformers' own business. Of
+equal scores the earlier block is selected, where transformers takes any.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import StaticLayer
+
+from slipstream.common import checks
+from slipstream.common.key_blocks import blocks_of, pooled_keys
+from slipstream.integrations.masks import is_rule_mask
+from slipstream.integrations.rows import Rows, rows_of
+from slipstream.ops.attention import attention
+from slipstream.ops.indexer import index, index_loss
+from slipstream.runtime.autograd import with_loss
+
+
+def qwen4_exp(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Any = None,
+    cache: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """QSA: a query sees the best blocks of keys, by their mean, and its own until complete."""
+    cache, rows = _begin(self, hidden_states, attention_mask, cache or past_key_values, kwargs)
+    own, T = self.indexer, hidden_states.shape[1]
+    block, x = own.compress_ratio, rows.pack(hidden_states)
+    full = [_of_rows(y, hidden_states) for y in position_embeddings]
+    now = [rows.pack(y[:, -T:]) for y in full]
+    rotate = _rotary(self)
+    q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)
+    k, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in (self.k_proj, self.v_proj))
+    q, k = rotate(self.q_norm(q), self.k_norm(k), *now, unsqueeze_dim=2)
+    weight = _weight(self, cache)
+    with torch.set_grad_enabled(weight > 0):  # lists have no gradient
+        heads = own.index_qk_proj(x.detach()).unflatten(-1, (-1, own.index_head_dim))
+        raw = heads[:, :, -1]
+        if cache is not None:
+            raw = _all_keys(cache.update_indexer(rows.unpack(raw), self.layer_idx), raw, T)
+        first, _ = blocks_of(raw.shape[1], block, rows.cuts, raw.device)
+        at = [y[:, first] for y in (full if rows.cuts is None else now)]
+        blocks = own.k_layernorm(pooled_keys(raw, block, rows.cuts))
+        blocks = rotate(blocks[:, None], cos=at[0], sin=at[1])[:, 0]
+        asked = rotate(own.q_layernorm(heads[:, :, :-1]), cos=now[0], sin=now[1], unsqueeze_dim=2)
+        of: dict[str, Any] = {"block": block, "pool": "none", "cu_seqlens": rows.cuts}
+        lengths = _lengths(raw, rows, T)
+        selected = index(asked, blocks, topk=own.block_topk, key_lengths=lengths, **of)
+    if weight > 0:
+        of |= {"selected": selected, "attention_scale": self.scaling}
+        loss = index_loss(asked, blocks, q.detach(), k.detach(), **of)
+        q = _with_loss(own, q, loss, weight)
+    options = {"selected": selected, "block": block, "tail": True}
+    o = _attend(self, rows, cache, (q, k, v), options)
+    o = o * torch.sigmoid(gate.reshape(o.shape))
+    return rows.unpack(self.o_proj(o)), None
+
+
+def minimax_m3(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Any = None,
+    cache: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """MSA: the heads of a key head see the blocks with the best keys, the last ones always; a layer
+    without an indexer sees all keys. Blocks begin with a sequence, not with its padding."""
+    cache, rows = _begin(self, hidden_states, attention_mask, cache or past_key_values, kwargs)
+    own, T, x = self.indexer, hidden_states.shape[1], rows.pack(hidden_states)
+    tables = [rows.pack(_of_rows(y, hidden_states)) for y in position_embeddings]
+    rotate = _rotary(self)
+    projections = self.q_proj, self.k_proj, self.v_proj
+    q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)) for f in projections)
+    q, k = rotate(self.q_norm(q), self.k_norm(k), *tables, unsqueeze_dim=2)
+    options: dict[str, Any] = {}
+    if own is not None:
+        weight = _weight(self, cache)
+        with torch.set_grad_enabled(weight > 0):
+            read = x.detach()
+            asked = own.q_norm(own.q_proj(read).unflatten(-1, (-1, own.head_dim)))
+            key = own.k_norm(own.k_proj(read).unflatten(-1, (-1, own.head_dim)))
+            narrow = [y[..., : own.head_dim] for y in tables]
+            asked, key = rotate(asked, key, *narrow, unsqueeze_dim=2)
+            key = key[:, :, 0]
+            if cache is not None:
+                every = cache.layers[self.layer_idx].update_index(rows.unpack(key)[:, None])
+                key = _all_keys(every[:, 0], key, T)
+            of: dict[str, Any] = {"block": own.block_size, "groups": own.num_heads}
+            of |= {"activation": "identity", "cu_seqlens": rows.cuts}
+            selected = index(asked, key, topk=own.topk_blocks, local=own.local_blocks, **of)
+        if weight > 0:
+            of |= {"selected": selected, "attention_scale": self.scaling}
+            loss = index_loss(asked, key, q.detach(), k.detach(), **of)
+            q = _with_loss(own, q, loss, weight)
+        options = {"selected": selected, "block": own.block_size}
+    o = _attend(self, rows, cache, (q, k, v), options)
+    return rows.unpack(self.o_proj(o)), None
+
+
+def train_indexers(model: nn.Module, weight: float = 1.0) -> int:
+    """Has the indexers of a patched model learn what its attention looks at: in training each adds
+    weight times ops.index_loss to the loss, which reaches its own parameters alone.
+
+    Transformers' own have no gradient. The value of a layer's last call is indexer.index_loss.
+
+    Args:
+        weight: 0 ends it.
+
+    Returns:
+        How many indexers there are.
+    """
+    checks.expect_not_negative("weight", weight)
+    found = [x for x in model.modules() if type(x).__name__ in FORWARDS]
+    indexers: list[Any] = [x.indexer for x in found if x.indexer is not None]
+    for own in indexers:
+        own.slipstream_weight = float(weight)
+    return len(indexers)
+
+
+def _weight(self: Any, cache: Any) -> float:
+    trains = self.training and torch.is_grad_enabled() and cache is None
+    return getattr(self.indexer, "slipstream_weight", 0.0) if trains else 0.0
+
+
+def _with_loss(own: Any, q: Tensor, loss: Tensor, weight: float) -> Tensor:
+    """q, through whose gradient that of the loss goes on its way."""
+    own.index_loss = loss.detach()
+    return with_loss(q, loss, weight)
+
+
+def _begin(self: Any, x: Tensor, mask: Any, cache: Any, kwargs: dict[str, Any]) -> tuple[Any, Rows]:
+    """The cache and the rows of a call.
+
+    Raises:
+        NotImplementedError: ours does not take it; nothing is written into the cache yet.
+    """
+    own, rows = self.indexer, rows_of(kwargs, x)
+    if kwargs.get("output_attentions"):
+        raise NotImplementedError("output_attentions: no probabilities are made")
+    if self.training and self.attention_dropout:
+        raise NotImplementedError("attention_dropout: selected attention has none")
+    block = 1 if own is None else getattr(own, "compress_ratio", getattr(own, "block_size", 0))
+    if block not in (1, 4, 16, 64, 128):
+        raise NotImplementedError(f"blocks of {block} keys")
+    if own is not None and getattr(own, "local_blocks", 0) > getattr(own, "topk_blocks", 0):
+        raise NotImplementedError("more local blocks than are listed")
+    if cache is not None:
+        layer = cache.layers[self.layer_idx]
+        if isinstance(layer, StaticLayer):
+            raise NotImplementedError("a static cache")
+        if layer.get_seq_length() and rows.cuts is not None:
+            raise NotImplementedError("packed sequences or padding behind a cache")
+        if layer.get_seq_length() and not _sees_all(mask):
+            raise NotImplementedError("padding in a cache")
+    return cache, rows
+
+
+def _sees_all(mask: Any) -> bool:
+    """Whether the last query of a mask [B, 1, T, S] or [B, S] sees all keys; asked once a mask."""
+    if not isinstance(mask, Tensor):
+        return True
+    if is_rule_mask(mask):
+        return mask.shape[3] == 0
+    known = getattr(mask, "slipstream_sees_all", None)
+    if known is None:
+        last = mask if mask.dim() == 2 else mask[:, :, -1]
+        seen = last if last.dtype == torch.bool or mask.dim() == 2 else last == 0
+        known = mask.slipstream_sees_all = bool(seen.all())  # pyright: ignore
+    return known
+
+
+def _rotary(self: Any) -> Callable[..., Any]:
+    """The function of its module that rotates the features that its tables have."""
+    return sys.modules[type(self).__module__].apply_rotary_pos_emb
+
+
+def _of_rows(table: Tensor, x: Tensor) -> Tensor:
+    return table.expand(len(x), -1, -1)
+
+
+def _all_keys(every: Tensor, new: Tensor, tokens: int) -> Tensor:
+    """What an indexer reads of the cache: all of it, or what is new if there was none before, which
+    may be packed."""
+    return new if every.shape[1] == tokens else every
+
+
+def _lengths(keys: Tensor, rows: Rows, tokens: int) -> Tensor | None:
+    """Of keys that are more than the queries."""
+    if rows.cuts is not None or keys.shape[1] == tokens:
+        return None
+    return torch.full((len(keys),), keys.shape[1], device=keys.device)
+
+
+def _attend(
+    self: Any,
+    rows: Rows,
+    cache: Any,
+    heads: tuple[Tensor, Tensor, Tensor],
+    options: dict[str, Any],
+) -> Tensor:
+    """[B, T, H K] of q, k and v as packed."""
+    q, k, v = heads
+    if cache is not None:
+        new = [rows.unpack(y).transpose(1, 2) for y in (k, v)]
+        every = cache.update(*new, self.layer_idx)
+        if every[0].shape[2] != new[0].shape[2]:
+            k, v = (y.transpose(1, 2) for y in every)
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    return attention(q, k, v, scale=self.scaling, cu_seqlens=rows.cuts, **options).flatten(-2)
+
+
+FORWARDS: dict[str, Callable] = {
+    "Qwen4ExpTextAttention": qwen4_exp,
+    "MiniMaxM3VLAttention": minimax_m3,
+}

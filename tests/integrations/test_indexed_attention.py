@@ -1,0 +1,210 @@
+"""Qwen4-Exp and MiniMax-M3, whose attention an indexer restricts, patched beside themselves."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from slipstream.integrations import class_mixers, indexed_attention, usage
+from slipstream.integrations.transformers import patch, train_indexers, unpatch
+from tests.support.linear_models import tiny
+from tests.support.tiny_models import build
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+# what a list is short of with these
+SIZES: dict[str, dict[str, Any]] = {
+    "Qwen4ExpForCausalLM": {"indexer_budget": 8, "indexer_compress_ratio": 4},
+    "MiniMaxM3VLForCausalLM": {
+        "layer_types": ["minimax_m3_sparse", "full_attention"], "index_n_heads": 2,
+        "index_block_size": 4, "index_topk_blocks": 3, "index_local_blocks": 2,
+    },
+}  # fmt: skip
+MODELS = [x for x in SIZES if hasattr(transformers, x)]
+LENGTHS = (13, 2, 11)
+every_model = pytest.mark.parametrize("name", MODELS)
+IDS = torch.randint(1, 30, (2, 26), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True)
+def _alike(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Transformers' choice of equal scores is the earlier one, as ours; nothing stays patched."""
+
+    def topk(x: Tensor, k: int, dim: int = -1) -> Any:
+        values, order = x.sort(dim=dim, descending=True, stable=True)
+        kept = torch.return_types.topk((values.narrow(dim, 0, k), order.narrow(dim, 0, k)))
+        return kept
+
+    monkeypatch.setattr(Tensor, "topk", topk)
+    yield
+    unpatch()
+
+
+def model_of(name: str, impl: str = "sdpa", **more: Any) -> Any:
+    cls, config, *_ = tiny(name)
+    config = copy.deepcopy(config)
+    for key, value in (SIZES[name] | more).items():
+        setattr(config.get_text_config(), key, value)
+    torch.manual_seed(0)
+    model = build(cls, config, impl, None)
+    with torch.no_grad():  # norms' weights are zeros or ones, which hide their place
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def with_gradients(model: Any, **inputs: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+    logits = model(**inputs, use_cache=False).logits
+    loss = (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum()
+    parameters = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True)
+    return logits.detach(), dict(zip(parameters, grads))
+
+
+def expect_alike(got: Any, want: Any, rows: Any = slice(None)) -> None:
+    assert_near(got[0][rows], want[0][rows])
+    top = max(float(g.abs().max()) for g in want[1].values() if g is not None)
+    for parameter, grad in want[1].items():
+        found = got[1][parameter]
+        assert (grad is None) == (found is None), parameter
+        if grad is not None:
+            torch.testing.assert_close(found, grad, rtol=1e-3, atol=1e-4 * top, msg=parameter)
+
+
+def assert_near(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+@every_model
+@pytest.mark.parametrize("impl", ["sdpa", "eager", "slipstream"])
+def test_logits_and_gradients_equal_transformers(
+    name: str, impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(name).train()
+    want = with_gradients(model, input_ids=IDS)
+    lists: list[Tensor] = []
+    run = indexed_attention.index
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        lists.append(run(*args, **kwargs))
+        return lists[-1]
+
+    monkeypatch.setattr(indexed_attention, "index", counted)
+    patch(model)
+    model.set_attn_implementation(impl)
+    expect_alike(with_gradients(model, input_ids=IDS), want)
+    assert len(lists) == 1
+    # lists are full, and not all that there is
+    blocks = IDS.shape[1] // 4
+    assert (lists[0][:, -1] >= 0).all() and lists[0].shape[-1] < blocks
+
+
+@every_model
+@pytest.mark.parametrize("told", ["positions", "offsets"])
+def test_packed_sequences_equal_separate(name: str, told: str) -> None:
+    model = model_of(name).train()
+    rows = IDS[:1]
+    alone = [with_gradients(model, input_ids=x) for x in rows.split(LENGTHS, 1)]
+    patch(model)
+    given: dict[str, Any] = {"position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]}
+    if told == "offsets":
+        cuts = torch.tensor((0, *LENGTHS)).cumsum(0).int()
+        given |= {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
+    got = model(input_ids=rows, use_cache=False, **given).logits
+    assert_near(got, torch.cat([x for x, _ in alone], 1))
+
+
+@every_model
+def test_padding_equals_rows_without(name: str) -> None:
+    model = model_of(name)
+    with torch.no_grad():
+        want = model(input_ids=IDS[1:, 5:]).logits
+        patch(model)
+        for side in ("left", "right"):
+            ids, mask = IDS.clone(), torch.ones_like(IDS)
+            ids[1] = torch.cat([IDS[1, :5], IDS[1, 5:]]) if side == "left" else IDS[1].roll(-5)
+            mask[1, : 5 if side == "left" else 0] = 0
+            mask[1, 26 if side == "left" else 21 :] = 0
+            got = model(input_ids=ids, attention_mask=mask).logits[1:]
+            assert_near(got[:, 5:] if side == "left" else got[:, :21], want)
+
+
+@every_model
+def test_prompts_and_tokens_by_cache_equal_whole(name: str) -> None:
+    """Prompts in parts, then token by token, over more than a block."""
+    model = model_of(name)
+    with torch.no_grad():
+        want = model(input_ids=IDS).logits
+        patch(model)
+        found, cache = [], None
+        for begin, end in ((0, 9), (9, 14), *((n, n + 1) for n in range(14, 26))):
+            out = model(
+                input_ids=IDS[:, begin:end], use_cache=True,
+                **({} if cache is None else {"cache": cache}),
+            )  # fmt: skip
+            cache = out.cache
+            found.append(out.logits)
+    assert_near(torch.cat(found, 1), want)
+    ends = tuple(indexed_attention.FORWARDS)
+    places = [x for x in usage.report().rows if x.name.endswith(ends)]
+    assert any(x.calls for x in places) and not any(x.refused for x in places)
+
+
+@every_model
+def test_generate_from_padded_prompts_equals_transformers(name: str) -> None:
+    """Steps behind padding are transformers' own, on the cache that ours has filled."""
+    if name == "MiniMaxM3VLForCausalLM":
+        pytest.skip("transformers' own blocks begin with the padding")
+    model = model_of(name)
+    mask = torch.ones_like(IDS)
+    mask[1, :6] = 0
+    options: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    want = model.generate(IDS, attention_mask=mask, **options)
+    patch(model)
+    assert torch.equal(model.generate(IDS, attention_mask=mask, **options), want)
+
+
+def test_classes_are_those_that_class_mixers_have() -> None:
+    assert indexed_attention.FORWARDS.items() <= class_mixers.FORWARDS.items()
+
+
+@every_model
+def test_trained_indexers_change_nothing_but_their_gradients(name: str) -> None:
+    """And a few steps make the loss smaller."""
+    model = model_of(name).train()
+    patch(model)
+    want = with_gradients(model, input_ids=IDS)
+    assert train_indexers(model) == 1
+    got = with_gradients(model, input_ids=IDS)
+    own = {x for x in want[1] if ".indexer." in x}
+    assert own and all(want[1][x] is None for x in own)
+    assert all(got[1][x] is not None for x in own)
+    others = [(y[0], {x: g for x, g in y[1].items() if x not in own}) for y in (got, want)]
+    expect_alike(*others)
+    indexer = next(x.indexer for x in model.modules() if getattr(x, "indexer", None) is not None)
+    optimizer, losses = torch.optim.Adam(indexer.parameters(), 1e-2), []
+    for _ in range(12):
+        model(input_ids=IDS, use_cache=False).logits.sum().backward()
+        losses.append(float(indexer.index_loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 0 < losses[-1] < 0.9 * losses[0]
+    train_indexers(model, 0.0)
+    assert all(with_gradients(model, input_ids=IDS)[1][x] is None for x in own)
+    with pytest.raises(ValueError, match="weight: want 0 or more"):
+        train_indexers(model, -1.0)
+
+
+@every_model
+def test_blocks_of_two_run_as_before(name: str) -> None:
+    size = {"Qwen4ExpForCausalLM": "indexer_compress_ratio"}.get(name, "index_block_size")
+    model = model_of(name, "sdpa", **{size: 2})
+    want = with_gradients(model, input_ids=IDS)
+    patch(model)
+    expect_alike(with_gradients(model, input_ids=IDS), want)
