@@ -176,10 +176,10 @@ FREE = {
     "a row more": "embedding:input_ids embedding:weight latent_attention:latent "
     "recurrent_step:state rwkv7_step:state short_convolution_update:state token_mix_step:state "
     "projection_step:x projection_step:weights causal_conv1d_update:conv_state attnres:residuals",
-    "a feature less": "attention:v flash_attn_func:v flash_attn_varlen_func:block_table "
-    "flash_attn_with_kvcache:block_table latent_attention:table mixer_step:conv_state "
-    "causal_conv1d_fn:weight causal_conv1d_update:conv_state causal_conv1d_update:weight "
-    "cross_entropy:logits",
+    "a feature less": "attention:selected attention:v flash_attn_func:v "
+    "flash_attn_varlen_func:block_table flash_attn_with_kvcache:block_table "
+    "latent_attention:table mixer_step:conv_state causal_conv1d_fn:weight "
+    "causal_conv1d_update:conv_state causal_conv1d_update:weight cross_entropy:logits",
     "a row less": "rotary_embedding:positions",  # one row for all
 }
 
