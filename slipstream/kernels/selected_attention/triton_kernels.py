@@ -101,7 +101,7 @@ def _keys_of(
     """Positions and bits of BN keys from e on, in a list's order; end: behind its last key."""
     o_e = e + o_n
     if IS_NEAR:
-        return o_e, o_e
+        return o_e, o_e.to(bits_ptr.dtype.element_ty)
     if BLOCK >= BN:
         # BN keys of one entry
         m_e = e < end
