@@ -233,6 +233,10 @@ def latents() -> list[Tensor]:
     return [latent.latent_attention(q, cache, lengths, width=32, scale=0.2)]
 
 
+def indexed() -> list[Tensor]:
+    return [ops.index(torch.randn(1, 20, 2, 8), torch.randn(1, 20, 8), topk=3, block=4)]
+
+
 def append() -> list[Tensor]:
     k_cache, v_cache = torch.randn(2, 30, 2, 8), torch.randn(2, 30, 2, 8)
     k, v = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2, 8)

@@ -105,6 +105,7 @@ FAMILIES = [
         for x in ("pre", "post")
     ),
     paired("selected_attention", calls.sampled("attention-selected"), "selected_attention.op"),
+    Family("indexer", calls.indexed, "indexer.op", chooses="kernels.indexer.op"),
     Family(
         "attention.latent",
         calls.latents,
