@@ -23,6 +23,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # Under this name a function may have another, which `operator` calls for consistent=True.
 CONSISTENT = "_consistent"
+# And under this one that for prefix trees: with `parents`, or with a context that is one.
+IN_TREE = "_in_tree"
 
 
 def is_on(variable: str) -> bool:
@@ -54,6 +56,7 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
     exact = {name: types.exact for name, types in types_of.items()}
     by_place = tuple(exact[name] for name in names)
     called, consistent = fn.__name__, getattr(fn, CONSISTENT, None)
+    in_tree = getattr(fn, IN_TREE, None)
 
     def expect_types(args: tuple, kwargs: dict[str, Any]) -> None:
         if len(args) > len(names):
@@ -73,6 +76,11 @@ def operator(fn: Callable[P, R]) -> Callable[P, R]:
                 if name in exact and type(kwargs[name]) not in exact[name]:
                     types_of[name].expect(name, kwargs[name])
         run = consistent if consistent and kwargs.get("consistent") else fn
+        if in_tree and kwargs:
+            parents = kwargs.get("parents")
+            if parents is None:
+                parents = getattr(kwargs.get("context"), "parents", None)
+            run = run if parents is None else in_tree
         if is_dynamo_compiling():
             places = apart(args), apart(tuple(kwargs.values()), args)
             return run(*places[0], **dict(zip(kwargs, places[1])))

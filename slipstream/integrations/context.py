@@ -1,12 +1,13 @@
 """transformers' models whose tokens are divided among ranks: each calls the model with its own."""
 
-import itertools
 from typing import Any
 
 from torch import Tensor, nn
 
 from slipstream.integrations.patching import patch
+from slipstream.ops.loss import cross_entropy
 from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime.prefix_tree import PrefixTree
 from slipstream.runtime.token_ids import IGNORED
 
 # Model types whose layers hand keyword arguments down to all that mixes tokens, and have nothing
@@ -40,7 +41,7 @@ def call_in_context(
 
     Args:
         model: for causal language modelling, of a type in TYPES.
-        context: who has which tokens.
+        context: who has which tokens; or a PrefixTree, whose row one rank has.
         input_ids: [B, tokens here].
         labels: [B, tokens here], as input_ids, -100 where there is no loss.
         options: other arguments of the model; not attention_mask, position_ids, a cache or
@@ -74,13 +75,18 @@ def call_in_context(
         )
     patch(model)
     share = context.share(input_ids.shape[1])
-    longest = max((y - x for x, y in itertools.pairwise(share.offsets)), default=0)
-    _expect_fixed_angles(config, longest)
+    _expect_fixed_angles(config, share.longest)
     options |= {"use_cache": False, "position_ids": share.positions(input_ids.device)}
-    if labels is not None:
-        target = share.next_tokens(labels, IGNORED).contiguous()
-        count = context.sum((target != IGNORED).sum()).clamp(min=1)
-        options |= {"labels": labels, "shift_labels": target, "num_items_in_batch": count}
+    if labels is None:
+        return model(input_ids=input_ids, context=context, **options)
+    target = share.next_tokens(labels, IGNORED).contiguous()
+    count = context.sum((target != IGNORED).sum()).clamp(min=1)
+    if isinstance(context, PrefixTree):
+        out = model(input_ids=input_ids, context=context, **options)
+        logits, target = share.predicting(out.logits).flatten(0, 1), target.flatten()
+        out["loss"] = cross_entropy(logits, target, reduction="sum") / count
+        return out
+    options |= {"labels": labels, "shift_labels": target, "num_items_in_batch": count}
     return model(input_ids=input_ids, context=context, **options)
 
 

@@ -19,7 +19,11 @@ from slipstream.ops._fp32 import widen
 from slipstream.ops.causal_conv1d import causal_conv1d_fn as conv_fn
 from slipstream.ops.causal_conv1d import causal_conv1d_update as conv_update
 from slipstream.ops.mamba import selective_scan
+from slipstream.runtime import trees
 from slipstream.runtime.context_parallel import ContextParallel
+
+# of a packed row of prefix trees, as TRL's trainer has it
+TREE_FIELDS = ("tree_cu_seqlens_q", "tree_kv_index", "tree_cu_seqlens_k")
 
 
 class Now:
@@ -73,13 +77,21 @@ def captured(function: Callable) -> Callable:
     return with_them
 
 
+def context_of(kwargs: dict[str, Any]) -> ContextParallel | None:
+    """A context, or the tree that TRL's fields describe."""
+    fields = [kwargs.get(name) for name in TREE_FIELDS]
+    if any(x is None for x in fields):
+        return kwargs.get("context")
+    return trees.eagerly(trees.tree_of_paths, *fields)
+
+
 def sequences_of(kwargs: dict[str, Any], B: int, T: int) -> Tensor | None:
     """Which of the packed sequences each token belongs to, int [B, T], or None if none is packed.
 
     seq_idx says so itself; cu_seqlens and cu_seq_lens_q are offsets into the B rows laid one behind
     the other. Without any of them they are the layer's. A context has those of its rank itself.
     """
-    if kwargs.get("context") is not None:
+    if context_of(kwargs) is not None:
         return None
     if (seq_idx := kwargs.get("seq_idx")) is not None:
         return seq_idx
@@ -240,7 +252,7 @@ def _delta(op: Callable) -> Callable:
         tensors = (query, key.to(query.dtype), value.to(query.dtype), widen(g), beta)
         norm = use_qk_l2norm_in_kernel
         return _run(
-            op, tensors, initial_state, output_final_state, seq_idx, kwargs.get("context"),
+            op, tensors, initial_state, output_final_state, seq_idx, context_of(kwargs),
             use_qk_l2norm_in_kernel=norm,
         )  # fmt: skip
 
@@ -261,7 +273,7 @@ def causal_conv1d_fn(
     """
     x = hidden_states.to(weight.dtype)
     B, D, T = x.shape
-    context = kwargs.get("context")
+    context = context_of(kwargs)
     if context is not None:
         y, _ = conv.short_convolution(x.mT, weight, bias, activation=activation, context=context)
         return y.mT.to(hidden_states.dtype)
@@ -310,7 +322,7 @@ def mamba_chunk_scan_combined(
     x = hidden_states
     seq_idx = sequences_of(kwargs, *x.shape[:2])
     tensors = mamba2_inputs(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit)
-    given = initial_states, return_final_states, seq_idx, kwargs.get("context")
+    given = initial_states, return_final_states, seq_idx, context_of(kwargs)
     y, state = _run(simple_gla.chunk_simple_gla, tensors, *given, **MAMBA2)
     y = skip_and_gate(y, x, D[:, None] if D is not None and D.dim() == 1 else D, z)
     return (y, state) if return_final_states else y
@@ -433,7 +445,7 @@ def selective_scan_fn(
         return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, **options)
 
     seq_idx = sequences_of(kwargs, *u.shape[:2])
-    given = _state_before_scan(), return_last_state, seq_idx, kwargs.get("context")
+    given = _state_before_scan(), return_last_state, seq_idx, context_of(kwargs)
     y, state = _run(scan, tensors, *given)
     return (y.mT, state) if return_last_state else y.mT
 

@@ -226,7 +226,7 @@ def replacement_of(ours: Callable, theirs: Callable, full: str) -> Callable:
 
 
 def is_packed(kwargs: dict[str, Any]) -> bool:
-    offsets = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "context")
+    offsets = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "context", *linear_mixers.TREE_FIELDS)
     return running.now.of_layer is not None or any(kwargs.get(name) is not None for name in offsets)
 
 

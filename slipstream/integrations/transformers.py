@@ -173,14 +173,17 @@ def slipstream_attention(
         position_ids: int [B or 1, T]; where they do not rise a sequence begins, unless offsets or
             seq_idx say what is packed. Read under a causal mask over as many keys as queries; not
             while torch.compile traces or a CUDA graph is captured.
-        context: the tokens are this rank's (context.py); offsets and cuts are not read.
+        context: the tokens are this rank's (context.py), or those of prefix trees, as TRL's fields
+            tree_kv_index, tree_cu_seqlens_q and tree_cu_seqlens_k say it; offsets and cuts are not
+            read.
 
     Raises:
         NotImplementedError: an argument that is not known here.
         ValueError: offsets beside a mask that they cannot cut, or a mask of another shape.
     """
+    context = linear_mixers.context_of({**kwargs, "context": context})
     for name, given in kwargs.items():
-        if given is not None and name not in UNREAD:
+        if given is not None and name not in UNREAD and not name.startswith("tree_"):
             raise NotImplementedError(
                 f"{name}: attn_implementation={NAME!r} does not take this argument of "
                 f"{type(module).__name__}; use another attn_implementation"

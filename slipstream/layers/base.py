@@ -6,6 +6,7 @@ Every layer mixes tokens, [B, T, D] to [B, T, D], and is called the same way:
 
     x           [B, T, D]
     cu_seqlens  int32 or int64 [N+1]: N sequences packed in B = 1; without it N = B
+    parents     int32 or int64 [N], the sequence at whose end each goes on, -1 for none (PrefixTree)
     context     a slipstream.parallel.ContextParallel instead of cu_seqlens: x are its rank's tokens
     positions   int64 [1 or B, T], for what looks at them; None counts on from `state`
     state       the dict of an earlier call, N rows in every tensor; None is the start
@@ -35,7 +36,7 @@ from slipstream.layers.call import Mixed, MixerCall, State
 from slipstream.nn import decoding, linear, projections, rounded
 from slipstream.nn.conv import ShortConvolution as ShortConvolution
 from slipstream.ops import _fp32, _preprocess, norm
-from slipstream.runtime import autograd, consistent, context_exchange, context_parallel
+from slipstream.runtime import autograd, consistent, context_exchange, context_parallel, trees
 
 MODES = ("chunk", "fused_recurrent", None)
 # on one CPU core at B 1, D 256, H 4 token by token is faster up to 16 tokens, chunks from 32 on
@@ -241,12 +242,14 @@ class Mixer(nn.Module):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
         context: context_parallel.ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
         use_cache: bool = False,
     ) -> Mixed:
-        return self._mixed(x, MixerCall(cu_seqlens, context, positions, state, use_cache))
+        packed = trees.context_of(cu_seqlens, parents, context)
+        return self._mixed(x, MixerCall(*packed, positions, state, use_cache))
 
     def _mixed(self, x: Tensor, call: MixerCall, **options: Any) -> Any:
         """`_mix_tokens`; what no layer takes is refused before anything else looks at it."""

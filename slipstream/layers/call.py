@@ -12,6 +12,7 @@ from slipstream.nn.conv import ShortConvolution
 from slipstream.ops.conv import split_convolution, unit_heads
 from slipstream.ops.rotary import packed_positions
 from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime.prefix_tree import PrefixTree
 
 State = dict[str, Tensor]
 Mixed = tuple[Tensor, State | None]
@@ -102,7 +103,7 @@ class MixerCall(NamedTuple):
         backward.
         """
         _, context, _, _, use_cache = self
-        once = use_cache or context is not None
+        once = use_cache or not (context is None or isinstance(context, PrefixTree))
         if conv is None:
 
             def activate(x: Tensor) -> Parts:
@@ -119,6 +120,7 @@ class MixerCall(NamedTuple):
         }  # fmt: skip
 
         def convolve(x: Tensor) -> Parts:
-            return split_convolution(x, weight, bias, sizes, cu_seqlens=cu_seqlens, **options)
+            packed: Any = {"cu_seqlens": cu_seqlens, "context": context}
+            return split_convolution(x, weight, bias, sizes, **packed, **options)
 
         return convolve, x.numel()

@@ -19,6 +19,7 @@ from slipstream.ops.activation import squared_relu
 from slipstream.ops.rwkv import chunk_rwkv7, fused_recurrent_rwkv7
 from slipstream.ops.steps import rwkv7_step, token_mix_step
 from slipstream.ops.token_shift import token_shift
+from slipstream.runtime import trees
 from slipstream.runtime.consistent import consistent_scope, prefix_scope
 from slipstream.runtime.context_parallel import ContextParallel
 
@@ -119,6 +120,7 @@ class RWKV7(Mixer):
         x: Tensor,
         *,
         cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
         context: ContextParallel | None = None,
         positions: Tensor | None = None,
         state: State | None = None,
@@ -127,7 +129,8 @@ class RWKV7(Mixer):
         output_value: bool = False,
     ) -> Any:
         """Returns y and state as Mixer does, and with `output_value` v [B, T, D] as a third."""
-        call = MixerCall(cu_seqlens, context, positions, state, use_cache)
+        packed = trees.context_of(cu_seqlens, parents, context)
+        call = MixerCall(*packed, positions, state, use_cache)
         return self._mixed(x, call, first_value=first_value, output_value=output_value)
 
     def _mix_tokens(

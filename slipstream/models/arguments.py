@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from slipstream.models.cache import StateCache
+from slipstream.runtime import trees
 from slipstream.runtime.token_ids import clamped, expect_ids
 
 TENSORS = ("input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "cu_seqlens")
+TENSORS += ("parents",)
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 FLAGS = ("use_cache", "skip_logits", "output_hidden_states")
 _WITHOUT_EFFECT = ("cache_position", "token_type_ids", "max_length_q", "max_length_k")
@@ -68,6 +70,10 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
             _expect_labels(labels, given.get("input_ids"), embedded)
         _expect_items("num_items_in_batch", given.get("num_items_in_batch"))
         _expect_places(given.get("logits_to_keep"))
+        if given.get("parents") is not None:
+            packed = (given.pop(name, None) for name in ("cu_seqlens", "parents", "context"))
+            _, given["context"] = trees.context_of(*packed)
+            args, kwargs = (), given
         if given.get("context") is not None:
             _expect_none_beside_a_context(given)
         return forward(self, *args, **kwargs)

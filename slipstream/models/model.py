@@ -107,6 +107,8 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
             offsets and seq_idx a new sequence begins in a row where position_ids[t] is not
             position_ids[t - 1] + 1. A tensor [3, 1 or B, T] must hold one table three times.
         cu_seqlens int32 or int64 [N+1]: offsets of sequences packed in a batch of one.
+        parents int32 or int64 [N]: beside cu_seqlens, the earlier sequence at whose end each goes
+            on, -1 for none: a row of prefix trees (PrefixTree), without padding or a cache.
         cu_seq_lens_q, cu_seq_lens_k: the same, as transformers' collators call them.
         seq_idx [1 or B, T]: the number of each token's sequence; one begins where it changes.
         cache, or past_key_values, its name before transformers 5.24: the StateCache of an earlier
@@ -149,6 +151,7 @@ class SlipstreamModel(SlipstreamPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
         output_hidden_states: bool | None = None,
         cache: StateCache | None = None,
         sequences: Sequences | None = None,
@@ -349,7 +352,8 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, generation.Generation, Ge
 
     Args of forward, besides those of SlipstreamModel:
         labels [B, T]: input_ids again, -100 where there is no loss; shifted here, and never across
-            the border of two sequences. The loss itself holds no logits.
+            the border of two sequences, but for parents, whose end predicts the first token of each
+            child. The loss itself holds no logits.
         num_items_in_batch: divides the summed loss, a tensor of 0 as 1; None is the number of
             labels that count, with a context of those of all ranks, whose losses then add up.
         logits_to_keep: how many last positions get logits, or which; 0 is all of them.
@@ -380,6 +384,7 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, generation.Generation, Ge
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool | None = None,
         cache: StateCache | None = None,
@@ -420,13 +425,15 @@ class SlipstreamForCausalLM(SlipstreamPreTrainedModel, generation.Generation, Ge
         h = out.last_hidden_state
         loss = logits = None
         if labels is not None:
+            predicting = h
             if context is None:
                 target = next_tokens(labels, sequences, IGNORED)
             else:
-                target = context.share(labels.shape[1]).next_tokens(labels, IGNORED)
+                share = context.share(labels.shape[1])
+                target, predicting = share.next_tokens(labels, IGNORED), share.predicting(h)
                 if num_items_in_batch is None:
                     num_items_in_batch = context.sum((target != IGNORED).sum())
-            loss = self._loss(h, target, num_items_in_batch)
+            loss = self._loss(predicting, target, num_items_in_batch)
         if skip_logits is None:
             skip_logits = self.training and labels is not None and logits_to_keep is None
         if not skip_logits:

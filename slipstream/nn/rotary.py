@@ -33,16 +33,17 @@ class RotaryEmbedding(nn.Module):
         *,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """q [B, T, H, K], k [B, T, HK, K].
 
         positions: [T] or [1 or B, T]; None is 0, 1, ..., in each of the sequences that cu_seqlens
-        [N+1] has packed.
+        [N+1] has packed; with parents [N] each goes on from the end of that sequence, -1 for none.
         """
         expect_tensor("q", q)
         expect_tensor("k", k)
         if positions is None and cu_seqlens is not None:
-            positions = packed_positions(cu_seqlens, q.shape[1])
+            positions = packed_positions(cu_seqlens, q.shape[1], parents=parents)
         elif positions is None:
             positions = torch.arange(q.shape[1], device=q.device)
         at = positions if positions.dim() == 2 else positions[None]

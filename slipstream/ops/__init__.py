@@ -88,3 +88,4 @@ from slipstream.ops.steps import recurrent_step as recurrent_step
 from slipstream.ops.steps import rwkv7_step as rwkv7_step
 from slipstream.ops.steps import token_mix_step as token_mix_step
 from slipstream.ops.token_shift import token_shift as token_shift
+from slipstream.runtime.prefix_tree import PrefixTree as PrefixTree

@@ -16,10 +16,13 @@ from slipstream.kernels.attention.rotary import softmax_of_rotated
 from slipstream.kernels.attention.run import plan_of_rotated, run
 from slipstream.kernels.elementwise.rotary import unsupported_reason as rotary_unsupported
 from slipstream.kernels.selected_attention import op as selection
+from slipstream.ops._attention_trees import run_in_tree
 from slipstream.ops.rotary import rotary_heads
+from slipstream.runtime import trees
 from slipstream.runtime.autograd import by_operation, needs_autograd
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.launch_cache import of_thread
+from slipstream.runtime.prefix_tree import PrefixTree
 
 
 @overload
@@ -36,6 +39,7 @@ def attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     key_lengths: Tensor | None = None,
     context: ContextParallel | None = None,
@@ -61,6 +65,7 @@ def attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     key_lengths: Tensor | None = None,
     context: ContextParallel | None = None,
@@ -73,6 +78,7 @@ def attention(
     consistent: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 @checks.operator
+@trees.as_context
 def attention(
     q: Tensor,
     k: Tensor,
@@ -86,6 +92,7 @@ def attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     key_lengths: Tensor | None = None,
     context: ContextParallel | None = None,
@@ -122,6 +129,9 @@ def attention(
         alibi_slopes: [H] or [B, H], >= 0, without gradient.
         cu_seqlens: int32 or int64 [N+1], offsets of N sequences packed in B = 1. k, v and g are
             packed alike (S = T), or by cu_seqlens_k, or are [N, S, ...].
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree), whose tokens see those of all ancestors. Causal, and
+            not with cu_seqlens_k or key_lengths.
         cu_seqlens_k: int32 or int64 [N+1], offsets of the keys packed in [1, S, ...].
         key_lengths: int32 or int64 [B], or [N] if packed: how many of a sequence's keys are used,
             the first ones; the last query is aligned with the last of them. None, or more than
@@ -176,7 +186,12 @@ def attention(
         q, k, v, g, sinks, alibi_slopes, cu_seqlens, k_offsets, key_lengths, seed
     )
     asked = Asked(impl, return_lse, nothing, consistent)
-    if selected is None and block == 1 and not tail:
+    selects = selected is not None or block != 1 or tail
+    if isinstance(context, PrefixTree):
+        if selects:
+            raise NotImplementedError("selected: not with parents")
+        o, lse = run_in_tree(terms, options, asked, context)
+    elif not selects:
         o, lse = run(terms, options, asked, context)
     else:
         by = selection.arguments.SelectedBy(selected, block, tail, causal, window_size is not None)

@@ -9,13 +9,14 @@ from slipstream.common import checks
 from slipstream.kernels.conv import eager, op
 from slipstream.kernels.conv.inputs import UNIT_TENSORS, ConvInputs, UpdateInputs
 from slipstream.ops.norm import l2_norm
-from slipstream.runtime import autograd, dispatch, token_ids
+from slipstream.runtime import autograd, dispatch, token_ids, trees
 from slipstream.runtime.consistent import consistent_scope
-from slipstream.runtime.context_exchange import states_of_pieces, tie
+from slipstream.runtime.context_exchange import tie
 from slipstream.runtime.context_parallel import ContextParallel
 
 
 @checks.operator
+@trees.as_context
 def short_convolution(
     x: Tensor,
     weight: Tensor,
@@ -26,6 +27,7 @@ def short_convolution(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -43,6 +45,8 @@ def short_convolution(
             first; None is 0. The oldest is not read.
         output_final_state: also return the state after the last token.
         cu_seqlens: int32 or int64 [N+1], offsets of N sequences packed in B = 1; N = B without.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         impl: None chooses; "eager", "triton" or "reference" is used or refused.
@@ -70,6 +74,7 @@ def short_convolution(
 
 
 @checks.operator
+@trees.as_context
 def split_convolution(
     x: Tensor,
     weight: Tensor,
@@ -80,6 +85,7 @@ def split_convolution(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: ContextParallel | None = None,
     unit: int = 0,
 ) -> tuple[list[Tensor], Tensor | None]:
@@ -130,7 +136,7 @@ def _convolve(
     checks.expect_one_device({**given, "cu_seqlens": cu_seqlens})
     whole = initial_state
     if share is not None:
-        initial_state, past = states_of_pieces(x, weight.shape[1], initial_state, share)
+        initial_state, past = share.states_before(x, weight.shape[1], initial_state)
     inputs = ConvInputs(x, weight, bias, residual, initial_state, cu_seqlens)
     impl = dispatch.choose(op.CANDIDATES, inputs, impl, "short_convolution", x).impls
     silu = activation is not None

@@ -9,10 +9,11 @@ from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.ops import _blocks, _preprocess
-from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime import context_parallel, trees
 
 
 @checks.operator
+@trees.as_context
 def chunk_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -26,7 +27,8 @@ def chunk_delta_rule(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -46,6 +48,8 @@ def chunk_delta_rule(
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
@@ -73,6 +77,7 @@ def chunk_delta_rule(
 
 
 @checks.operator
+@trees.as_context
 def fused_recurrent_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -86,7 +91,8 @@ def fused_recurrent_delta_rule(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Delta rule, token by token: for decoding and short sequences, with gradients.
@@ -109,6 +115,7 @@ def fused_recurrent_delta_rule(
 
 
 @checks.operator
+@trees.as_context
 @_blocks.by_blocks
 def chunk_gated_delta_rule(
     q: Tensor,
@@ -129,7 +136,8 @@ def chunk_gated_delta_rule(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
     consistent: bool = False,
@@ -156,6 +164,8 @@ def chunk_gated_delta_rule(
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
@@ -193,6 +203,7 @@ def chunk_gated_delta_rule(
 
 
 @checks.operator
+@trees.as_context
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -214,7 +225,8 @@ def fused_recurrent_gated_delta_rule(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule, token by token: for decoding and short sequences, with gradients.
@@ -262,6 +274,7 @@ def fused_recurrent_gated_delta_rule(
 
 
 @checks.operator
+@trees.as_context
 def chunk_comba(
     *,
     q: Tensor,
@@ -277,7 +290,8 @@ def chunk_comba(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -306,6 +320,8 @@ def chunk_comba(
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
@@ -330,6 +346,7 @@ def chunk_comba(
 
 
 @checks.operator
+@trees.as_context
 def fused_recurrent_comba(
     *,
     q: Tensor,
@@ -345,7 +362,8 @@ def fused_recurrent_comba(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Comba, token by token: for decoding and short sequences, with gradients.

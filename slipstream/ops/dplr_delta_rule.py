@@ -5,10 +5,11 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
-from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime import context_parallel, trees
 
 
 @checks.operator
+@trees.as_context
 def chunk_dplr_delta_rule(
     *,
     q: Tensor,
@@ -25,7 +26,8 @@ def chunk_dplr_delta_rule(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -51,6 +53,8 @@ def chunk_dplr_delta_rule(
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
@@ -77,6 +81,7 @@ def chunk_dplr_delta_rule(
 
 
 @checks.operator
+@trees.as_context
 def fused_recurrent_dplr_delta_rule(
     *,
     q: Tensor,
@@ -91,7 +96,8 @@ def fused_recurrent_dplr_delta_rule(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Generalised delta rule, token by token: for decoding and short sequences, with gradients.

@@ -9,6 +9,7 @@ from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, che
 from slipstream.kernels.linear.gated_delta_product import Steps, product
 from slipstream.kernels.linear.modes.wide_heads import groups_of
 from slipstream.ops._preprocess import l2_normalised
+from slipstream.runtime import trees
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.dispatch import ValidationCache, signature
 
@@ -16,6 +17,7 @@ _PLANS = ValidationCache()
 
 
 @checks.operator
+@trees.by_levels
 def chunk_gated_delta_product(
     q: Tensor,
     k: Tensor,
@@ -31,6 +33,7 @@ def chunk_gated_delta_product(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
@@ -58,6 +61,8 @@ def chunk_gated_delta_product(
         reverse: run time backwards, each token's n steps still in their order; the final state is
             then that before the first token.
         cu_seqlens: offsets [N+1] in tokens of N sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, steps a chunk in plain torch, a power of two from 16 to 256; Triton's
@@ -84,6 +89,7 @@ def chunk_gated_delta_product(
 
 
 @checks.operator
+@trees.by_levels
 def fused_recurrent_gated_delta_product(
     q: Tensor,
     k: Tensor,
@@ -99,6 +105,7 @@ def fused_recurrent_gated_delta_product(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:

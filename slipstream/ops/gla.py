@@ -11,10 +11,11 @@ from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.ops._blocks import by_blocks
-from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime import context_parallel, trees
 
 
 @checks.operator
+@trees.as_context
 @by_blocks
 def chunk_gla(
     q: Tensor,
@@ -29,7 +30,8 @@ def chunk_gla(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
     consistent: bool = False,
@@ -51,6 +53,8 @@ def chunk_gla(
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
@@ -82,6 +86,7 @@ def chunk_gla(
 
 
 @checks.operator
+@trees.as_context
 def fused_recurrent_gla(
     q: Tensor,
     k: Tensor,
@@ -95,7 +100,8 @@ def fused_recurrent_gla(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention, token by token: for decoding and short sequences, with gradients.
@@ -119,6 +125,7 @@ def fused_recurrent_gla(
 
 
 @checks.operator
+@trees.by_levels
 def chunk_hgrn(
     x: Tensor,
     g: Tensor,
@@ -127,7 +134,8 @@ def chunk_hgrn(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated scan over time: the recurrence of HGRN, elementwise.
@@ -141,6 +149,8 @@ def chunk_hgrn(
         output_final_state: return h after the last token too.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         impl: "eager", "triton" or "reference" to insist on one; chosen if None.
@@ -162,6 +172,7 @@ def chunk_hgrn(
 
 
 @checks.operator
+@trees.by_levels
 def fused_recurrent_hgrn(
     x: Tensor,
     g: Tensor,
@@ -170,7 +181,8 @@ def fused_recurrent_hgrn(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes chunk_hgrn: both names are in use."""

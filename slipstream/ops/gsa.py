@@ -10,13 +10,14 @@ from slipstream.kernels.linear.dispatch import DEFAULT_CHUNK, LinearOptions, che
 from slipstream.kernels.linear.gsa import GSAInputs, attend
 from slipstream.kernels.linear.modes.wide_heads import groups_of
 from slipstream.ops import _fp32, _preprocess
-from slipstream.runtime import context_parallel, dispatch, token_ids
+from slipstream.runtime import context_parallel, dispatch, token_ids, trees
 
 States = tuple[Tensor, Tensor]
 _PLANS = dispatch.ValidationCache()
 
 
 @checks.operator
+@trees.by_levels
 def chunk_gsa(
     q: Tensor,
     k: Tensor,
@@ -30,6 +31,7 @@ def chunk_gsa(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
@@ -58,6 +60,8 @@ def chunk_gsa(
         state_v_first: states are [N, H, M, K] and [N, H, V, M] instead.
         reverse: run time backwards; the final states are then those before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
@@ -83,6 +87,7 @@ def chunk_gsa(
 
 
 @checks.operator
+@trees.by_levels
 def fused_recurrent_gsa(
     q: Tensor,
     k: Tensor,
@@ -96,6 +101,7 @@ def fused_recurrent_gsa(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, States | None]:

@@ -12,10 +12,11 @@ from slipstream.kernels.linear import channel_gates, inputs, prefix_states
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops import _blocks, _preprocess
-from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime import context_parallel, trees
 
 
 @checks.operator
+@trees.as_context
 @_blocks.by_blocks
 def chunk_kda(
     q: Tensor,
@@ -38,7 +39,8 @@ def chunk_kda(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
     consistent: bool = False,
@@ -70,6 +72,8 @@ def chunk_kda(
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, 32 or 64; Triton's kernels have their
@@ -111,6 +115,7 @@ def chunk_kda(
 
 
 @checks.operator
+@trees.as_context
 def fused_recurrent_kda(
     q: Tensor,
     k: Tensor,
@@ -131,7 +136,8 @@ def fused_recurrent_kda(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention, token by token: for decoding and short sequences, with gradients.
@@ -171,6 +177,7 @@ GDN2_NAMES = {"erase": "b", "write": "w"}
 
 
 @checks.operator
+@trees.as_context
 def chunk_gdn2(
     q: Tensor,
     k: Tensor,
@@ -191,7 +198,8 @@ def chunk_gdn2(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -240,6 +248,7 @@ def chunk_gdn2(
 
 
 @checks.operator
+@trees.as_context
 def fused_recurrent_gdn2(
     q: Tensor,
     k: Tensor,
@@ -259,7 +268,8 @@ def fused_recurrent_gdn2(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaNet-2, token by token: for decoding and short sequences, with gradients.

@@ -9,7 +9,7 @@ from slipstream.common import checks
 from slipstream.kernels.linear.dispatch import LinearOptions, check, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops._fp32 import result_dtype, run_wide, widen
-from slipstream.runtime import autograd, context_parallel
+from slipstream.runtime import autograd, context_parallel, trees
 
 # Of ones, of which one is read: as few as are fast.
 COLUMNS = 16
@@ -20,6 +20,7 @@ State = Tensor | tuple[Tensor, Tensor]
 
 
 @checks.operator
+@trees.by_levels
 def chunk_linear_attn(
     q: Tensor,
     k: Tensor,
@@ -32,6 +33,7 @@ def chunk_linear_attn(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
@@ -58,6 +60,8 @@ def chunk_linear_attn(
         state_v_first: states are [N, HV, V, K] instead; z is as ever.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
@@ -83,6 +87,7 @@ def chunk_linear_attn(
 
 
 @checks.operator
+@trees.by_levels
 def fused_recurrent_linear_attn(
     q: Tensor,
     k: Tensor,
@@ -95,6 +100,7 @@ def fused_recurrent_linear_attn(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, State | None]:

@@ -17,10 +17,11 @@ from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.selective_scan import inputs, op
 from slipstream.ops import _fp32, _preprocess
 from slipstream.ops.token_shift import token_shift
-from slipstream.runtime import context_in_segments, context_parallel, dispatch
+from slipstream.runtime import context_in_segments, context_parallel, dispatch, trees
 
 
 @checks.operator
+@trees.by_levels
 def selective_scan(
     u: Tensor,
     delta: Tensor,
@@ -35,6 +36,7 @@ def selective_scan(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -57,6 +59,8 @@ def selective_scan(
             number of packed sequences.
         output_final_state: return h after the last token too.
         cu_seqlens: offsets [S+1] of S sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens.
         impl: "eager", "triton" or "reference" to insist on one; chosen if None.
@@ -84,6 +88,7 @@ States = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @checks.operator
+@trees.by_levels
 def chunk_mamba3(
     *,
     q: Tensor,
@@ -98,6 +103,7 @@ def chunk_mamba3(
     output_final_state: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
@@ -143,6 +149,7 @@ def chunk_mamba3(
 
 
 @checks.operator
+@trees.by_levels
 def fused_recurrent_mamba3(
     *,
     q: Tensor,
@@ -157,6 +164,7 @@ def fused_recurrent_mamba3(
     output_final_state: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, States | None]:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from slipstream.common import checks, varlen
 from slipstream.kernels.elementwise import rotary as kernels
-from slipstream.runtime import autograd, dispatch, token_ids
+from slipstream.runtime import autograd, dispatch, token_ids, trees
 
 _CANDIDATES = dispatch.triton_or_eager(kernels.unsupported_reason)
 
@@ -136,13 +136,22 @@ def rotary_tables(
 
 
 @checks.operator
-def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None = None) -> Tensor:
+def packed_positions(
+    cu_seqlens: Tensor,
+    tokens: int,
+    *,
+    parents: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
     """The position of each packed token in its own sequence.
 
     Args:
         cu_seqlens: int32 or int64 [N+1].
         tokens: T, all of them.
-        offsets: integer [N], the position of each sequence's first token; None is 0.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
+        offsets: integer [N], the position of each sequence's first token; None is 0. With parents
+            only those of roots count.
 
     Returns:
         int64 [1, T].
@@ -150,7 +159,7 @@ def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None 
     Raises:
         ValueError or TypeError: cu_seqlens or offsets does not fit.
 
-    Cost: T log N, without a host sync.
+    Cost: T log N, without a host sync; parents on a device are read once.
     """
     checks.expect_cu_seqlens(cu_seqlens, 1, tokens)
     if not torch.compiler.is_compiling():
@@ -162,9 +171,19 @@ def packed_positions(cu_seqlens: Tensor, tokens: int, *, offsets: Tensor | None 
         checks.expect_shape("offsets", offsets, start.shape)
         checks.expect_one_device({"cu_seqlens": cu_seqlens, "offsets": offsets})
         checks.expect_index("offsets", offsets)
+    if parents is not None:
+        offsets = trees.eagerly(_first_positions, cu_seqlens, parents, offsets)
+    if offsets is not None:
         start = start - offsets
     sequence = torch.searchsorted(begin[1:], token, right=True)
     return (token - start[sequence])[None]
+
+
+def _first_positions(cu_seqlens: Tensor, parents: Tensor, offsets: Tensor | None) -> Tensor:
+    """Of the nodes of trees [N]."""
+    tree, device = trees.tree_of(cu_seqlens, parents), cu_seqlens.device
+    starts = torch.tensor(tree.starts, device=device)
+    return starts if offsets is None else starts + offsets[torch.tensor(tree.roots, device=device)]
 
 
 def _check_rows(table: Tensor, x: Tensor, positions: Tensor | None) -> Tensor | None:

@@ -18,12 +18,14 @@ from slipstream.ops._blocks import by_blocks
 from slipstream.ops._fp32 import alike, widen
 from slipstream.ops._preprocess import expect_inputs, in_time_order
 from slipstream.ops._running_sums import Packing, running_mean
+from slipstream.runtime import trees
 from slipstream.runtime.context_parallel import ContextParallel
 
 States = tuple[Tensor, Tensor]
 
 
 @checks.operator
+@trees.by_levels
 def chunk_rwkv4(
     w: Tensor,
     u: Tensor,
@@ -34,6 +36,7 @@ def chunk_rwkv4(
     output_final_state: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, States | None]:
@@ -106,6 +109,7 @@ def _mixed(
 
 
 @checks.operator
+@trees.by_levels
 def fused_recurrent_rwkv4(
     w: Tensor,
     u: Tensor,
@@ -116,6 +120,7 @@ def fused_recurrent_rwkv4(
     output_final_state: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, States | None]:
@@ -130,6 +135,7 @@ _RWKV6_NAMES = {"q": "r", "g": "w"}
 
 
 @checks.operator
+@trees.as_context
 def chunk_rwkv6(
     r: Tensor,
     k: Tensor,
@@ -143,6 +149,7 @@ def chunk_rwkv6(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
@@ -166,6 +173,8 @@ def chunk_rwkv6(
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
@@ -192,6 +201,7 @@ def chunk_rwkv6(
 
 
 @checks.operator
+@trees.as_context
 def fused_recurrent_rwkv6(
     r: Tensor,
     k: Tensor,
@@ -205,6 +215,7 @@ def fused_recurrent_rwkv6(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -225,6 +236,7 @@ _RWKV7_NAMES = {"q": "r", "g": "w"}
 
 
 @checks.operator
+@trees.as_context
 @by_blocks
 def chunk_rwkv7(
     *,
@@ -242,6 +254,7 @@ def chunk_rwkv7(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
@@ -270,6 +283,8 @@ def chunk_rwkv7(
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
@@ -302,6 +317,7 @@ def chunk_rwkv7(
 
 
 @checks.operator
+@trees.as_context
 def fused_recurrent_rwkv7(
     *,
     r: Tensor,
@@ -316,6 +332,7 @@ def fused_recurrent_rwkv7(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:

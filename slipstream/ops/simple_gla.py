@@ -10,10 +10,11 @@ from slipstream.kernels.linear import prefix_states
 from slipstream.kernels.linear.dispatch import LinearOptions, run
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.ops import _blocks, _fp32, _preprocess
-from slipstream.runtime.context_parallel import ContextParallel
+from slipstream.runtime import context_parallel, trees
 
 
 @checks.operator
+@trees.as_context
 @_blocks.by_blocks
 def chunk_simple_gla(
     q: Tensor,
@@ -28,7 +29,8 @@ def chunk_simple_gla(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
     consistent: bool = False,
@@ -52,6 +54,8 @@ def chunk_simple_gla(
         state_v_first: states are [N, HV, V, K] instead.
         reverse: run time backwards; the final state is then that before the first token.
         cu_seqlens: offsets [N+1] of N sequences packed in B == 1, int32 or int64.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         chunk_size: a hint, tokens a chunk in plain torch, a power of two from 16 to 256; Triton's
@@ -80,6 +84,7 @@ def chunk_simple_gla(
 
 
 @checks.operator
+@trees.as_context
 def fused_recurrent_simple_gla(
     q: Tensor,
     k: Tensor,
@@ -93,7 +98,8 @@ def fused_recurrent_simple_gla(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Simple GLA, token by token: for decoding and short sequences, with gradients.
@@ -126,6 +132,7 @@ def _decay(v: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tensor | None
 
 
 @checks.operator
+@trees.as_context
 def chunk_retention(
     q: Tensor,
     k: Tensor,
@@ -137,7 +144,8 @@ def chunk_retention(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -171,6 +179,7 @@ def chunk_retention(
 
 
 @checks.operator
+@trees.as_context
 def fused_recurrent_retention(
     q: Tensor,
     k: Tensor,
@@ -182,7 +191,8 @@ def fused_recurrent_retention(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Retention (RetNet), token by token: for decoding and short sequences, with gradients.
@@ -203,6 +213,7 @@ def log_decay(h: Tensor, first: int = 0) -> Tensor:
 
 
 @checks.operator
+@trees.as_context
 def chunk_lightning_attn(
     q: Tensor,
     k: Tensor,
@@ -216,7 +227,8 @@ def chunk_lightning_attn(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     chunk_size: int | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -253,6 +265,7 @@ def chunk_lightning_attn(
 
 
 @checks.operator
+@trees.as_context
 def fused_recurrent_lightning_attn(
     q: Tensor,
     k: Tensor,
@@ -266,7 +279,8 @@ def fused_recurrent_lightning_attn(
     state_v_first: bool = False,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
-    context: ContextParallel | None = None,
+    parents: Tensor | None = None,
+    context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Lightning attention, token by token: for decoding and short sequences, with gradients.

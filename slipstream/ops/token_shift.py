@@ -5,17 +5,19 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.kernels.elementwise.token_shift import previous
-from slipstream.runtime import context_parallel, token_ids
-from slipstream.runtime.context_exchange import states_of_pieces, tie
+from slipstream.runtime import context_parallel, token_ids, trees
+from slipstream.runtime.context_exchange import tie
 
 
 @checks.operator
+@trees.as_context
 def token_shift(
     x: Tensor,
     *,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     context: context_parallel.ContextParallel | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -29,6 +31,8 @@ def token_shift(
             None is 0.
         output_final_state: also return the last token of each sequence.
         cu_seqlens: int32 or int64 [N+1], offsets of N sequences packed in B = 1; N = B without.
+        parents: int32 or int64 [N], the earlier sequence at whose end each goes on, -1 for none: a
+            row of prefix trees (PrefixTree).
         context: a slipstream.parallel.ContextParallel, with this rank's tokens, the states of all
             sequences and no cu_seqlens. None: one rank has all tokens.
         impl: None chooses; "eager", "triton" or "reference" is used or refused.
@@ -68,7 +72,7 @@ def token_shift(
     whole = initial_state
     if share is not None:
         columns = None if initial_state is None else initial_state[..., None]
-        columns, past = states_of_pieces(x, 1, columns, share)
+        columns, past = share.states_before(x, 1, columns)
         initial_state = None if columns is None else columns[..., 0]
     y, last = previous(x, initial_state, cu_seqlens, impl)
     if past is not None:

@@ -175,8 +175,8 @@ class CallRecorder(recorded_shapes.ShapeRules, TorchFunctionMode):
         return value.stride if dim is None else value.stride[dim]
 
     def _ask_storage_offset(self, value: Value, x: Tensor) -> Any:
-        late = value.name not in self.given
-        return self.let(f"{value.name}.storage_offset()", int(x.storage_offset()), late)
+        # an argument's too: it is none of the sizes that are known before the call
+        return self.let(f"{value.name}.storage_offset()", int(x.storage_offset()), True)
 
     def _ask_is_contiguous(
         self, value: Value, x: Tensor, memory_format: Any = torch.contiguous_format

@@ -204,6 +204,14 @@ class Share:
                 target[:, end - 1] = ignored
         return target
 
+    @property
+    def longest(self) -> int:
+        return max((y - x for x, y in itertools.pairwise(self.offsets)), default=0)
+
+    def predicting(self, h: Tensor) -> Tensor:
+        """The outputs [B, T, D] that predict what next_tokens returns, of those for all tokens."""
+        return h
+
     def gather_tokens(self, x: Tensor) -> Tensor:
         """Gathers all ranks' tokens [B, T, ...], of x [B, tokens here, ...], with gradients."""
         most = max(self.lengths)
@@ -246,6 +254,12 @@ class Share:
         mine = torch.cat(found)
         # a gradient of `states` also where none of them begins
         return mine if states is None else tie(mine, states)
+
+    def states_before(
+        self, x: Tensor, width: int, states: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As context_exchange.states_of_pieces."""
+        return context_exchange.states_of_pieces(x, width, states, self)
 
     def whole_states(self, after: Tensor, states: Tensor | None, rows: int) -> Tensor:
         """The states after all sequences, of those after this rank's pieces; `states` are those

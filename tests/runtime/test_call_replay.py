@@ -398,3 +398,20 @@ def test_autocast_does_not_reach_operations() -> None:
             assert toy.run(x, x).dtype == torch.float32
         assert toy.run(x, x).dtype == torch.float32
     assert toy.calls == 2  # played under autocast, too
+
+
+def test_record_asks_where_an_argument_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls at which it decides otherwise get a record of their own."""
+    record_on_cpu(monkeypatch)
+
+    def body(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        launch(x, y)
+        return y if x.storage_offset() % 8 else y.neg()
+
+    toy = Toy(body)
+    memory = torch.arange(40.0)
+    for at in (8, 8, 8, 4, 4, 4, 16, 12):
+        x = memory[at : at + 8]
+        assert torch.equal(toy.run(x), -2 * x if at % 8 == 0 else 2 * x)
+    assert toy.calls == 4

@@ -15,7 +15,6 @@ from slipstream.common import checks
 from slipstream.kernels.linear import inputs, plan, reference
 from slipstream.kernels.linear.inputs import MAX_HEAD_DIM, TERMS, ForwardCall, LinearInputs
 from slipstream.kernels.linear.modes import context, transforms, wide_heads
-from slipstream.kernels.linear.modes import context as context_mode
 from slipstream.kernels.linear.modes.call import Call, LinearOptions, Mode, Results, Road
 from slipstream.kernels.linear.modes.memory import Memory
 from slipstream.kernels.linear.modes.memory import groups_of as memory_groups_of
@@ -25,6 +24,7 @@ from slipstream.kernels.linear.op import CONSISTENT, DEFAULT_CHUNK, Linear, call
 from slipstream.runtime import autograd, dispatch, token_ids
 from slipstream.runtime.consistent import consistent, consistent_scope, prefix_scope
 from slipstream.runtime.dispatch import PLAIN, Candidate, Selection, ValidationCache, signature
+from slipstream.runtime.tree_calls import PrefixTree, Ways, run_in_tree
 
 CANDIDATES = (
     Candidate("sm90", "kernels for sm_90 and, around them, Triton's", plan.sm90_unsupported_reason),
@@ -108,18 +108,12 @@ def run(
     if options.context is not None and is_compiling():
         # its exchanges are not traced
         return options.context.eagerly(run, terms, options, recurrent=recurrent, names=names)
-    asked = _asked(terms, options, recurrent)
-    key = signature(terms, options.chunk_size, options.impl, recurrent, asked)
-    if key is not None and terms.q is not None:
-        key = (*key, checks.autocast_dtype(terms.q))
-
-    def make() -> Plan:
-        return make_plan(terms, names or NO_NAMES, options, recurrent, Asked(*asked))
-
-    plan = _PLANS.get(key, make, terms)
+    if isinstance(options.context, PrefixTree):
+        ways = Ways(Linear, call_forward, _planned, run, {"recurrent": recurrent, "names": names})
+        return run_in_tree(terms, options, inputs.TOKEN_TERMS, ways)
+    plan, how = _planned(terms, options, recurrent, names)
     if terms.cu_seqlens is not None and terms.cu_seqlens.is_cuda:  # plain torch looks on the CPU
         token_ids.expect_offsets("cu_seqlens", terms.cu_seqlens, terms.q.shape[1])
-    how = ForwardCall(inputs.scale_or_default(options.scale, terms.q), plan.chunk, plan.impls)
     if plan.modes or plan.run is not None:
         o, state = _through_modes(terms, options, names or NO_NAMES, how, plan)
     elif autograd.needs_autograd(*terms):
@@ -129,16 +123,30 @@ def run(
     return o, state if options.output_final_state else None
 
 
+def _planned(terms: LinearInputs, options: LinearOptions, recurrent: bool, names: Any) -> Any:
+    """The plan of a call, which is checked first, and what the call is without modes."""
+    asked = _asked(terms, options, recurrent)
+    key = signature(terms, options.chunk_size, options.impl, recurrent, asked)
+    if key is not None and terms.q is not None:
+        key = (*key, checks.autocast_dtype(terms.q))
+
+    def make() -> Plan:
+        return make_plan(terms, names or NO_NAMES, options, recurrent, Asked(*asked))
+
+    plan = _PLANS.get(key, make, terms)
+    return plan, ForwardCall(options.scale_of(terms.q), plan.chunk, plan.impls)
+
+
 def _asked(terms: LinearInputs, options: LinearOptions, recurrent: bool) -> tuple[Any, ...]:
     """The fields of Asked."""
     same_bits = not recurrent and (options.consistent or consistent_scope.on)
-    leaves, context = options.prefix_states is not None, options.context
+    leaves = options.prefix_states is not None
     if prefix_scope.prefixes is not None and options.output_final_state:
-        forward = not options.reverse and context is None
+        forward = not options.reverse and options.context is None
         leaves = leaves or (forward and prefix_scope.prefixes.are_of(terms.q))
     return (
         options.state_v_first,
-        None if context is None else context_mode.key_of(context),
+        None if options.context is None else context.key_of(options.context),
         leaves,
         same_bits,
         same_bits and consistent_scope.step is not None,
@@ -211,7 +219,7 @@ def make_plan(
     if asked.v_first:
         terms = transforms.checked_v_first(terms)
     if asked.context is not None:
-        terms = context_mode.checked(terms, options)
+        terms = context.checked(terms, options)
     if asked.step:
         terms = transforms.checked_consistent(terms)
     check(terms, names, options, recurrent)
@@ -240,9 +248,8 @@ def make_plan(
 
 
 def _chunk(options: LinearOptions, recurrent: bool, asked: Asked) -> int:
-    if asked.consistent:
-        return CONSISTENT
-    return 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
+    size = 0 if recurrent else options.chunk_size or DEFAULT_CHUNK
+    return CONSISTENT if asked.consistent else size
 
 
 def _divided(
@@ -284,8 +291,7 @@ def choose_plan(
             and chosen.impl == "sm90"
             and (reason := plan.sm90_unsupported_reason(given))
         ):
-            text = f"consistent: a call of this size has no such kernel ({reason})"
-            raise NotImplementedError(text)
+            raise NotImplementedError(f"consistent: this size has no such kernel ({reason})")
     return chosen, groups
 
 
@@ -305,10 +311,8 @@ def _groups_for_sm90(terms: LinearInputs, impl: str | None) -> HeadGroups | None
     """
     if impl not in (None, "sm90") or terms.transition != "none" or plan.is_vector_decay(terms):
         return None
-    if plan.sm90_unsupported_reason(terms) is None:
-        return None
     K = terms.q.shape[-1]
-    if K not in plan.SCALAR_DECAY_WIDTHS:
+    if plan.sm90_unsupported_reason(terms) is None or K not in plan.SCALAR_DECAY_WIDTHS:
         return None
     groups = wide_heads.groups_of(terms, K)
     if groups.columns * groups.V != terms.v.shape[-1]:

@@ -1,0 +1,82 @@
+"""The keys that tokens of prefix trees see: tables for attention (ops/_attention_trees.py)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.runtime.context_parallel import copied
+from slipstream.runtime.prefix_tree import PrefixTree, Rows, order_of
+
+
+class Above(NamedTuple):
+    """Queries on the tokens of their ancestors: a packed call.
+
+    q, k: the tokens of its queries and keys, None where the row has them so from the first of them
+    on. first_q, first_k: that one. counts: queries of each depth, of which no token comes twice.
+    """
+
+    q: Rows | None
+    k: Rows | None
+    first_q: int
+    first_k: int
+    counts: list[int]
+    total_k: int
+    cu_q: Tensor
+    cu_k: Tensor
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Of x [1, T, ...]."""
+        if self.q is None:
+            return x[:, self.first_q : self.first_q + sum(self.counts)]
+        return self.q.taken(x.flatten(0, 1))[None]
+
+    def keys(self, x: Tensor) -> Tensor:
+        if self.k is None:
+            return x[:, self.first_k : self.first_k + self.total_k]
+        return self.k.taken(x.flatten(0, 1))[None]
+
+
+def above(tree: PrefixTree, device: torch.device) -> Above | None:
+    """The call; None where no token has an ancestor with tokens."""
+    if ("above", device) not in tree.plans:
+        tree.plans["above", device] = _above(tree, device)
+    return tree.plans["above", device]
+
+
+def _above(tree: PrefixTree, device: torch.device) -> Above | None:
+    below: list[list[range]] = [[] for _ in tree.parents]
+    for n, parent in enumerate(tree.parents):
+        while parent >= 0 and tree.length(n):
+            below[parent].append(tree.own(n))
+            parent = tree.parents[parent]
+    q: list[list[range]] = []
+    k, counts = [], []
+    for nodes in tree.by_level:
+        inner = [n for n in nodes if below[n] and tree.length(n)]
+        q += [below[n] for n in inner]
+        k += [tree.own(n) for n in inner]
+        counts.append(sum(len(x) for n in inner for x in below[n]))
+    if not k:
+        return None
+    offsets = [_offsets([sum(map(len, x)) for x in q]), _offsets([len(x) for x in k])]
+    flat = [x for ranges in q for x in ranges]
+    q_rows, k_rows = order_of(flat, flat[0].start), order_of(k, k[0].start)
+    cu = (copied(x, device) for x in offsets)
+    return Above(q_rows, k_rows, flat[0].start, k[0].start, counts, sum(map(len, k)), *cu)
+
+
+def _offsets(counts: list[int]) -> Tensor:
+    return torch.tensor([0, *counts], device="cpu").cumsum(0).int()
+
+
+def paths(tree: PrefixTree, last: int | None, device: torch.device) -> tuple[Rows, Tensor]:
+    """The keys of each node, its `last` ancestors' and its own, and their offsets."""
+    key = f"paths of {last}", device
+    if key not in tree.plans:
+        ranges = [[*tree.path(n, last), tree.own(n)] for n in range(len(tree.parents))]
+        counts = [sum(map(len, node)) for node in ranges]
+        index = [torch.arange(x.start, x.stop, device="cpu") for node in ranges for x in node]
+        none = torch.zeros(0, dtype=torch.int64, device="cpu")
+        tree.plans[key] = Rows(torch.cat([none, *index])), copied(_offsets(counts), device)
+    return tree.plans[key]
