@@ -25,6 +25,7 @@ GROUPS = {
     "Normalisation": "norm attnres",
     "Residual streams": "hyper_connection",
     "Convolution and token shift": "conv causal_conv1d token_shift",
+    "Prefix trees": "prefix_tree",
     "Positions and embedding": "rotary embedding",
     "Activations": "activation",
     "Losses": "loss",
