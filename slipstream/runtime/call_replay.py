@@ -30,7 +30,7 @@ Key = tuple
 ENABLED = is_on("SLIPSTREAM_REPLAY")
 # Operations of torch in a record besides fresh memory and views, or half as many as there are
 # launches: plain torch that takes over from kernels is not recorded.
-MAX_OPERATIONS = 24
+MAX_OPERATIONS = 32
 # Bytes of temporary tensors that may come in one allocation: it is there until the last is let go.
 MAX_WORKSPACE_BYTES = 1 << 23
 # Records of a key, of sizes at which an operator decides otherwise: past this it runs as it is.
