@@ -58,8 +58,7 @@ def test_every_class_with_a_forward_is_tested() -> None:
     sources = "".join(
         inspect.getsource(inspect.getmodule(getattr(transformers, x))) for x in CLASSES
     )
-    # test_indexed_attention has the others
-    own = class_mixers.FORWARDS.keys() - indexed_attention.FORWARDS.keys()
+    own = class_mixers.FORWARDS.keys() - indexed_attention.FORWARDS.keys()  # of another test
     assert all(f"class {x}(" in sources for x in own)
 
 
