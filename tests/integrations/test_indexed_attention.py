@@ -142,13 +142,10 @@ def test_prompts_and_tokens_by_cache_equal_whole(name: str) -> None:
     with torch.no_grad():
         want = model(input_ids=IDS).logits
         patch(model)
-        found, cache = [], None
+        found, kept = [], {}
         for begin, end in ((0, 9), (9, 14), *((n, n + 1) for n in range(14, 26))):
-            out = model(
-                input_ids=IDS[:, begin:end], use_cache=True,
-                **({} if cache is None else {"cache": cache}),
-            )  # fmt: skip
-            cache = out.cache
+            out = model(input_ids=IDS[:, begin:end], use_cache=True, **kept)
+            kept = {x: out[x] for x in ("cache", "past_key_values") if x in out}
             found.append(out.logits)
     assert_near(torch.cat(found, 1), want)
     ends = tuple(indexed_attention.FORWARDS)
