@@ -183,7 +183,7 @@ def _indexing(
     elif pool == "none" and rows > S:
         raise ValueError(f"k: want a row for each of {rows} blocks, got {S}")
     if pool == "mean" and block > 1:
-        if key_lengths is None and cu_seqlens is None:
+        if key_lengths is None and cu_seqlens is None and S != T:
             key_lengths = torch.full((B,), S, device=q.device)
         elif key_lengths is not None:
             key_lengths = key_lengths.clamp(max=S)

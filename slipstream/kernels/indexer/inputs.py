@@ -65,21 +65,22 @@ def packed_tiles(x: Indexing, rows: int) -> Tensor:
 def in_tiles(x: Indexing, wide: int, most: int = 1 << 24) -> Iterator[tuple[Tile, Tensor, Tensor]]:
     """Tiles on the host, their queries' positions [rows], and how many blocks these see, the first
     ones, [rows]. wide: numbers that a query takes, of which `most` fit."""
-    rows = max(min(most // max(wide, 1), 1024), 1)
+    rows = max(min(most // max(checks.plain_int(wide), 1), 1024), 1)
     packed = [] if x.cu_seqlens is None else packed_tiles(x, rows).tolist()
     for t in _unpacked(x, rows) if x.cu_seqlens is None else (Tile(*values) for values in packed):
         at = t.position + torch.arange(t.rows, device=x.q.device)
         at = at if x.causal else 0 * at + t.keys - 1
         blocks = t.keys // x.block if x.pooled else (t.keys + x.block - 1) // x.block
         seen = (at + 1 if x.pooled else at + x.block).div(x.block, rounding_mode="floor")
-        most_seen = torch.as_tensor(blocks, device=seen.device).clamp(max=t.entries)
+        seen = seen.clamp(0, t.entries)
+        seen = seen.minimum(blocks) if isinstance(blocks, Tensor) else seen.clamp(max=blocks)
         if t.rows:
-            yield t, at, seen.clamp(min=0).minimum(most_seen)
+            yield t, at, seen
 
 
 def _unpacked(x: Indexing, rows: int) -> Iterator[Tile]:
     """Positions and keys are tensors where lengths are, which nothing waits for."""
-    (B, T), S = x.q.shape[:2], x.k.shape[1]
+    B, T, S = map(checks.plain_int, (*x.q.shape[:2], x.k.shape[1]))
     for b, begin in itertools.product(range(B), range(0, T, rows)):
         keys: Any = T if x.pooled else S
         if x.key_lengths is not None:

@@ -48,8 +48,8 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     wide = (H + x.q.shape[2]) * T + listed * (H + keys.shape[2] * keys.shape[3])
     for t, at, seen in in_tiles(x, wide):
         rows = slice(t.row, t.row + t.rows)
-        begin, last = t.row - t.position, int(at[-1]) + 1
-        entries = int(seen[-1]) if x.pooled else last
+        begin, last = t.row - t.position, t.position + t.rows if x.causal else t.keys
+        entries = max(min(last // x.block, t.entries), 0) if x.pooled else last
         lists = None if selected is None else selected.flatten(0, 1)[rows]
         near = main_q[rows] * attention_scale, main_k[begin : begin + last]
         target, entry = _target(x, near, (at, seen), lists, entries)

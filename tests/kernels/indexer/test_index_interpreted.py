@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
+from slipstream.kernels.indexer import inputs, loss
 from tests.support import formulas
 from tests.support.interpreted import interpreted
 
@@ -235,3 +236,14 @@ def test_index_loss_has_gradients_by_the_dispatcher(way: str) -> None:
     got = torch.autograd.grad(run(*given), leaves)
     assert all(x.abs().max() > 0 for x in want)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_loss_asks_no_tensor_for_a_number(pooled: bool, listed: bool) -> None:
+    """On a GPU that would wait for it; a tensor without memory has none."""
+    q, k = torch.empty(2, 9, 2, 4, device="meta"), torch.empty(2, 9, 4, device="meta")
+    selected = torch.empty(2, 9, 2, 3, device="meta", dtype=torch.int32) if listed else None
+    x = inputs.Indexing(q, k, None, None, None, 4, 2, True, pooled, True)
+    found = loss._forward(*x, q, q, selected, 1.0, 1.0, True)
+    assert [y.shape for y in found[:3]] == [(), q.shape, k.shape]
