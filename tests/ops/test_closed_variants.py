@@ -26,7 +26,7 @@ ACROSS_RANKS = {"delta_rule_across_ranks"}
 QUICK = {
     *("chunk_gla-narrow", "chunk_gated_delta_product", "fused_recurrent_mamba3", "attention"),
     *("flash_attn_with_kvcache", "latent_attention", "rms_norm", "mixer_step", "projection_step"),
-    *("matmul", "prefixes_of_chunk_gated_delta_rule", "selective_scan"),
+    *("index-blocks", "mhc_pre", "matmul", "prefixes_of_chunk_gated_delta_rule", "selective_scan"),
 }
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.common.checks import autocast_dtype
 from slipstream.compiler.compiler_state import KernelKey
-from slipstream.runtime import autograd, custom_op, dispatch
+from slipstream.runtime import autograd, compile_ahead, custom_op, dispatch
 
 # the most streams that the kernels take
 STREAMS = 8
@@ -120,6 +120,8 @@ _pre = custom_op.KernelOp(
         "keep": True,
     },
     replay=True,
+    # few tokens, and more than 16 a multiprocessor (triton_kernels.py: _tile)
+    at_sizes=lambda args: [(compile_ahead.resized(args[0], n), *args[1:]) for n in (1, 8192)],
 )
 _Pre = _pre.with_gradient(
     f"({_WEIGHTS}, Tensor comb, Tensor p, Tensor rstd, Tensor sums, Tensor dy, Tensor? dpost, "

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.indexer.inputs import Indexing, flat, in_tiles
-from slipstream.runtime import custom_op, dispatch, token_ids
+from slipstream.runtime import compile_ahead, custom_op, dispatch, token_ids
 
 
 def select(x: Indexing, topk: int, local: int, impl: str | None) -> Tensor:
@@ -86,6 +86,17 @@ def _kind(x: Indexing) -> KernelKey:
     return ("indexer", *dtypes, x.q.shape[-1], block, x.relu and "relu")
 
 
+def _at_sizes(args: tuple) -> list[tuple]:
+    """Each tile of queries beside each power of two of columns (triton_kernels.py: select)."""
+    x, found, new = Indexing(*args[:10]), [], compile_ahead.resized
+    for n in range(36):
+        k = new(x.k, 1, (1 if x.pooled else x.block) << (4 + n // 3))
+        q, weights = (new(y, 1, (1, 64, 128)[n % 3]) for y in (x.q, x.weights))
+        given = q, k, weights, new(x.cu_seqlens, 2), new(x.key_lengths, 1)
+        found.append((*given, *args[5:]))
+    return found
+
+
 _index = custom_op.KernelOp(
     "index",
     f"({custom_op.schema_of(Indexing)}, int topk, int local, str impl) -> Tensor",
@@ -104,5 +115,6 @@ _index = custom_op.KernelOp(
         "topk": 5,
         "local": 1,
     },
+    at_sizes=_at_sizes,
 )
 _CANDIDATES = _index.candidates(unsupported_reason)

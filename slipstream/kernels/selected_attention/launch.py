@@ -45,10 +45,8 @@ def forward(inputs: SelectedInputs, options: SelectedOptions) -> tuple[Tensor, T
     inputs, options, _ = _to_kernel_layout(inputs, options)
     q, v = inputs.q, inputs.v
     B, T, H, _ = q.shape
-    o, lse = (
-        q.new_zeros(B, T, H, v.shape[-1]),
-        q.new_full((B, H, T), -torch.inf, dtype=torch.float32),
-    )
+    o = q.new_zeros(B, T, H, v.shape[-1])
+    lse = q.new_full((B, H, T), -torch.inf, dtype=torch.float32)
     if 0 in (q.numel(), v.numel(), inputs.sequences):
         if inputs.sinks is not None:
             lse.copy_(inputs.sinks[:, None].expand_as(lse))

@@ -56,16 +56,8 @@ def _kind(inputs: arguments.SelectedInputs, options: arguments.SelectedOptions) 
     ]
     window = options.left + options.right >= 0 and "window"
     by_head = inputs.selected.shape[2] > inputs.k.shape[2] and "by head"
-    widths = inputs.q.shape[-1], inputs.v.shape[-1]
-    return (
-        "selected_attention.triton",
-        inputs.q.dtype,
-        *widths,
-        options.block,
-        window,
-        by_head,
-        *flags,
-    )
+    sizes = inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1], options.block
+    return ("selected_attention.triton", *sizes, window, by_head, *flags)
 
 
 def _mismatch(inputs: arguments.SelectedInputs, options: arguments.SelectedOptions) -> str | None:
