@@ -32,10 +32,12 @@ from slipstream.runtime.prefix_tree import PrefixTree
 from slipstream.tools.catalog import OPERATORS, Shape
 
 MODELS = ("hybrid group", "hybrid deep")
-OPERATOR_NAMES = (
-    "chunk_gated_delta_rule", "chunk_kda", "chunk_gla", "chunk_simple_gla", "selective_scan",
-    "short_convolution", "token_shift", "attention",
-)  # fmt: skip
+# all that take trees, in chunks
+OPERATOR_NAMES = tuple(
+    dict.fromkeys(
+        x.op for x in OPERATORS if "parents" in x.takes and not x.op.startswith("fused_recurrent")
+    )
+)
 # layers of the hybrid: three of four are linear
 MIXERS = ["gated_deltanet", "gated_deltanet", "gated_deltanet", "attention"] * 6
 
@@ -96,6 +98,9 @@ def hybrid(name: str, report: Report) -> Iterable[Row]:
         "ours": partial(step, [{"input_ids": ids, "labels": labels, "context": tree}]),
         "one row": partial(step, [{"input_ids": ids, "labels": labels}]),
     }
+    if name.endswith("deep"):
+        packed = {"input_ids": ids, "labels": labels, "cu_seqlens": tree.cu_seqlens}
+        calls["packed"] = partial(step, [packed])
     if name.endswith("group"):
         given = [{"input_ids": x, "labels": y} for x, y in samples]
         calls["rows"] = partial(step, given)

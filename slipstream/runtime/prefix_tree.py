@@ -53,15 +53,19 @@ class Rows:
     def returned(self, grad: Tensor, size: int) -> Tensor:
         """The gradient of x [size, ...], each row's in the order of the index."""
         order, rows, starts = self._on("back", grad.device, self._back)
-        sums = grad.index_select(0, order)
-        if rows.shape[0] < order.shape[0]:
+        sums = grad if self._in_order else grad.index_select(0, order)
+        count = rows.shape[0]
+        if count < order.shape[0]:
+            if size <= 2 * count:  # with the rows that have no copy, instead of zeros before
+                starts = self._on(str(size), grad.device, lambda: (self._starts(size),))[0]
+                count = size
             inner = sums.shape[1:]
             wide = checks.widen(sums).reshape(sums.shape[0], math.prod(inner))
             options: Any = {"offsets": starts, "axis": 0, "unsafe": True, "initial": 0}
             if wide.numel():
                 wide = torch.segment_reduce(wide, "sum", **options)
-            sums = wide[: rows.shape[0]].to(grad.dtype).view(rows.shape[0], *inner)
-        if rows.shape[0] == size:
+            sums = wide[:count].to(grad.dtype).view(count, *inner)
+        if count == size:
             return sums
         return grad.new_zeros(size, *grad.shape[1:]).index_copy_(0, rows, sums)
 
@@ -81,6 +85,16 @@ class Rows:
         absent = int((found < 0).sum())
         rows, counts = found[absent:].unique_consecutive(return_counts=True)
         return order[absent:], rows, torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+    def _starts(self, size: int) -> Tensor:
+        """The last of these, of all rows."""
+        counts = torch.bincount(self.index[self.index >= 0], minlength=size)
+        return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+    @cached_property
+    def _in_order(self) -> bool:
+        """Whether the copies are sorted by row, none absent."""
+        return bool((self.index[:1] >= 0).all() and (self.index.diff() >= 0).all())
 
 
 class _Copy(autograd.Function):
@@ -212,15 +226,14 @@ class PrefixTree(ContextParallel):
 
     @cached_property
     def by_level(self) -> list[list[int]]:
-        """Nodes of each depth: children in the order of their parents."""
-        children: list[list[int]] = [[] for _ in self.parents]
-        roots: list[int] = []
+        """Nodes of each depth, in the order of the row: no copies where that has them so."""
+        levels, depths = [], []
         for n, parent in enumerate(self.parents):
-            (roots if parent < 0 else children[parent]).append(n)
-        levels = [roots]
-        while levels[-1]:
-            levels.append([child for n in levels[-1] for child in children[n]])
-        return levels[:-1]
+            depths.append(depth := 0 if parent < 0 else depths[parent] + 1)
+            if depth == len(levels):
+                levels.append([])
+            levels[depth].append(n)
+        return levels
 
     @cached_property
     def levels(self) -> list[Level]:

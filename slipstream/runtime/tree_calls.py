@@ -54,16 +54,14 @@ def run_in_tree(
     if len(tree.levels) < 2:
         return run(terms, options)
 
-    def how_of(*level: Any) -> Any:
-        found, how = plan(type(terms)(*level), options)
-        return None if found.modes or found.run is not None else how
-
     places = [*map(terms._fields.index, names)]
     state, offsets = map(terms._fields.index, ("initial_state", "cu_seqlens"))
+    with torch.no_grad():
+        hows = _hows(plan, terms, options, tree, places)
     plain = lambda how, *own: ways.forward(*own, *how)  # noqa: E731
     final = options.output_final_state
-    call = TreeCall(tree, ways.function, how_of, plain, places, state, offsets, final)
-    if all(how_of(*level) is not None for level in call.depths(terms)):
+    if hows is not None:
+        call = TreeCall(tree, ways.function, hows, plain, places, state, offsets, final)
         return call.run(*terms)
 
     def through_modes(output_final_state: bool, **level: Any) -> Any:
@@ -73,12 +71,40 @@ def run_in_tree(
     return level_by_level(through_modes, given, terms.initial_state, tree, final)
 
 
+def _hows(
+    plan: Callable[..., tuple[Any, Any]],
+    terms: Any,
+    options: Any,
+    tree: PrefixTree,
+    places: Sequence[int],
+) -> list[Any] | None:
+    """The `how` of each depth, by shapes and dtypes alone; None where one goes through modes."""
+    hows, state = [], terms.initial_state
+    for depth, level in enumerate(tree.levels):
+        own = [*terms]
+        for i in places:
+            own[i] = None if own[i] is None else own[i][:, : level.tokens]
+        like = terms._replace(**dict(zip(terms._fields, own)))
+        like = like._replace(cu_seqlens=tree.offsets_of_level(depth, like.q.device))
+        shape, dtype = like.state_shape, terms.dtype
+        if not depth and state is not None:
+            shape, dtype = (shape[0], *state.shape[1:]), state.dtype
+        if depth or state is not None:
+            blank = like.q.new_empty((), dtype=dtype).expand(shape)
+            like = like._replace(initial_state=blank)
+        found, how = plan(like, options)
+        if found.modes or found.run is not None:
+            return None
+        hows.append(how)
+    return hows
+
+
 class TreeCall(NamedTuple):
     """A call of function.apply(how, *args), which returns outputs of tokens and final states.
 
     Attributes:
         function: its forward and its once differentiable backward are called depth by depth.
-        how_of: from the args of a depth to `how`.
+        hows: of the depths.
         plain: the same without gradients, of how and args.
         tokens, state, offsets: places among args.
         final: whether final states are asked for.
@@ -86,7 +112,7 @@ class TreeCall(NamedTuple):
 
     tree: PrefixTree
     function: Any
-    how_of: Callable[..., Any]
+    hows: Sequence[Any]
     plain: Callable[..., tuple[Tensor, Tensor]]
     tokens: Sequence[int]
     state: int
@@ -115,9 +141,9 @@ class TreeCall(NamedTuple):
         self, args: Sequence[Any], run: Callable[..., tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor | None]:
         tree, state, outputs, finals = self.tree, args[self.state], [], []
-        for level, own in zip(tree.levels, self.depths(args)):
+        for how, level, own in zip(self.hows, tree.levels, self.depths(args)):
             own[self.state] = None if state is None else level.before.taken(state)
-            o, state = run(self.how_of(*own), *own)
+            o, state = run(how, *own)
             outputs.append(o)
             finals.append(state)
         o, rows = torch.cat(outputs, 1), tree.from_levels
@@ -129,16 +155,21 @@ class TreeCall(NamedTuple):
 
 
 class _Depth:
-    """What a Function has as its ctx for the call of a depth."""
+    """What a Function has as its ctx for the call of a depth.
 
-    def __init__(self, how: Any, needs_input_grad: tuple[bool, ...] = ()) -> None:
-        self.how, self.needs_input_grad = how, needs_input_grad
+    The states that a depth starts from are made again: the ones they are copies of are fewer.
+    """
+
+    def __init__(self, how: Any, state: Tensor | None, needs: tuple[bool, ...] = ()) -> None:
+        self.how, self.state, self.needs_input_grad = how, state, needs
         self.saved: tuple[Tensor | None, ...] = ()
 
     def set_materialize_grads(self, value: bool) -> None: ...
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved = tensors
+        own, self.state = self.state, None
+        self.places = [i for i, x in enumerate(tensors) if own is not None and x is own]
+        self.saved = tuple(None if i in self.places else x for i, x in enumerate(tensors))
 
 
 class _InTree(autograd.Function):
@@ -147,14 +178,17 @@ class _InTree(autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: TreeCall, *args: Any) -> Any:
         depths: list[_Depth] = []
+        states: list[Tensor | None] = [args[call.state]]
 
         def forward(how: Any, *own: Any) -> Any:
-            depths.append(_Depth(how))
-            return call.function.forward(depths[-1], how, *own)
+            depths.append(_Depth(how, own[call.state]))
+            o, after = call.function.forward(depths[-1], how, *own)
+            states.append(after)
+            return o, after
 
         results = call.forward(args, forward)
-        autograd.save(ctx, *(x for depth in depths for x in depth.saved))
-        ctx.depths = [(depth.how, len(depth.saved)) for depth in depths]
+        autograd.save(ctx, *states[:-1], *(x for depth in depths for x in depth.saved))
+        ctx.depths = [(depth.how, depth.places, len(depth.saved)) for depth in depths]
         ctx.call = call
         ctx.set_materialize_grads(False)
         return results
@@ -169,14 +203,19 @@ class _InTree(autograd.Function):
         dstate, by_depth = None, []
         end, last = len(saved), len(tree.parents)
         for depth in reversed(range(len(tree.levels))):
-            (how, size), nodes = ctx.depths[depth], len(tree.by_level[depth])
+            (how, places, size), nodes = ctx.depths[depth], len(tree.by_level[depth])
             dafter = None if dfinal is None else dfinal[last - nodes : last]
             if dstate is not None:
                 below = tree.levels[depth + 1].before.returned(dstate, nodes)
                 dafter = below if dafter is None else dafter + below
-            stub, tensors = _Depth(how, ctx.needs_input_grad), saved[end - size : end]
+            tensors = [*saved[end - size : end]]
+            if places:
+                state = tree.levels[depth].before.taken(saved[depth])
+                for i in places:
+                    tensors[i] = state
+            stub = _Depth(how, None, ctx.needs_input_grad)
             backward = call.function.backward.__wrapped__
-            _, *grads = backward(stub, tensors, douts[depth], dafter)
+            _, *grads = backward(stub, tuple(tensors), douts[depth], dafter)
             by_depth.append(grads)
             dstate, last, end = grads[call.state], last - nodes, end - size
         return None, *_whole_gradients(call, by_depth[::-1])
