@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from slipstream.runtime import autograd
+from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.prefix_tree import PrefixTree
+from slipstream.runtime.tree_blocks import in_blocks
 from slipstream.runtime.trees import expect_forward, level_by_level, split_levels
 
 
@@ -53,6 +55,15 @@ def run_in_tree(
     terms = terms._replace(cu_seqlens=tree.offsets_on(first.device))
     if len(tree.levels) < 2:
         return run(terms, options)
+    consistent = options.consistent or consistent_scope.on
+    blocks = in_blocks(tree) if consistent and not ways.given["recurrent"] else None
+    if blocks is not None:
+
+        def in_order(tokens: dict[str, Tensor], states: Tensor | None) -> Any:
+            inner = terms._replace(**tokens, initial_state=states, cu_seqlens=None)
+            return run_in_tree(inner, options._replace(context=blocks.tree), names, ways)
+
+        return blocks.run(in_order, given, terms.initial_state)
 
     places = [*map(terms._fields.index, names)]
     state, offsets = map(terms._fields.index, ("initial_state", "cu_seqlens"))

@@ -18,6 +18,7 @@ from torch import Tensor
 from slipstream.common import checks
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.prefix_tree import PrefixTree, eagerly
+from slipstream.runtime.tree_blocks import each, in_blocks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -163,7 +164,12 @@ def _by_levels(run: Callable[..., Any], given: dict[str, Any]) -> Any:
         there = tree.cu_seqlens if first is None else tree.offsets_on(first.device)
         return run(**given, initial_state=states, cu_seqlens=there)
     wanted = given.pop("output_final_state")
-    return level_by_level(partial(run, **given), tokens, states, tree, wanted)
+    run = partial(run, **given)
+    blocks = in_blocks(tree) if given.get("consistent") else None
+    if blocks is None:
+        return level_by_level(run, tokens, states, tree, wanted)
+    whole = partial(level_by_level, run, tree=blocks.tree, final=wanted)
+    return blocks.run(whole, tokens, states)
 
 
 def level_by_level(
@@ -181,7 +187,7 @@ def level_by_level(
     pieces = {n: split_levels(x, tree) for n, x in tokens.items()}
     outputs, finals, device = [], [], next(iter(tokens.values())).device
     for depth, level in enumerate(tree.levels):
-        states = _each(level.before.copy, states)
+        states = each(level.before.copy, states)
         o, states = run(
             **{n: x[depth] for n, x in pieces.items()},
             initial_state=states,
@@ -202,12 +208,6 @@ def split_levels(x: Tensor, tree: PrefixTree) -> Sequence[Tensor]:
     if tree.to_levels is not None:
         x = tree.to_levels.copy(x.flatten(0, 1).unflatten(0, (-1, ratio))).flatten(0, 1)[None]
     return x.split([level.tokens * ratio for level in tree.levels], 1)
-
-
-def _each(change: Callable[[Tensor], Tensor], states: Any) -> Any:
-    if isinstance(states, tuple):
-        return tuple(_each(change, x) for x in states)
-    return None if states is None else change(states)
 
 
 def _whole(finals: list[Any], tree: PrefixTree) -> Any:

@@ -216,19 +216,40 @@ def test_gradients_of_states_alone_reach_the_ancestors() -> None:
 CONSISTENT = [x for x in SAMPLES if "consistent" in x.takes and not x.variant]
 
 
+@pytest.mark.parametrize("lengths", [(64, 64, 70, 30, 40), (5, 0, 130, 70, 100), (66, 62, 1, 3, 0)])
 @pytest.mark.parametrize("sample", CONSISTENT, ids=lambda x: x.name)
-def test_consistent_branch_has_the_bits_of_its_row(sample: Sample) -> None:
-    """Where nodes begin at multiples of 64 tokens."""
-    parents, lengths = torch.tensor([-1, 0, 0, 1, -1]), (64, 64, 70, 30, 40)
+def test_consistent_branch_has_the_bits_of_its_row(
+    sample: Sample, lengths: tuple[int, ...]
+) -> None:
+    parents = torch.tensor([-1, 0, 0, 1, -1])
     torch.manual_seed(0)
     args = sample.inputs(Shape(B=1, H=2, K=8, V=8, lengths=lengths, dtype=torch.float32))
     o = flat(sample(args, parents=parents, consistent=True))[0]
     cu = args.pop("cu_seqlens").tolist()
     for n, path in enumerate(([0], [0, 1], [0, 2], [0, 1, 3], [4])):
-        index = torch.tensor([t for m in path for t in range(cu[m], cu[m + 1])])
+        index = torch.tensor([t for m in path for t in range(cu[m], cu[m + 1])]).long()
         row = {k: x[:, index] if sample.dims[k][1:2] == "T" else x for k, x in args.items()}
         alone = flat(sample(row, consistent=True))[0]
-        assert torch.equal(o[:, cu[n] : cu[n + 1]], alone[:, -lengths[n] :])
+        assert torch.equal(o[:, cu[n] : cu[n + 1]], alone[:, alone.shape[1] - lengths[n] :])
+
+
+RECURRENT = [x for x in CONSISTENT if x.op != "attention"]
+
+
+@pytest.mark.parametrize("sample", RECURRENT, ids=lambda x: x.name)
+def test_consistent_trees_have_the_gradients_of_others(sample: Sample) -> None:
+    """Nodes are laid out in blocks of 64 tokens, some of which are there twice."""
+    parents, lengths = torch.tensor([-1, 0, 1, 1, -1, 4, 4, 2]), (0, 70, 3, 64, 5, 0, 60, 61)
+    torch.manual_seed(0)
+    shape = Shape(B=1, H=1, K=4, V=4, lengths=lengths, state=True, dtype=torch.float64)
+    args = sample.inputs(shape)
+    for x in flat(tuple(args.values())):
+        x.requires_grad_(x.is_floating_point())
+    found = [flat(sample(args, parents=parents, consistent=on)) for on in (True, False)]
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-11, rtol=1e-9)
+    for x, y in zip(*(gradients_of(x, args) for x in found), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-10, rtol=1e-8)
 
 
 def test_empty_trees() -> None:
