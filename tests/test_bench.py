@@ -64,7 +64,7 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("decode", "--only ^drafts", 4),
         ("host", "--only norm|chunk_kda", 6),
         ("context_parallel", "--only gated_delta|attention", 4),
-        ("trees", "--only deep", 9),
+        ("trees", "--only (hybrid|attention|kda|hgrn|short_convolution).deep", 5),
         ("parallel_training", "--only fsdp2|million", 3),
         ("linear", "--memory", 16),
         ("linear", "--memory --packed --only kda", 1),

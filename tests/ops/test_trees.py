@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slipstream import ops
 from slipstream.ops import PrefixTree
+from slipstream.runtime.prefix_tree import Rows
 from slipstream.runtime.trees import tree_of
 from slipstream.tools.catalog import OPERATORS, Sample, flat
 from slipstream.tools.samples import Shape
@@ -231,6 +232,32 @@ def test_consistent_branch_has_the_bits_of_its_row(
         row = {k: x[:, index] if sample.dims[k][1:2] == "T" else x for k, x in args.items()}
         alone = flat(sample(row, consistent=True))[0]
         assert torch.equal(o[:, cu[n] : cu[n + 1]], alone[:, alone.shape[1] - lengths[n] :])
+
+
+def test_depths_copy_no_tokens_and_save_states_once() -> None:
+    parents, lengths = [-1, -1, 1, 0, 1, 0, 3, 2, 2], (2, 3, 1, 4, 2, 2, 3, 1, 1)
+    assert PrefixTree([0, *torch.tensor(lengths).cumsum(0).tolist()], parents).to_levels is None
+    args = next(x for x in SAMPLES if x.name == "chunk_simple_gla").inputs(
+        Shape(B=1, H=2, K=8, V=4, lengths=lengths, dtype=torch.float64)
+    )
+    saved: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+    args["q"].requires_grad_()
+    with hooks:
+        o = ops.chunk_simple_gla(**args, parents=torch.tensor(parents))[0]
+    o.sum().backward()
+    states = [x.shape[0] for x in saved if x.shape[1:] == (2, 8, 4) and x.shape[0] < 9]
+    assert states == [2, 4]  # of the roots and their children, not of the nodes that start there
+
+
+@pytest.mark.parametrize("size", [5, 40])
+@pytest.mark.parametrize("index", [[0, 0, 1, 2, 2, 4], [3, -1, 3, 0, 4], [2, 0, 1], [-1, -1]])
+def test_gradients_of_copied_rows_are_sums(index: list[int], size: int) -> None:
+    rows, grad = Rows(torch.tensor(index)), torch.randn(len(index), 3, dtype=torch.float64)
+    there = torch.tensor(index) >= 0
+    wanted = torch.zeros(size, 3, dtype=torch.float64)
+    wanted.index_add_(0, torch.tensor(index)[there], grad[there])
+    torch.testing.assert_close(rows.returned(grad, size), wanted)
 
 
 RECURRENT = [x for x in CONSISTENT if x.op != "attention"]
