@@ -5,6 +5,9 @@ from torch import Tensor
 
 from slipstream.common import checks, varlen
 
+SIZES = (1, 4, 16, 64, 128)
+"""Of blocks, in keys."""
+
 
 def blocks_of(
     tokens: int, block: int, cu_seqlens: Tensor | None, device: torch.device

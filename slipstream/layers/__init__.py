@@ -24,3 +24,5 @@ from slipstream.layers.retention import MultiScaleRetention as MultiScaleRetenti
 from slipstream.layers.rwkv6 import RWKV6 as RWKV6
 from slipstream.layers.rwkv7 import RWKV7 as RWKV7
 from slipstream.layers.rwkv7 import RWKV7ChannelMix as RWKV7ChannelMix
+from slipstream.layers.selected_attention import MSA as MSA
+from slipstream.layers.selected_attention import QSA as QSA

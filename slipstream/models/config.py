@@ -38,6 +38,8 @@ MIXERS = {
     "attention": "Attention",
     "forgetting_attn": "ForgettingAttention",
     "mla": "MLA",
+    "msa": "MSA",
+    "qsa": "QSA",
 }
 """Name in a config -> class in slipstream.layers."""
 

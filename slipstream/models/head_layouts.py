@@ -46,6 +46,8 @@ def _heads(sizes: dict[str, Sizes], *counts: str, across: bool = False) -> Heads
 
 
 def _attention(m: Any) -> Heads:
+    if isinstance(m, layers.QSA | layers.MSA):
+        raise NotImplementedError(f"{type(m).__name__}: its indexer's heads cannot be divided")
     q, kv = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
     sizes: dict[str, Sizes] = {"qkv_proj": (q, kv, kv), "g_proj": q, "f_proj": m.num_heads}
     return _heads(sizes, "num_heads", "num_kv_heads")

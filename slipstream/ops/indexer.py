@@ -162,7 +162,7 @@ def _indexing(
     (B, T, HI, D), S = q.shape, k.shape[1]
     if weights is not None:
         checks.expect_shape("weights", weights, (B, T, HI))
-    known = {"block": (1, 4, 16, 64, 128), "activation": ("relu", "identity")}
+    known = {"block": key_blocks.SIZES, "activation": ("relu", "identity")}
     known["pool"] = "max", "mean", "none"
     for (name, allowed), value in zip(known.items(), (block, *words)):
         if value not in allowed:

@@ -54,7 +54,8 @@ def test_prompts_by_graphs_give_the_same_tokens(name: str, monkeypatch: pytest.M
     assert made == [key for key, x in cache.graphs.items() if key[0] == graphs.PROMPT and x]
 
 
-@pytest.mark.parametrize("name", language_models.MODELS)
+# on a CPU selected attention asks which keys any query sees, which no graph holds
+@pytest.mark.parametrize("name", sorted({*language_models.MODELS} - {*language_models.INDEXED}))
 def test_generate_captures_once_per_batch_size(name: str) -> None:
     m, ids = model(name), tokens(3, 6)
     want = without_graphs(m, ids)

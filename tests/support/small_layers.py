@@ -70,6 +70,16 @@ OPTIONS = {
     "MLA-low-rank": (
         "q_lora_rank=7 kv_lora_rank=10 nope_head_dim=6 rope_head_dim=4 v_head_dim=8 mode=chunk"
     ),
+    "QSA": "block=4 topk=3 index_dim=12",
+    "QSA-grouped": (
+        "num_heads=4 num_kv_heads=2 rotary_dim=4 block=1 topk=7 index_heads=2 index_dim=6 "
+        "qk_norm=zero_centered_rms output_gate=True"
+    ),
+    "MSA": "block=4 topk=4 index_dim=12",
+    "MSA-grouped": (
+        "num_heads=4 num_kv_heads=2 rotary_dim=4 block=4 topk=4 local=2 index_dim=6 qk_norm=True "
+        "window_size=3"
+    ),
 }
 
 

@@ -1,0 +1,257 @@
+"""Softmax attention to the blocks of keys that an indexer selects: QSA and MSA.
+
+The indexer has heads and one key of its own, reads x without gradient, and learns from
+ops.index_loss alone, whose gradient goes along with that of the queries.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.common import checks, key_blocks
+from slipstream.layers.attention import Attention, append, keys_to_attend
+from slipstream.layers.base import NormalLinear
+from slipstream.layers.call import Mixed, MixerCall, State
+from slipstream.nn import decoding
+from slipstream.ops import norm, rotary
+from slipstream.ops.attention import attention
+from slipstream.ops.indexer import index, index_loss
+from slipstream.runtime.autograd import with_loss
+from slipstream.runtime.prefix_tree import PrefixTree
+
+
+class _Selected(Attention):
+    """What QSA and MSA share. index_proj makes the indexer's queries, and last its key."""
+
+    token_states = ("k", "v", "index_k")
+    rounded_keys = ()
+    tail: bool
+    groups: int
+
+    def _add_indexer(
+        self, hidden_size: int, heads: int, dim: int, block: int, topk: int, weight: float
+    ) -> None:
+        if block not in key_blocks.SIZES:
+            raise ValueError(f"block: want one of {key_blocks.SIZES}, got {block}")
+        for name, value in {"topk": topk, "index_heads": heads, "index_loss": weight}.items():
+            checks.expect_not_negative(name, value)
+        if topk < 1 or heads < 1:
+            raise ValueError(f"topk, index_heads: want 1 or more of both, got {topk} and {heads}")
+        if dim < self.rotary_dim:
+            text = f"index_dim: want the {self.rotary_dim} features of rotary_dim or more"
+            raise ValueError(f"{text}, got {dim}")
+        self.index_heads, self.index_dim = heads, dim
+        self.block, self.topk, self.index_loss = block, topk, float(weight)
+        self.index_proj = NormalLinear(hidden_size, (heads + 1) * dim)
+        self.index_q_norm = nn.Parameter(torch.empty(dim))
+        self.index_k_norm = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for name in ("index_q_norm", "index_k_norm") if hasattr(self, "index_k_norm") else ():
+            like = norm.NormOptions(0.0, **self.qk_options)
+            nn.init.constant_(getattr(self, name), like.neutral_weight)
+
+    def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
+        if call.context is not None:
+            name = "parents" if isinstance(call.context, PrefixTree) else "context"
+            raise NotImplementedError(f"{name}: {type(self).__name__} has every token's keys here")
+        q, k, v, gate = self._main(x, call)
+        weight = self._loss_weight(call)
+        with torch.set_grad_enabled(weight > 0):  # lists have no gradient
+            asked, key = self._index_heads(x, call)
+        keys, masks, cache = keys_to_attend(call, k=k, v=v, index_k=key)
+        with torch.set_grad_enabled(weight > 0):
+            entries = self._index_keys(keys[2], call.cu_seqlens if call.state is None else None)
+            of: dict[str, Any] = self._index_options | {"cu_seqlens": call.cu_seqlens}
+            lengths = masks.get("key_lengths")
+            selected = index(asked, entries, key_lengths=lengths, **self._lists, **of)
+        if weight > 0:
+            own = asked, entries, q.detach(), k.detach()
+            q = with_loss(q, index_loss(*own, selected=selected, **of), weight)
+        o = self._attend(q, keys[0], keys[1], selected, masks)
+        return self.o_proj(self._gated(o, gate)), cache
+
+    def has_fused_step(self) -> bool:
+        return False
+
+    def _advance(
+        self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        call = MixerCall(positions=positions, state=state)
+        q, k, v, gate = self._main(x, call)
+        asked, key = self._index_heads(x, call)
+        append({"k": k, "v": v, "index_k": key}, state)
+        lengths = state["length"]
+        entries = self._index_keys(state["index_k"], None)
+        of = self._index_options | self._lists
+        selected = index(asked, entries, key_lengths=lengths, **of)
+        o = self._attend(q, state["k"], state["v"], selected, {"key_lengths": lengths})
+        return self.o_proj(self._gated(o, gate))
+
+    def _main(self, x: Tensor, call: MixerCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Heads of the attention, and the gate of its output."""
+        gate = None if self.g_proj is None else self.g_proj(x)
+        return *self._heads(self.qkv_proj(x), self._tables(x, call)), gate
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, masks: dict[str, Any]
+    ) -> Tensor:
+        options: dict[str, Any] = {"selected": selected, "block": self.block, "tail": self.tail}
+        return attention(q, k, v, window_size=self.window_size, **options, **masks)
+
+    def _loss_weight(self, call: MixerCall) -> float:
+        """What the indexer's loss counts in this call."""
+        trains = self.training and torch.is_grad_enabled() and call.state is None
+        return self.index_loss if trains else 0.0
+
+    def _index_normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return norm.rms_norm(x, weight, eps=self.norm_eps, **self.qk_options)
+
+    def _raw_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The indexer's queries [B, T, HI, D], normalised, and key [B, T, 1, D]."""
+        heads = self.index_proj(x.detach()).unflatten(-1, (-1, self.index_dim))
+        q, k = heads.split([self.index_heads, 1], 2)
+        return self._index_normed(q, self.index_q_norm), k
+
+    def _index_heads(self, x: Tensor, call: MixerCall) -> tuple[Tensor, Tensor]:
+        """The indexer's queries [B, T, HI, D], and what the cache has of its key [B, T, D]."""
+        raise NotImplementedError
+
+    def _index_keys(self, key: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """What ops.index has as k, of that [B or N, S, D]."""
+        raise NotImplementedError
+
+    @property
+    def _index_options(self) -> dict[str, Any]:
+        return {"block": self.block, "groups": self.groups}
+
+    @property
+    def _lists(self) -> dict[str, Any]:
+        return {"topk": self.topk}
+
+
+class QSA(_Selected):
+    """Attention to blocks of keys selected by the mean of the indexer's keys, one list for all
+    heads; a query also sees its own block until that is complete.
+
+        I_tj = sum_h relu(q'_th . m_j)      m_j = rotary(norm(mean of k'_s over block j))
+        y = attention(q, k, v to the topk blocks and the open one) W_o
+
+    Args:
+        hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim: as Attention.
+        block: 1, 4, 16, 64 or 128 keys.
+        topk: blocks a list.
+        index_heads: HI, of the indexer's queries.
+        index_dim: D of the indexer, at least rotary_dim.
+        index_loss: in training, weight of ops.index_loss, which trains the indexer alone; 0 does
+            not train it. It adds to gradients, not to what a model returns as its loss.
+        the others: as Attention. The indexer's norms are of qk_norm's kind, "rms" without it.
+
+    Its indexer rotates by places in the sequence whatever `positions` are. State: that of
+    Attention and index_k [N, S, D], k' as projected. Refuses context, parents and shard_heads.
+    Source: Qwen Team, Qwen3.8-Flash-Next, 2026 (qwen4_exp of transformers).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rotary_dim: int | None = None,
+        block: int = 4,
+        topk: int = 512,
+        index_heads: int = 4,
+        index_dim: int = 128,
+        index_loss: float = 1.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, **options)
+        self.tail, self.groups = True, 1
+        self._add_indexer(hidden_size, index_heads, index_dim, block, topk, index_loss)
+
+    def _index_heads(self, x: Tensor, call: MixerCall) -> tuple[Tensor, Tensor]:
+        q, k = self._raw_heads(x)
+        if self.rotary_dim:
+            places = call._replace(positions=None)
+            q = rotary.rotary_embedding(q, *places.tables(x, self.rotary_dim, self.rotary_base))
+        return q, k[:, :, 0]
+
+    def _index_keys(self, key: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        _, places = key_blocks.blocks_of(key.shape[1], self.block, cu_seqlens, key.device)
+        means = self._index_normed(
+            key_blocks.pooled_keys(key, self.block, cu_seqlens), self.index_k_norm
+        )
+        if not self.rotary_dim:
+            return means
+        tables = decoding.tables(places[None], self.rotary_dim, self.rotary_base, key.dtype)
+        return rotary.rotary_embedding(means[:, :, None], *tables)[:, :, 0]
+
+    @property
+    def _index_options(self) -> dict[str, Any]:
+        return super()._index_options | {"pool": "none"}
+
+
+class MSA(_Selected):
+    """Attention to blocks of keys selected by the best of the indexer's keys, a list for each head
+    of keys; the last blocks are always seen.
+
+        I_tgj = max over s in j, s <= t, of q'_tg . k'_s        one indexer head g a head of keys
+        y = attention(q, k, v to the topk blocks) W_o
+
+    Args:
+        hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim: as Attention.
+        block: 1, 4, 16, 64 or 128 keys.
+        topk: blocks a list.
+        local: how many of them are the last ones, at least 1.
+        index_dim: D of the indexer, at least rotary_dim.
+        index_loss: as QSA.
+        the others: as Attention. The indexer's norms are of qk_norm's kind, "rms" without it.
+
+    State: that of Attention and index_k [N, S, D], k' rotated. Refuses context, parents and
+    shard_heads.
+    Source: MiniMax, MiniMax Sparse Attention, 2026 (minimax_m3_vl of transformers).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rotary_dim: int | None = None,
+        block: int = 128,
+        topk: int = 16,
+        local: int = 1,
+        index_dim: int = 128,
+        index_loss: float = 1.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, rotary_dim, **options)
+        if not 1 <= local <= topk:
+            raise ValueError(f"local: want 1 to the {topk} blocks of topk, got {local}")
+        self.local, self.tail, self.groups = local, False, self.num_kv_heads
+        self._add_indexer(hidden_size, self.groups, index_dim, block, topk, index_loss)
+
+    def _index_heads(self, x: Tensor, call: MixerCall) -> tuple[Tensor, Tensor]:
+        q, k = self._raw_heads(x)
+        k = self._index_normed(k, self.index_k_norm)
+        tables = self._tables(x, call)
+        if tables is not None:
+            both = rotary.rotary_embedding(torch.cat([q, k], 2), *tables)
+            q, k = both.split([self.index_heads, 1], 2)
+        return q, k[:, :, 0]
+
+    def _index_keys(self, key: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        return key
+
+    @property
+    def _index_options(self) -> dict[str, Any]:
+        return super()._index_options | {"activation": "identity"}
+
+    @property
+    def _lists(self) -> dict[str, Any]:
+        return super()._lists | {"local": self.local}
