@@ -10,15 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.common import checks, key_blocks
-from slipstream.layers.attention import Attention, append, keys_to_attend
-from slipstream.layers.base import NormalLinear
-from slipstream.layers.call import Mixed, MixerCall, State
+from slipstream.layers.attention import Attention, append, attention, keys_to_attend
+from slipstream.layers.base import Mixed, MixerCall, NormalLinear, State
 from slipstream.nn import decoding
 from slipstream.ops import norm, rotary
-from slipstream.ops.attention import attention
 from slipstream.ops.indexer import index, index_loss
 from slipstream.runtime.autograd import with_loss
-from slipstream.runtime.prefix_tree import PrefixTree
 
 
 class _Selected(Attention):
@@ -56,8 +53,7 @@ class _Selected(Attention):
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         if call.context is not None:
-            name = "parents" if isinstance(call.context, PrefixTree) else "context"
-            raise NotImplementedError(f"{name}: {type(self).__name__} has every token's keys here")
+            raise NotImplementedError(f"context, parents: {type(self).__name__} has neither")
         q, k, v, gate = self._main(x, call)
         weight = self._loss_weight(call)
         with torch.set_grad_enabled(weight > 0):  # lists have no gradient

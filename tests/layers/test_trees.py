@@ -18,7 +18,7 @@ def test_layer_of_a_tree_is_that_of_its_paths(name: str) -> None:
     layer, x = make(name).double(), torch.randn(1, sum(LENGTHS), D, dtype=torch.float64)
     x.requires_grad_()
     if isinstance(layer, QSA | MSA):
-        with pytest.raises(NotImplementedError, match=r"^parents: "):
+        with pytest.raises(NotImplementedError, match=r"^context, parents: "):
             layer(x, cu_seqlens=offsets(), parents=torch.tensor(PARENTS))
         return
     y, _ = layer(x, cu_seqlens=offsets(), parents=torch.tensor(PARENTS))
