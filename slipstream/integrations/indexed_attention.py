@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer
 
-from slipstream.common import checks
-from slipstream.common.key_blocks import blocks_of, pooled_keys
+from slipstream.common import checks, key_blocks
 from slipstream.integrations.masks import is_rule_mask
 from slipstream.integrations.rows import Rows, rows_of
 from slipstream.ops.attention import attention
@@ -49,9 +48,9 @@ def qwen4_exp(
         raw = heads[:, :, -1]
         if cache is not None:
             raw = _all_keys(cache.update_indexer(rows.unpack(raw), self.layer_idx), raw, T)
-        first, _ = blocks_of(raw.shape[1], block, rows.cuts, raw.device)
+        first, _ = key_blocks.blocks_of(raw.shape[1], block, rows.cuts, raw.device)
         at = [y[:, first] for y in (full if rows.cuts is None else now)]
-        blocks = own.k_layernorm(pooled_keys(raw, block, rows.cuts))
+        blocks = own.k_layernorm(key_blocks.pooled_keys(raw, block, rows.cuts))
         blocks = rotate(blocks[:, None], cos=at[0], sin=at[1])[:, 0]
         asked = rotate(own.q_layernorm(heads[:, :, :-1]), cos=now[0], sin=now[1], unsqueeze_dim=2)
         of: dict[str, Any] = {"block": block, "pool": "none", "cu_seqlens": rows.cuts}

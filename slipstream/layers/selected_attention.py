@@ -13,8 +13,7 @@ from slipstream.common import checks, key_blocks
 from slipstream.layers.attention import Attention, append, attention, keys_to_attend
 from slipstream.layers.base import Mixed, MixerCall, NormalLinear, State
 from slipstream.nn import decoding
-from slipstream.ops import norm, rotary
-from slipstream.ops.indexer import index, index_loss
+from slipstream.ops import indexer, norm, rotary
 from slipstream.runtime.autograd import with_loss
 
 
@@ -63,10 +62,10 @@ class _Selected(Attention):
             entries = self._index_keys(keys[2], call.cu_seqlens if call.state is None else None)
             of: dict[str, Any] = self._index_options | {"cu_seqlens": call.cu_seqlens}
             lengths = masks.get("key_lengths")
-            selected = index(asked, entries, key_lengths=lengths, **self._lists, **of)
+            selected = indexer.index(asked, entries, key_lengths=lengths, **self._lists, **of)
         if weight > 0:
             own = asked, entries, q.detach(), k.detach()
-            q = with_loss(q, index_loss(*own, selected=selected, **of), weight)
+            q = with_loss(q, indexer.index_loss(*own, selected=selected, **of), weight)
         o = self._attend(q, keys[0], keys[1], selected, masks)
         return self.o_proj(self._gated(o, gate)), cache
 
@@ -83,7 +82,7 @@ class _Selected(Attention):
         lengths = state["length"]
         entries = self._index_keys(state["index_k"], None)
         of = self._index_options | self._lists
-        selected = index(asked, entries, key_lengths=lengths, **of)
+        selected = indexer.index(asked, entries, key_lengths=lengths, **of)
         o = self._attend(q, state["k"], state["v"], selected, {"key_lengths": lengths})
         return self.o_proj(self._gated(o, gate))
 
