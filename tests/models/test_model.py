@@ -235,12 +235,6 @@ def test_model_loss_ignores_padding() -> None:
     torch.testing.assert_close(m(padded, attention_mask=mask, labels=padded).loss, want)
 
 
-def test_model_head_is_the_embedding_only_if_tied() -> None:
-    for tied in (True, False):
-        m = model("gated_deltanet", tie_word_embeddings=tied)
-        assert (m.lm_head.weight is m.model.embed_tokens.weight) == tied
-
-
 @pytest.mark.parametrize(
     ("mixers", "message"),
     [
