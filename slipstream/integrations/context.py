@@ -11,7 +11,7 @@ from slipstream.runtime.prefix_tree import PrefixTree
 from slipstream.runtime.token_ids import IGNORED
 
 # Model types whose layers hand keyword arguments down to all that mixes tokens, and have nothing
-# else that does; tests/parallel/test_transformers_context.py runs each.
+# else that does; tests/integrations/test_context.py runs each.
 TYPES = (
     "apertus", "arcee", "bamba", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "ernie4_5_moe",
     "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe",

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from tests.gluon_emulator import threads
-from tests.support.products import product
+from tests.support.by_shape import product
 
 ORDERS = re.compile(r"\s+(mbarrier\.wait\(.*\)|sm90\.(?:fence_async_shared\(\)|store_wait\(\d\)))$")
 INPUTS_HAVE_NAN = False  # else what is not finite has been read where nothing was written

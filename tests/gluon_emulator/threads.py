@@ -24,8 +24,8 @@ import slipstream as slipstream  # before its Triton is replaced
 from tests.gluon_emulator import race_detector
 from tests.gluon_emulator.buffer import _LOCAL, Buffer
 from tests.gluon_emulator.values import Constexpr, Descriptor, Pointer, Tensor, tensor
+from tests.support.by_shape import product
 from tests.support.processes import run_all
-from tests.support.products import product
 
 # a wait that all others wait for too is found at once: this is for one that turns for ever, and far
 # above what a busy machine takes

@@ -15,7 +15,7 @@ import torch
 from slipstream.runtime import compile_ahead
 from slipstream.runtime.guarded_launch import run_isolated
 from slipstream.tools.catalog import QUICK_OPERATORS, Sample, Shape
-from tests.support.chunk_sizes import CHUNKED, PACKED, WAYS
+from tests.support.size_variants import CHUNKED, PACKED, WAYS
 
 # ---- On a device, too, other sizes and other packed lengths find their kernels compiled.
 

@@ -1,5 +1,6 @@
 """Models on a CUDA device in the ways that trainers run them, a layer of every mixer in one: the
-loss and the gradients of the untouched model (tests/models/test_ways.py is this table on a CPU)."""
+loss and the gradients of the untouched model (tests/models/test_ways.py is this table on a CPU).
+FSDP2's parameters are DTensors on one GPU all the same."""
 
 import math
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.models import SlipstreamForCausalLM
+from tests.support.fsdp2 import EVERY_MIXER, compare
 from tests.support.model_ways import WAYS, check
 from tests.support.processes import own_group
 from tests.support.trainer_runs import IDS, PAIRS, STEPS, generated, losses, make, own_loop, trainer
@@ -94,3 +96,11 @@ def test_trained_mixer_saved_generates_the_same_on_cuda(
     again = SlipstreamForCausalLM.from_pretrained(tmp_path / "saved").cuda().eval()
     ids = IDS[:, :4].cuda()
     assert torch.equal(generated(again, ids), generated(model.eval(), ids))
+
+
+@pytest.mark.parametrize("which", ["blocks", "ends", "mixers", "tied", "everything"])
+def test_model_sharded_over_one_gpu(which: str) -> None:
+    torch.cuda.set_device(0)
+    with own_group("nccl"):
+        cases = [(which, reentrant) for reentrant in (None, True, False)]
+        compare(cases, EVERY_MIXER, "cuda", rtol=1e-2, atol=1e-3)

@@ -1,6 +1,8 @@
-"""Steps of decoding on a GPU, one kernel each."""
+"""Steps of decoding on a GPU, one kernel each; Mamba's states by block, also in a CUDA graph, and
+SGLang's and vLLM's calls as tests/integrations has them."""
 
 import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.integrations import vllm
 from slipstream.kernels.primitives.norm_options import NormOptions
 from slipstream.kernels.projection_step import op
 from slipstream.kernels.projection_step.inputs import NormedInputs
@@ -26,6 +29,8 @@ from tests.support.mixer_steps import make as make_mixer
 from tests.support.operators import relative_error
 from tests.support.projections import SIZES, formula, inputs
 from tests.support.rwkv7_steps import Sizes as Rwkv7Sizes
+from tests.support.serving_checks import CHECKS, sglang_snapshots
+from tests.support.serving_peers import mamba_calls
 
 # ---- The step kernel on a device: the oracle's numbers, in the pool and out of it, compiled too.
 # What it computes under Triton's interpreter is in
@@ -329,3 +334,49 @@ def test_layer_by_them_and_by_its_parts(rows: int, monkeypatch: pytest.MonkeyPat
     assert len(calls) == 2
     for want, parts, one in zip(*found, strict=True):
         assert relative_error(one.cpu(), want) <= 1.5 * relative_error(parts.cpu(), want)
+
+
+@pytest.fixture
+def on_cuda() -> Iterator[None]:
+    with torch.device("cuda"):
+        yield
+
+
+def on_device(x: Any) -> Any:
+    """A tensor on the GPU, expanded as it was."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    once = x
+    for d in range(x.dim()):
+        once = once if x.stride(d) else once.narrow(d, 0, 1)
+    return once.cuda().expand(x.shape)
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_mamba_states_in_a_graph(index: int) -> None:
+    _, terms, options = mamba_calls()[index]
+    cpu = {name: x.clone() for name, x in terms.items()}
+    want = torch.zeros_like(cpu["x"])
+    vllm.selective_state_update(**cpu, **options, out=want)
+    given = {name: on_device(x) for name, x in {**terms, **options}.items()}
+    pool, got = given["state"].clone(), torch.zeros_like(want, device="cuda")
+    vllm.selective_state_update(**given, out=got)
+    torch.testing.assert_close(got.cpu(), want, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(given["state"].cpu(), cpu["state"], atol=2e-5, rtol=2e-5)
+    first, left = got.clone(), given["state"].clone()
+    graph, _ = graph_of(lambda: vllm.selective_state_update(**given, out=got))
+    given["state"].copy_(pool)
+    graph.replay()
+    assert torch.equal(got, first) and torch.equal(given["state"], left)
+
+
+@pytest.mark.parametrize("is_kda", [False, True])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_calls_of_engines(check: Callable[[bool], None], is_kda: bool, on_cuda: None) -> None:
+    check(is_kda)
+
+
+@pytest.mark.parametrize("is_kda", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_snapshots(is_kda: bool, dtype: torch.dtype, on_cuda: None) -> None:
+    sglang_snapshots(is_kda, dtype)

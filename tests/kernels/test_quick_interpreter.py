@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from slipstream.runtime.backends import INTERPRETED
+from tests.support.by_shape import product
 from tests.support.interpreted import interpreted
-from tests.support.products import product
 
 if INTERPRETED:
     import triton

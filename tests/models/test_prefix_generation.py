@@ -90,7 +90,7 @@ def test_drafts_want_the_tokens_of_the_cache() -> None:
 @pytest.mark.parametrize("way", ["greedy", "beams"])
 def test_prefix_of_several_prompts_is_repeated_first(way: str) -> None:
     """As transformers' own caches, which refuse several prompts behind one row
-    (tests/integrations/test_cached_tokens.py)."""
+    (tests/integrations/test_class_mixers.py)."""
     m, options = model("hybrid"), WAYS[way](None)
     prompts = torch.cat([_prompt().expand(2, -1), torch.tensor([[5, 6, 7], [8, 9, 3]])], 1)
     want = _generated(m, prompts, **options)

@@ -10,8 +10,20 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.ops import linear_attn as linear_attn_module
 from tests.support import recurrences
-from tests.support.mappings import both, near
-from tests.support.recurrences import HV, B, K, T, V, grouped, linear_attn, log_decay, qkv, randn
+from tests.support.recurrences import (
+    HV,
+    B,
+    K,
+    T,
+    V,
+    both,
+    grouped,
+    linear_attn,
+    log_decay,
+    near,
+    qkv,
+    randn,
+)
 
 
 def positive() -> dict[str, Tensor]:

@@ -4,15 +4,17 @@ Random sizes are held against it: up to 64 rows, 160,000 tokens, 300 packed sequ
 keys of a cache."""
 
 import zlib
+from collections.abc import Sequence
 from random import Random
 
 import pytest
 
+from slipstream.compiler.trace import trace
 from slipstream.runtime.compile_ahead import Size
 from slipstream.tools.catalog import SAMPLES, Sample, Shape
 from tests.support import wants
 from tests.support.scripts import script
-from tests.support.size_variants import variants, with_size
+from tests.support.size_variants import CHUNKED, PACKED, WAYS, variants, with_size
 
 pytestmark = wants.compiler
 LAYER_SAMPLES = script("tools/layer_samples").LAYER_SAMPLES
@@ -106,3 +108,37 @@ def test_cached_tokens_ask_for_variants_of_prompts(name: str) -> None:
     for keys in (1, 2000, 9000, 70000):
         found = variants(sample, with_size(shape, Size(1, 1, keys=keys)))
         assert found.keys() <= listed.keys(), f"{keys} keys"
+
+
+# one of each transition
+EACH = {"chunk_simple_gla", "chunk_gla", "chunk_gsa", "chunk_gated_delta_rule", "chunk_rwkv7"}
+
+
+def kernels(sample: Sample, size: tuple[int, int, int], packed: bool) -> dict[str, str]:
+    B, T, H = size
+    shape = Shape(B=B, T=T, H=H, packed=packed)
+    jobs = trace(
+        lambda device: sample.call(sample.inputs(shape, device, blank=True)), "sm_90", True
+    )
+    return {job.key: job.name for job in jobs}
+
+
+def assert_same(sample: Sample, sizes: Sequence[tuple[int, int, int]], packed: bool) -> None:
+    first = kernels(sample, sizes[0], packed)
+    for size in sizes[1:]:
+        new = {name for key, name in kernels(sample, size, packed).items() if key not in first}
+        assert not new, f"{sample.op}: {size} after {sizes[0]} compiles {new}"
+
+
+@pytest.mark.parametrize("sample", CHUNKED, ids=lambda x: x.op)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sample(which=lambda sample, way: way == "few programs" or sample.op in EACH)
+def test_other_sizes_compile_nothing_new(sample: Sample, way: str) -> None:
+    assert_same(sample, WAYS[way], False)
+
+
+@pytest.mark.parametrize("sample", CHUNKED, ids=lambda x: x.op)
+@pytest.mark.parametrize("way", PACKED)
+@pytest.mark.sample(which=lambda sample, way: sample.op in EACH)
+def test_other_packed_lengths_compile_nothing_new(sample: Sample, way: str) -> None:
+    assert_same(sample, PACKED[way], True)

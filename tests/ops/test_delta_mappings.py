@@ -9,8 +9,21 @@ from torch import Tensor
 
 from slipstream import ops
 from tests.support import recurrences
-from tests.support.mappings import both, near, same
-from tests.support.recurrences import CHANNEL, HV, SCALAR, K, V, arguments, beta, qkv, randn, unit
+from tests.support.recurrences import (
+    CHANNEL,
+    HV,
+    SCALAR,
+    K,
+    V,
+    arguments,
+    beta,
+    both,
+    near,
+    qkv,
+    randn,
+    same,
+    unit,
+)
 
 
 @pytest.mark.parametrize("name", ["delta_rule", "gated_delta_rule", "kda", "comba"])

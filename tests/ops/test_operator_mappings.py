@@ -16,7 +16,6 @@ from slipstream.ops import gsa as gsa_module
 from slipstream.runtime.dispatch import ValidationCache
 from slipstream.tools.catalog import Sample, family
 from tests.support import recurrences
-from tests.support.mappings import both, near, same
 from tests.support.operators import LINEAR
 from tests.support.recurrences import (
     HV,
@@ -29,9 +28,12 @@ from tests.support.recurrences import (
     T,
     V,
     beta,
+    both,
     gsa,
     log_decay,
+    near,
     randn,
+    same,
     slots,
     trace,
 )

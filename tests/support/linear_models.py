@@ -11,8 +11,7 @@ from torch import Tensor
 
 from slipstream.integrations.class_mixers import FORWARDS
 from slipstream.integrations.patching import CACHES
-from tests.support.tiny_configs import OTHERS
-from tests.support.tiny_models import eager_runs, first_of_each_type
+from tests.support.tiny_models import OTHERS, eager_runs, first_of_each_type
 
 LENGTHS = (7, 2, 3)  # of packed sequences
 

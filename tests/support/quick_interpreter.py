@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.products import product
+from tests.support.by_shape import product
 
 # dtypes whose sums and products numpy has as they are
 INTEGERS = (np.int32, np.int64)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream import ops
 from slipstream.tools.catalog import family
 from tests.support.operators import LINEAR, Size
 
@@ -248,3 +249,20 @@ def arguments(name: str) -> dict[str, Tensor]:
     """Arguments of both forms of an operator, without a state."""
     row = next(x for x in LINEAR if x.name == f"chunk_{name}")
     return row.inputs(replace(SIZE, state=False))
+
+
+def both(name: str) -> list[Callable[..., Any]]:
+    return [getattr(ops, f"chunk_{name}"), getattr(ops, f"fused_recurrent_{name}")]
+
+
+def near(got: Tensor, want: Tensor, tolerance: float = 1e-11) -> None:
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def same(got: tuple[Tensor, Any], want: tuple[Tensor, Any], tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(flat(got), flat(want), rtol=tolerance, atol=tolerance)
+
+
+def flat(outputs: tuple[Tensor, Any]) -> list[Tensor]:
+    o, state = outputs
+    return [o, *(state if isinstance(state, tuple) else [state])]

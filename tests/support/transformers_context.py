@@ -10,8 +10,7 @@ from torch import Tensor
 from slipstream.integrations.context import call_in_context
 from slipstream.integrations.transformers import NAME, patch
 from slipstream.parallel import ContextParallel, shard
-from tests.support.tiny_configs import OTHERS, tiny_config
-from tests.support.tiny_models import build
+from tests.support.tiny_models import OTHERS, build, tiny_config
 
 IGNORED = -100
 MODELS = """

@@ -11,7 +11,6 @@ from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOption
 from slipstream.kernels.attention.latent import eager_latent_attention
 from slipstream.kernels.elementwise.rotary import rotary_reference
 from tests.gluon_emulator.threads import Descriptor, Pointer, kernel, launch, launch_together
-from tests.support import sm90_attention
 from tests.support.attention_calls import Call, check, incoming, want
 from tests.support.sm90_attention import CALLS, at, desc, factors, flags, found, offsets, ptr, sizes
 
@@ -74,7 +73,7 @@ def run(
     o, lse = forward(terms, options, programs).values()
     room = -(-T // 4) * 4
     base, delta = torch.full((2, B, H, room), torch.nan, dtype=torch.float64)
-    base[..., :T] = torch.where(lse == -torch.inf, torch.inf, lse / sm90_attention._LN2)
+    base[..., :T] = torch.where(lse == -torch.inf, torch.inf, lse / _LN2)
     delta[..., :T] = (o * do).sum(-1).transpose(1, 2) - dlse
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
     rest = (*offsets(terms), *factors(options), options.scale)

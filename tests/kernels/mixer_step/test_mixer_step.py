@@ -1,16 +1,38 @@
-"""mixer_step: whole mixers token by token, in plain torch and in Triton, against the formula."""
+"""mixer_step: whole mixers token by token, in plain torch and in Triton, against the formula;
+drafts for sm_90 in the emulator; registers, spills and loads of what is compiled ahead."""
 
+import importlib
+import inspect
+import re
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from slipstream.kernels.mixer_step.inputs import counters_of
+from slipstream.compiler.arch import ARCHS
+from slipstream.kernels.mixer_step import op
+from slipstream.kernels.mixer_step.inputs import StepInputs, StepOptions, counters_of
 from slipstream.ops import mixer_step
 from slipstream.runtime import dispatch
-from tests.support import mixer_steps
+from tests.gluon_emulator import linear, threads
+from tests.support import mixer_steps, wants
 from tests.support.interpreted import PARTS, interpreted
-from tests.support.mixer_steps import INDICES, KINDS, LIMIT, POOLS, B, Sizes, check, expected, make
+from tests.support.mixer_steps import (
+    INDICES,
+    KINDS,
+    LARGE,
+    LIMIT,
+    POOLS,
+    B,
+    Sizes,
+    check,
+    expected,
+    job_of,
+    make,
+)
 from tests.support.operators import relative_error
 
 # arguments with a row for each token
@@ -310,3 +332,131 @@ def test_triton_step_matches_the_formula(part: str) -> None:
     for i, kind in enumerate(KINDS):
         if (i % 3 == 0 or kind == "gdn2") == (part == "sample"):
             check_kind(kind, "triton")
+
+
+@wants.triton
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("PER_CHANNEL", [False, True])
+@pytest.mark.sample(which=lambda arch, PER_CHANNEL: arch == "sm_90" and not PER_CHANNEL)
+def test_step_compiles(arch: str, PER_CHANNEL: bool) -> None:
+    got = job_of("kda" if PER_CHANNEL else "gated_deltanet", LARGE, arch).compile()
+    assert got.stack <= 96, f"{got.stack} bytes spilled"
+    assert got.shared <= ARCHS[arch].shared // 2
+    # 128 numbers of the state a thread, and a few others
+    assert got.ptx.count("ld.global.v4") == 32
+    assert got.ptx.count("ld.global") <= 68, "vectors are loaded once for each row of the state"
+
+
+@wants.triton
+@pytest.mark.parametrize("pool", [torch.float32, torch.bfloat16], ids=str)
+def test_v_first_states_share_sums_among_few_lanes(pool: torch.dtype) -> None:
+    """Loads of 16 bytes, and no sum of each register over a warp, which takes 5 x 64 shuffles."""
+    size = replace(LARGE, pool_dtype=pool)
+    got = job_of("gated_deltanet", size, state_v_first=True).compile()
+    assert got.stack <= 96, f"{got.stack} bytes spilled"
+    wide = re.findall(r"ld\.global\S*\.v4", got.ptx)
+    assert len(wide) == (32 if pool == torch.float32 else 16)
+    assert got.ptx.count("shfl.sync") <= 120
+
+
+@wants.triton
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "size", [Sizes(), Sizes(T=3), Sizes(T=4, pending=2)], ids=["1", "3", "4-2"]
+)
+@pytest.mark.sample(which=lambda kind, size: size.T == 1 or kind == next(iter(KINDS)))
+def test_every_launch_compiles(kind: str, size: Sizes) -> None:
+    """Whatever is None, or not."""
+    assert job_of(kind, replace(size, K=16, V=16)).compile().stack == 0
+
+
+@wants.triton
+@pytest.mark.parametrize(("kind", "v_first"), [("gated_deltanet", False), ("retention", True)])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.sample(which=lambda kind, v_first, width: width == 128 and v_first)
+def test_drafts_keep_states_in_registers(kind: str, v_first: bool, width: int) -> None:
+    """Loads of 8 or 16 bytes, and no number of a state in shared memory; as many programs as fit
+    by their registers."""
+    size = Sizes(T=8, pending=4, H=2, HV=4, K=width, V=width, dtype=torch.bfloat16)
+    job = job_of(kind, size, state_v_first=v_first)
+    assert job.name == "mixer_drafts_sm90_kernel"
+    got = job.compile()
+    assert got.stack <= 200, f"{got.stack} bytes spilled"
+    assert got.instructions["mma.sync"] == 3 * (width // 16 * 2) * 3
+    wide = re.findall(rf"ld\.global\S*\.v{4 if v_first else 2}\.b32", got.ptx)
+    numbers = width * width // (32 * width // 16)  # of a state in a thread
+    assert len(wide) >= numbers // (4 if v_first else 2)
+    assert got.shared <= 20 << 10
+
+
+FAMILY = "slipstream.kernels.mixer_step"
+
+
+def kernel() -> Any:
+    with linear.emulated():
+        made = importlib.import_module(f"{FAMILY}.sm90_kernels")
+        vars(made)["halves"] = linear.halves
+        return made.mixer_drafts_sm90_kernel
+
+
+def run(args: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
+    """By the emulator, as launches have it; the pools of args are written."""
+    from slipstream.kernels.mixer_step import sm90_kernels as sm90
+    from slipstream.kernels.mixer_step.triton import launch
+
+    caught: list[Any] = []
+    with mock.patch.object(op, "mixer_step", lambda *given: caught.extend(given)):
+        mixer_step(**args, **options, state_indices=torch.tensor(INDICES), impl="eager")
+    out, inputs, chosen = caught[:3]
+    assert isinstance(inputs, StepInputs) and isinstance(chosen, StepOptions)
+    counter = None
+    if inputs.conv_state is not None:
+        each = launch.counters_per_slot(inputs, chosen)
+        counter = None if each is None else torch.zeros(len(args["state"]), each)
+    out.fill_(torch.nan)
+    emulated = kernel()
+    launched: dict[str, Any] = {}
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda **given: launched.update(given, programs=grid[0])
+
+    with mock.patch.object(sm90, "cached", return_value=Launch()):
+        sm90.drafts(launch.arguments(out, inputs, counter, chosen), inputs, chosen)
+    programs = launched.pop("programs")
+    for name in ("num_warps", "maxnreg"):
+        launched.pop(name)
+    names = list(inspect.signature(emulated).parameters)
+    assert set(launched) == set(names)
+    split = names.index("P")  # constants follow
+    given = [launched[name] for name in names[:split]]
+    pointers = [linear.Pointer(x) if isinstance(x, Tensor) else x for x in given]
+    constants = {name: launched[name] for name in names[split:]}
+    threads.launch(emulated, programs, tuple(pointers), **constants)
+    assert counter is None or not counter.any()
+    return out
+
+
+@wants.triton
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("kind", ["gated_deltanet", "delta_net", "retention", "linear_attn"])
+@pytest.mark.parametrize(
+    ("K", "V", "T", "pending"), [(64, 64, 8, 4), (128, 64, 5, 1), (64, 128, 9, 8)]
+)
+def test_drafts_are_those_of_the_formula(
+    kind: str, K: int, V: int, T: int, pending: int, v_first: bool
+) -> None:
+    n = Sizes(H=1, HV=2, K=K, V=V, T=T, pending=pending, short=K == 64, dtype=torch.float64)
+    n = Sizes(**{**vars(n), "pool_dtype": torch.float64})
+    args, options = make(KINDS[kind], n)
+    args = {name: x.double() if x.is_floating_point() else x for name, x in args.items()}
+    copies = {name: x.clone() for name, x in args.items()}
+    want = expected(copies, options, torch.tensor(INDICES))
+    if v_first:
+        args["state"] = args["state"].mT.contiguous()
+        options |= {"state_v_first": True}
+    found = {"out": run(args, options), **{name: args[name] for name in POOLS if name in args}}
+    if v_first:
+        found["state"] = found["state"].mT
+    for name, x in found.items():
+        torch.testing.assert_close(x, want[name], msg=lambda text, name=name: f"{name}: {text}")

@@ -1,4 +1,5 @@
-"""Tensor parallelism by heads: processes on a CPU beside one."""
+"""Tensor parallelism by heads, and FSDP2, of which any module may be a unit: processes on a CPU
+beside one."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from slipstream.models import (
     tensor_parallel,
 )
 from slipstream.models.head_layouts import heads_of
-from tests.support import wants
+from tests.support import fsdp2, wants
+from tests.support.fsdp2 import EVERY_MIXER, RANKS, compare, make
 from tests.support.language_models import INDEXED
 from tests.support.processes import in_processes, own_group
 from tests.support.tensor_runs import DEFAULT, FOUR, TWO, run_cases
@@ -122,3 +124,46 @@ def test_sums_over_ranks_have_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     with tensor_parallel._local(of_ranks, None):
         assert module.weight is weight and torch.equal(module.bias, bias / 2)
     assert module.bias is bias
+
+
+def in_process(
+    rank: int, cases: list[tuple[str, bool | None]], mixers: list, found: object
+) -> None:
+    compare(cases, mixers)
+
+
+# of linear layers with a bias, torch's own among them
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
+@pytest.mark.parametrize("which", ["blocks", "ends", "mixers", "tied", "everything"])
+@own_group()
+def test_model_sharded_over_one_process(which: str) -> None:
+    """Its parameters are DTensors all the same."""
+    compare([(which, None)], EVERY_MIXER if which == "everything" else fsdp2.MIXERS)
+
+
+# torch says so of every random number of a DTensor on the CPU
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
+def test_shards_from_the_meta_device_are_initialised() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with own_group():
+        whole = make("root", EVERY_MIXER)
+        with torch.device("meta"):
+            sharded = SlipstreamForCausalLM(whole.config)
+        fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (1,)))
+        sharded.to_empty(device="cpu")
+        with torch.no_grad():
+            for p in sharded.parameters():
+                p.fill_(torch.nan)
+        sharded.init_weights()
+        for (name, p), q in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+            shard = p.full_tensor()
+            assert shard.isfinite().all(), name
+            assert (shard.std() == 0) == (q.std() == 0), name
+
+
+@pytest.mark.slow
+def test_model_sharded_over_two_processes(tmp_path: Path) -> None:
+    choices = ("root", "blocks", "ends", "mixers", "tied", "everything")
+    cases = [(which, reentrant) for which in choices for reentrant in (None, True, False)]
+    in_processes(RANKS, tmp_path, in_process, cases, EVERY_MIXER)
