@@ -1,5 +1,6 @@
 """The documentation's Python runs as it stands; links of pages beside the site lead to files. `make
-docs` checks the links of the site. Files that comments, docstrings and pages name are there."""
+docs` checks the links of the site. Files that comments, docstrings and pages name are there. Every
+family of kernels has its equations, and every linear operator its paper's."""
 
 import importlib
 import io
@@ -12,6 +13,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 import torch
 
+from slipstream.tools.catalog import OPERATORS, family
 from tests.support.scripts import ROOT, script
 
 DOCS = ROOT / "docs"
@@ -193,3 +195,21 @@ def test_named_files_exist() -> None:
         if name not in known | ELSEWHERE and not _is_placeholder(name)
     ]
     assert missing == []
+
+
+KERNELS = ROOT / "slipstream/kernels"
+
+
+def test_families_have_their_equations() -> None:
+    families = [x.parent for x in KERNELS.glob("*/__init__.py") if x.parent.name != "primitives"]
+    assert len(families) > 10
+    assert [x.name for x in families if not (x / "MATH.md").is_file()] == []
+
+
+def test_linear_operators_name_their_equation() -> None:
+    text = (KERNELS / "linear/MATH.md").read_text()
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")]
+    named = {name.strip() for names, equation in rows for name in names.split(",") if equation}
+    linear = {family(x.op) for x in OPERATORS if x.op.startswith(("chunk_", "fused_recurrent_"))}
+    # of one channel: gated_scan/MATH.md
+    assert linear - named == {"hgrn"}

@@ -1,4 +1,5 @@
-"""More rows than axes 1 and 2 of a grid take are launched a part at a time, with the same bits."""
+"""More rows than axes 1 and 2 of a grid take are launched a part at a time, with the same bits; the
+kernel that adds up partial sums, under Triton's interpreter."""
 
 import re
 from collections.abc import Callable
@@ -118,3 +119,16 @@ def test_rows_in_parts_have_equal_bits(kernel: str) -> None:
             assert all(grid[-1] <= limit for grid in grids)
             assert (len(grids) > 1) == (limit == LIMIT)
         torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@interpreted
+def test_partial_sums_match_torch() -> None:
+    from slipstream.kernels.primitives.device import add_partial_sums
+
+    for P, M, D in [(1, 1, 1), (600, 2, 33), (37, 5, 64), (513, 3, 70)]:
+        for x in (torch.randn(P, M, D), torch.randn(M, P, D).transpose(0, 1)):
+            outs = [None if i == 1 else torch.empty(D, dtype=torch.bfloat16) for i in range(M)]
+            add_partial_sums(x, outs)
+            for i, out in enumerate(outs):
+                if out is not None:
+                    torch.testing.assert_close(out, x[:, i].sum(0).bfloat16())

@@ -74,6 +74,17 @@ def inputs(
     )
 
 
+def erasing(size: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, keys of norm 1, some of them alike, other vectors of norm 1, and beta from 0 to 2."""
+    B, T, H, HV, K, *_ = size
+    q, k, other = (torch.randn(B, T, H, K) for _ in range(3))
+    k[:, 1::3] = k[:, :1]
+    beta = 2 * torch.rand(B, T, HV)
+    beta[:, ::7] = 0
+    beta[:, 1::7] = 2
+    return q, *(torch.nn.functional.normalize(x, dim=-1) for x in (k, other)), beta
+
+
 def expect(
     family: str,
     terms: LinearInputs,

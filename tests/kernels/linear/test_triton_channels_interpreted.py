@@ -5,22 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from slipstream.kernels.linear.dplr import ChunkStates
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.runtime.backends import INTERPRETED
 from tests.support import linear_interpreted
 from tests.support.interpreted import PARTS, interpreted
-from tests.support.linear_interpreted import (
-    CHANNEL_GATES,
-    FORMS,
-    GATES,
-    expect,
-    expect_all,
-    expect_final_alone,
-    inputs,
-)
+from tests.support.linear_interpreted import CHANNEL_GATES, FORMS, GATES, erasing, inputs
 from tests.support.operators import never_written, numbers_of_no_chunk, relative_error
 
 if INTERPRETED:
@@ -98,7 +89,9 @@ def check(
 ) -> None:
     """times: of the usual error."""
     terms = make(form, size, gate, dtype, state)
-    expect_all("vector_decay", terms, f"{form}, {size}, {gate}, {dtype}", times=times)
+    linear_interpreted.expect_all(
+        "vector_decay", terms, f"{form}, {size}, {gate}, {dtype}", times=times
+    )
 
 
 def check_nothing_but_final() -> None:
@@ -106,8 +99,8 @@ def check_nothing_but_final() -> None:
     for form in FORMS:
         terms = make(form, "short", "weak", torch.float32, True)
         dfinal, do = torch.randn(terms.state_shape), torch.randn(terms.v.shape)
-        expect("vector_decay", terms, None, dfinal, 0.5, f"{form} without do")
-        expect("vector_decay", terms, do, dfinal, 0.0, f"{form} with scale 0")
+        linear_interpreted.expect("vector_decay", terms, None, dfinal, 0.5, f"{form} without do")
+        linear_interpreted.expect("vector_decay", terms, do, dfinal, 0.0, f"{form} with scale 0")
 
 
 def check_wide(size: str, gate: str) -> None:
@@ -250,9 +243,7 @@ DPLR_SIZES = {
     "packed": (1, 61, 1, 1, 20, 17, (5, 0, 33, 16, 1, 6, 0)),
 }
 DPLR_GATES = {
-    **GATES,
-    "zero": lambda x: torch.zeros_like(x),
-    "huge": lambda x: torch.where(x < 0.1, -1e4, -0.1 * x),
+    **(GATES | CHANNEL_GATES),
     "middling": lambda x: -4 * x,
     "even": lambda x: -4.0 + 0 * x,
     "some channels": lambda x: -torch.where(x[:, :, :, :1] < 0.3, 40 * x, 0.05 * x),
@@ -298,14 +289,9 @@ SEGMENTS = {
 
 
 def make_dplr(kind: str, size: str, gate: str, dtype: torch.dtype, state: bool) -> LinearInputs:
-    """Keys of norm 1, some of them alike, and beta from 0 to 2; b = -r a with r from 0 to 1."""
+    """b = -r a with r from 0 to 1."""
     B, T, H, HV, K, *_ = DPLR_SIZES[size]
-    q, k, a = (torch.randn(B, T, H, K) for _ in range(3))
-    k[:, 1::3] = k[:, :1]
-    k, a = (F.normalize(x, dim=-1) for x in (k, a))
-    beta = 2 * torch.rand(B, T, HV)
-    beta[:, ::7] = 0
-    beta[:, 1::7] = 2
+    q, k, a, beta = erasing(DPLR_SIZES[size])
     width = () if kind == "scalar dplr" else (K,)
     x = torch.rand(B, T, HV, *width)
     b = -torch.rand(B, T, H, 1) * (a + 0.1 * torch.randn(B, T, H, K))
@@ -328,7 +314,7 @@ def check_dplr(
     """times: of the usual error, which is twice as much of a single number, a sum that cancels."""
     terms = make_dplr(kind, size, gate, dtype, state)
     times *= 2 if size == "one token" else 1
-    expect_all("dplr", terms, f"{kind}, {size}, {gate}, {dtype}", times=times)
+    linear_interpreted.expect_all("dplr", terms, f"{kind}, {size}, {gate}, {dtype}", times=times)
 
 
 def check_dplr_shifted() -> None:
@@ -372,7 +358,9 @@ def test_dplr_matches_reference_when_interpreted(part: str) -> None:
         check_dplr(kind, size, gate, getattr(torch, dtype), state)
     if part == "sample":
         for kind in ("kda", "dplr"):
-            expect_final_alone("dplr", make_dplr(kind, "odd", "weak", torch.float32, True), kind)
+            linear_interpreted.expect_final_alone(
+                "dplr", make_dplr(kind, "odd", "weak", torch.float32, True), kind
+            )
         check_dplr_shifted()
     check_segments(part)
 

@@ -6,11 +6,17 @@ import dataclasses
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from slipstream.kernels.linear.inputs import LinearInputs
 from tests.support.interpreted import PARTS, interpreted
-from tests.support.linear_interpreted import GATES, expect, expect_all, expect_final_alone, inputs
+from tests.support.linear_interpreted import (
+    GATES,
+    erasing,
+    expect,
+    expect_all,
+    expect_final_alone,
+    inputs,
+)
 
 # B, T, H, HV, K, V, lengths of packed sequences
 SIZES = {
@@ -51,14 +57,8 @@ SPLIT_BF16 = {
 
 
 def make(size: str, gate: str, has_p: bool, dtype: torch.dtype, state: bool) -> LinearInputs:
-    """Keys of norm 1, some of them alike, and beta from 0 to 2."""
-    B, T, H, HV, K, *_ = SIZES[size]
-    q, k, p = (torch.randn(B, T, H, K) for _ in range(3))
-    k[:, 1::3] = k[:, :1]
-    k, p = (F.normalize(x, dim=-1) for x in (k, p))
-    beta = 2 * torch.rand(B, T, HV)
-    beta[:, ::7] = 0
-    beta[:, 1::7] = 2
+    B, T, _, HV, *_ = SIZES[size]
+    q, k, p, beta = erasing(SIZES[size])
     return inputs(
         SIZES[size],
         dtype,
