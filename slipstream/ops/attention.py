@@ -2,14 +2,13 @@
 the keys and values of all heads (slipstream/kernels/attention/latent.py).
 """
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from slipstream.common import checks
-from slipstream.common.checks import autocast_dtype
 from slipstream.kernels.attention import latent as kernels
 from slipstream.kernels.attention.inputs import Asked, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.rotary import softmax_of_rotated
@@ -17,6 +16,7 @@ from slipstream.kernels.attention.run import plan_of_rotated, run
 from slipstream.kernels.elementwise.rotary import unsupported_reason as rotary_unsupported
 from slipstream.kernels.selected_attention import op as selection
 from slipstream.ops._attention_trees import run_in_tree
+from slipstream.ops._block_masks import lists_of
 from slipstream.ops.rotary import rotary_heads
 from slipstream.runtime import trees
 from slipstream.runtime.autograd import by_operation, needs_autograd
@@ -48,6 +48,7 @@ def attention(
     selected: Tensor | None = None,
     block: int = 1,
     tail: bool = False,
+    block_mask: Any = None,
     impl: str | None = None,
     consistent: bool = False,
 ) -> Tensor: ...
@@ -74,6 +75,7 @@ def attention(
     selected: Tensor | None = None,
     block: int = 1,
     tail: bool = False,
+    block_mask: Any = None,
     impl: str | None = None,
     consistent: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
@@ -101,6 +103,7 @@ def attention(
     selected: Tensor | None = None,
     block: int = 1,
     tail: bool = False,
+    block_mask: Any = None,
     impl: str | None = None,
     consistent: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -153,6 +156,10 @@ def attention(
         block: 1, 4, 16, 64 or 128, how many keys an entry of selected is.
         tail: a query at position p also sees the keys of the block that is open at it, those from
             (p + 1) // block * block to p.
+        block_mask: torch's BlockMask, [1 or B, 1 or H (slow), T, S], of any mask function: it says
+            which keys a query sees, causal is not looked at. It becomes lists of the largest blocks
+            that every query sees as a whole, once, in 2 B H T S calls of its function and a wait
+            for the device. Without what selected is without, selected, window_size and offsets.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
         consistent: the same bits for a query however many others there are, one or a whole prompt,
             with or without gradients, and whatever else there is in the batch. Causal calls of at
@@ -176,6 +183,11 @@ def attention(
         et al., ALiBi, 2021; Lin et al., Forgetting Transformer, 2025; DeepSeek-AI, DeepSeek-V3.2,
         2025 (selected).
     """
+    if block_mask is not None:
+        beside = {"selected": selected, "window_size": window_size, "cu_seqlens": cu_seqlens}
+        beside |= {"cu_seqlens_k": cu_seqlens_k, "key_lengths": key_lengths, "context": context}
+        beside |= {"block": None if block == 1 else block, "tail": tail or None}
+        selected, block, causal = lists_of(block_mask, q, k, beside)
     nothing = type(window_size) is int and window_size == 0
     window = window_of(1 if nothing else window_size, causal)
     factor, cap = scale_of(scale, q), softcap_of(softcap)
@@ -217,7 +229,11 @@ def rotary_attention(
     terms = AttentionInputs(q, k, v, cu_q=cu_seqlens, cu_k=cu_seqlens)
     options = AttentionOptions(scale_of(None, q), left, right, 0.0, 0.0)
     impls = None
-    trains = not by_operation() and autocast_dtype(qkv) in (None, qkv.dtype) and needs_autograd(qkv)
+    trains = (
+        not by_operation()
+        and checks.autocast_dtype(qkv) in (None, qkv.dtype)
+        and needs_autograd(qkv)
+    )
     if trains and rotary_unsupported(qkv, tables[0].shape[-1]) is None:
         impls = plan_of_rotated(terms, options)
     if impls is None:
