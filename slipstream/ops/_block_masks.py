@@ -67,9 +67,9 @@ def _lowered(mask: Any) -> Lists:
                 whole = _by_block(seen | free, size, True).all(-1)
                 n = 1 + 2 * i + j
                 holds[n] = holds[n] & (whole | ~some).all()
-    told = [bool(x) for x in torch.stack(holds).tolist()]
-    causal = T == S and told[0]
-    i = max(i for i in range(len(key_blocks.SIZES)) if told[1 + 2 * i + causal])
+    answers = [bool(x) for x in torch.stack(holds).tolist()]
+    causal = T == S and answers[0]
+    i = max(i for i in range(len(key_blocks.SIZES)) if answers[1 + 2 * i + causal])
     size, most = key_blocks.SIZES[i], int(counts[i])
     found = []
     for _, seen in _rows(mask):
