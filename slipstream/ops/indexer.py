@@ -116,8 +116,9 @@ def index_loss(
     Raises:
         ValueError: sizes or names do not fit. TypeError: dtypes.
 
-    Cost: of a tile of queries at a time, memory linear in T: 2 B T S HI D flops and 2 B T H DK for
-        each key that attention sees, and twice the first for gradients. Plain torch.
+    Cost: of a tile of queries at a time, memory linear in T: of each entry of a query 2 HI D flops
+        and three times that with gradients, of each key that attention sees 2 H DK. Without lists
+        entries are all of a sequence, and packed ones wait for their lengths. Plain torch.
     Source: DeepSeek-AI, DeepSeek-V3.2, 2025.
     """
     words = activation, pool

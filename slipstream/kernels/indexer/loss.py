@@ -4,12 +4,13 @@ MATH.md has the formulas. A tile of queries at a time, whose gradients are made 
 more is kept than they are.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.common import checks
+from slipstream.common import checks, varlen
 from slipstream.kernels.indexer import op
 from slipstream.kernels.indexer.inputs import Indexing, flat, in_tiles
 from slipstream.runtime import autograd, custom_op, token_ids
@@ -39,106 +40,145 @@ def _loss_of(call: tuple[Any, ...], grads: bool) -> tuple[Tensor, ...]:
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     """The loss, and where asked for its gradients to q, k and weights, else empty ones."""
     x, (queries, keys, selected, scale, attention_scale, grads) = Indexing(*args[:10]), args[10:]
-    (B, T, H), groups = queries.shape[:3], x.groups
-    leaves = flat(x)
+    leaves = q, k, weights = flat(x)
     found = [torch.zeros_like(y) for y in leaves if grads and y is not None]
-    main_q, main_k = (y.flatten(0, 1).to(leaves[0].dtype) for y in (queries, keys))
-    total = leaves[0].new_zeros(())
-    listed = 0 if selected is None else (selected.shape[-1] + 1) * x.block
-    wide = (H + x.q.shape[2]) * T + listed * (H + keys.shape[2] * keys.shape[3])
-    for t, at, seen in in_tiles(x, wide):
-        rows = slice(t.row, t.row + t.rows)
-        begin, last = t.row - t.position, t.position + t.rows if x.causal else t.keys
-        entries = max(min(last // x.block, t.entries), 0) if x.pooled else last
-        lists = None if selected is None else selected.flatten(0, 1)[rows]
-        near = main_q[rows] * attention_scale, main_k[begin : begin + last]
-        target, entry = _target(x, near, (at, seen), lists, entries)
-        places = rows, slice(t.key, t.key + entries), rows
-        own: Any = [None if y is None else y[n] for y, n in zip(leaves, places)]
-        scores = op.scores_of(x, *own) * scale
-        loss, dscores = _divergence(scores, target, entry)
+    main_q, main_k = (y.flatten(0, 1).to(q.dtype) for y in (queries, keys))
+    near, total = (main_q * attention_scale, main_k), q.new_zeros(())
+    tiles = _all(x, near) if selected is None else _listed(x, near, selected.flatten(0, 1))
+    for rows, at, target, none in tiles if len(k) else ():  # no entries: no block is complete
+        own = q[rows], k[at], None if weights is None else weights[rows]
+        products = _products(x, *own[:2])
+        loss, dscores = _divergence(op.by_list(x, products, own[2]) * scale, target, none)
         total += loss
         # by hand: what torch records is not wanted below autograd, where an operator is called
-        for y, n, dy in zip(found, places, _gradients(x, dscores * scale, *own) if grads else ()):
-            y[n] += dy
-    rows = max(B * T * groups, 1)
-    found = [(dy / rows).view(y.shape).to(y.dtype) for dy, y in zip(found, _given(*x[:3]))]
-    return (total / rows, *found, *[total.new_empty(0)] * (3 - len(found)))
+        made = _gradients(x, dscores * scale, products, *own) if grads else ()
+        for y, n, dy in zip(found, (rows, at, rows), made):
+            if isinstance(n, slice):
+                y[n] += dy
+            else:  # rows of k in several lists
+                y.index_put_((n,), dy, accumulate=True)
+    count = max(len(q) * x.groups, 1)
+    found = [(dy / count).view(y.shape).to(y.dtype) for dy, y in zip(found, _given(*x[:3]))]
+    return (total / count, *found, *[total.new_empty(0)] * (3 - len(found)))
 
 
 def _given(*tensors: Tensor | None) -> list[Tensor]:
     return [y for y in tensors if y is not None]
 
 
-def _target(
-    x: Indexing, near: tuple[Tensor, ...], places: tuple[Tensor, Tensor], lists: Any, entries: int
-) -> tuple[Tensor, Tensor]:
-    """The attention of a tile's queries [rows, H, DK] to the keys [S, HKV, DK], the mean over each
-    list's heads, [groups, rows, N], 0 where there is no entry; and which of the indexer's entries
-    these are, -1 where there is none. Entries are blocks where k is pooled, else keys."""
-    (q, k), (at, seen), block = near, places, x.block
-    HKV = k.shape[1]
-    heads = q.unflatten(1, (HKV, -1))
-    keys = torch.arange(len(k), device=q.device)
-    if lists is None:
+# Rows of q, the rows of k that are entries (a slice, or [rows, groups, N]), and the attention's
+# share of each entry and which of these are none, both [groups, rows, N].
+_Tile = tuple[slice, slice | Tensor, Tensor, Tensor]
+
+
+def _all(x: Indexing, near: tuple[Tensor, Tensor]) -> Iterator[_Tile]:
+    """Tiles of queries [B T, H, DK] that see all keys [B T, HKV, DK] up to theirs."""
+    (queries, keys), block = near, x.block
+    HKV = keys.shape[1]
+    for t, at, seen in in_tiles(x, (queries.shape[1] + x.q.shape[2]) * x.q.shape[1]):
+        rows = slice(t.row, t.row + t.rows)
+        begin, last = t.row - t.position, t.position + t.rows if x.causal else t.keys
+        entries = max(min(last // block, t.entries), 0) if x.pooled else last
+        k, heads = keys[begin : begin + last], queries[rows].unflatten(1, (HKV, -1))
+        place = torch.arange(last, device=k.device)
         scores = heads.permute(1, 2, 0, 3) @ k.permute(1, 2, 0)[:, None]
-        scores = scores.masked_fill(keys > at[:, None], -torch.inf)
-        p = scores.softmax(-1).flatten(0, 1).unflatten(0, (x.groups, -1)).mean(1)
-        entry = keys.expand_as(p)
+        p = scores.masked_fill(place > at[:, None], -torch.inf).softmax(-1)
+        p = p.flatten(0, 1).unflatten(0, (x.groups, -1)).mean(1)
         if x.pooled:
             p = p[..., : entries * block].unflatten(-1, (-1, block)).sum(-1)
-            entry = entry[..., :entries]
-        bound = seen if x.pooled else at + 1
-        entry = entry.masked_fill(entry >= bound[:, None], -1)
-    else:
-        within = torch.arange(block, device=q.device)
-        bound = (seen if x.pooled else at // block + 1)[:, None, None]
-        lists = lists.long().masked_fill(lists >= bound, -1).clamp(min=-1).sort(-1).values
+        none = place[:entries] >= (seen if x.pooled else at + 1)[:, None]
+        yield rows, slice(t.key, t.key + entries), p, none.expand_as(p)
+
+
+def _listed(x: Indexing, near: tuple[Tensor, Tensor], selected: Tensor) -> Iterator[_Tile]:
+    """Tiles of queries that see the blocks of their lists [B T, groups, N]. What is at a list's
+    entries alone is computed, so that nothing waits for packed sequences' lengths."""
+    (queries, keys), block, groups = near, x.block, x.groups
+    HKV, N = keys.shape[1], (selected.shape[-1] + x.pooled) * block
+    within, heads = torch.arange(block, device=keys.device), torch.arange(HKV, device=keys.device)
+    wide = N * (queries.shape[1] + HKV * keys.shape[2] + x.q.shape[2] + groups * x.q.shape[3])
+    places = _places(x)
+    for rows in _slices(len(queries), wide):
+        first, at, begin, seen = (y[rows, None, None] for y in places)
+        lists = selected[rows].long()
+        lists = lists.masked_fill(lists >= seen, -1).clamp(min=-1).sort(-1).values
         lists[..., 1:].masked_fill_(lists[..., 1:] == lists[..., :-1], -1)  # counts once
         token = torch.where(lists[..., None] < 0, -1, lists[..., None] * block + within).flatten(2)
-        entry = lists
         if x.pooled:  # a query's open block is seen, and no entry
-            tail = ((at + 1) // block * block)[:, None, None] + within
-            token = torch.cat([token, tail.expand(-1, x.groups, -1)], -1)
-        token = token.masked_fill(token > at[:, None, None], -1)
+            tail = (at + 1) // block * block + within
+            token = torch.cat([token, tail.expand(-1, groups, -1)], -1)
+        token = token.masked_fill(token > at, -1)
         entry = lists if x.pooled else token
-        token = token.repeat_interleave(HKV // x.groups, 1)  # [rows, HKV, N]
-        of = k[token.clamp(min=0), torch.arange(HKV, device=q.device)[:, None]]
-        scores = (heads @ of.mT).masked_fill((token < 0)[:, :, None], -torch.inf)
-        p = scores.softmax(-1).nan_to_num(0.0).mean(2).unflatten(1, (x.groups, -1)).mean(2)
+        token = token.repeat_interleave(HKV // groups, 1)  # [rows, HKV, N]
+        k = keys[first + token.clamp(min=0), heads[:, None]]
+        scores = queries[rows].unflatten(1, (HKV, -1)) @ k.mT
+        p = scores.masked_fill((token < 0)[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+        p = p.mean(2).unflatten(1, (groups, -1)).mean(2)
         if x.pooled:
             p = p[..., :-block].unflatten(-1, (-1, block)).sum(-1)
-        p, entry = p.transpose(0, 1), entry.transpose(0, 1)
-    p = p.masked_fill(entry < 0, 0.0)
-    return p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny), entry
+        yield rows, begin + entry.clamp(min=0), p.transpose(0, 1), (entry < 0).transpose(0, 1)
 
 
-def _divergence(scores: Tensor, target: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(target || softmax of the scores [groups, rows, S] at the entries), the sum over rows, and
-    its gradient to the scores."""
-    none, at = entry < 0, entry.clamp(min=0)
+def _slices(rows: int, wide: int, most: int = 1 << 24) -> list[slice]:
+    step = max(min(most // max(checks.plain_int(wide), 1), 1024), 1)
+    return [slice(n, n + step) for n in range(0, checks.plain_int(rows), step)]
+
+
+def _places(x: Indexing) -> tuple[Tensor, ...]:
+    """Of each query [B T]: its sequence's first key, the last position that it sees, its sequence's
+    first row of k, and how many blocks it sees."""
+    B, T, S = map(checks.plain_int, (*x.q.shape[:2], x.k.shape[1]))
+    row = torch.arange(B * T, device=x.q.device)
+    if x.cu_seqlens is None:
+        n = row.div(max(T, 1), rounding_mode="floor")
+        first, length, begin = n * T, torch.full_like(row, T), n * S
+    else:
+        offsets = varlen.bounded_offsets(x.cu_seqlens, T)
+        n = torch.searchsorted(offsets[1:], row, right=True).clamp(max=max(len(offsets) - 2, 0))
+        first, length = offsets[n], offsets.diff()[n]
+        blocks = offsets.diff().div(x.block, rounding_mode="floor")
+        begin = (blocks.cumsum(0) - blocks)[n] if x.pooled else first
+    at = row - first if x.causal else length - 1
+    seen = (at + 1 if x.pooled else at + x.block).div(x.block, rounding_mode="floor")
+    return first, at, begin, seen.minimum(S - begin)
+
+
+def _divergence(scores: Tensor, target: Tensor, none: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(target's share of its sum || softmax of the scores), each [groups, rows, N], the sum over
+    rows, and its gradient to the scores."""
     if not scores.shape[-1]:
         return target.new_zeros(()), scores
+    target = target.masked_fill(none, 0.0)
+    target = target / target.sum(-1, keepdim=True).clamp(min=torch.finfo(target.dtype).tiny)
     # finite where a row has no entry at all
-    logs = scores.gather(-1, at).masked_fill(none, torch.finfo(target.dtype).min).log_softmax(-1)
+    logs = scores.masked_fill(none, torch.finfo(target.dtype).min).log_softmax(-1)
     loss = (torch.special.xlogy(target, target) - target * logs.masked_fill(none, 0.0)).sum()
-    of_entries = (logs.exp() - target).masked_fill(none, 0.0)
-    return loss, torch.zeros_like(scores).scatter_add_(-1, at, of_entries)
+    return loss, (logs.exp() - target).masked_fill(none, 0.0)
+
+
+def _products(x: Indexing, q: Tensor, k: Tensor) -> Tensor:
+    """[HI, rows, N] of a tile's q [rows, HI, D] and k [N, D] or [rows, groups, N, D]."""
+    if k.dim() == 2:
+        return q.transpose(0, 1) @ k.mT
+    return (q.unflatten(1, (x.groups, -1)) @ k.mT).flatten(1, 2).transpose(0, 1)
 
 
 def _gradients(
-    x: Indexing, dscores: Tensor, q: Tensor, k: Tensor, weights: Tensor | None
+    x: Indexing, dscores: Tensor, products: Tensor, q: Tensor, k: Tensor, weights: Tensor | None
 ) -> list[Tensor]:
-    """Of op.scores_of a tile, to q, k and, if there are any, weights."""
-    raw = q.transpose(0, 1) @ k.mT  # [HI, rows, S]
-    d = dscores.repeat_interleave(len(raw) // x.groups, 0)
-    dweights = [] if weights is None else [(d * (raw.relu() if x.relu else raw)).sum(-1).mT]
+    """Of op.by_list of _products of a tile, to q, k and, if there are any, weights."""
+    d = dscores.repeat_interleave(len(products) // x.groups, 0)
+    dweights = []
     if weights is not None:
+        dweights = [(d * (products.relu() if x.relu else products)).sum(-1).mT]
         d = d * weights.mT[..., None]
     if x.relu:
-        d = d * (raw > 0)
-    dk = d.flatten(0, 1).mT @ q.transpose(0, 1).flatten(0, 1)
-    return [(d @ k).transpose(0, 1), dk, *dweights]
+        d = d * (products > 0)
+    if k.dim() == 2:
+        dk = d.flatten(0, 1).mT @ q.transpose(0, 1).flatten(0, 1)
+        return [(d @ k).transpose(0, 1), dk, *dweights]
+    d, q = (y.unflatten(1, (x.groups, -1)) for y in (d.transpose(0, 1), q))
+    return [(d @ k).flatten(1, 2), d.mT @ q, *dweights]
 
 
 def _fake(q: Tensor, k: Tensor, weights: Tensor | None, *args: Any) -> tuple[Tensor, ...]:

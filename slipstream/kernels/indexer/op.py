@@ -41,9 +41,12 @@ def eager(x: Indexing, topk: int, local: int) -> Tensor:
 
 def scores_of(x: Indexing, q: Tensor, k: Tensor, weights: Tensor | None = None) -> Tensor:
     """[groups, rows, S] of a tile's q [rows, HI, D], k [S, D] and weights [rows, HI]."""
-    scores = q.transpose(0, 1) @ k.mT
-    if x.relu:
-        scores = scores.relu()
+    return by_list(x, q.transpose(0, 1) @ k.mT, weights)
+
+
+def by_list(x: Indexing, products: Tensor, weights: Tensor | None) -> Tensor:
+    """[groups, rows, S] of the products [HI, rows, S] of q and k, and weights [rows, HI]."""
+    scores = products.relu() if x.relu else products
     if weights is not None:
         scores = scores * weights.mT[..., None]
     return scores.unflatten(0, (x.groups, -1)).sum(1)

@@ -193,7 +193,8 @@ def test_index_loss_and_gradients_equal_formula(
     if rows:
         from slipstream.kernels.indexer import loss as indexer
 
-        monkeypatch.setattr(indexer, "in_tiles", partial(indexer.in_tiles, most=400))
+        for tiles in (indexer.in_tiles, indexer._slices):
+            monkeypatch.setattr(indexer, tiles.__name__, partial(tiles, most=400))
     torch.manual_seed(0)
     keys = T // block if pool == "none" else T
     sizes = (T, HI, 6), (keys, 6), (T, H, 5), (T, HKV, 5), (T, HI)
@@ -238,12 +239,14 @@ def test_index_loss_has_gradients_by_the_dispatcher(way: str) -> None:
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize(("B", "way"), [(2, "all"), (2, "listed"), (1, "packed")])
 @pytest.mark.parametrize("pooled", [True, False])
-def test_loss_asks_no_tensor_for_a_number(pooled: bool, listed: bool) -> None:
+def test_loss_asks_no_tensor_for_a_number(pooled: bool, B: int, way: str) -> None:
     """On a GPU that would wait for it; a tensor without memory has none."""
-    q, k = torch.empty(2, 9, 2, 4, device="meta"), torch.empty(2, 9, 4, device="meta")
-    selected = torch.empty(2, 9, 2, 3, device="meta", dtype=torch.int32) if listed else None
-    x = inputs.Indexing(q, k, None, None, None, 4, 2, True, pooled, True)
+    q, k = torch.empty(B, 9, 2, 4, device="meta"), torch.empty(B, 9, 4, device="meta")
+    lists = torch.empty(B, 9, 2, 3, device="meta", dtype=torch.int32)
+    selected = None if way == "all" else lists
+    offsets = torch.empty(4, device="meta", dtype=torch.int32) if way == "packed" else None
+    x = inputs.Indexing(q, k, None, offsets, None, 4, 2, True, pooled, True)
     found = loss._forward(*x, q, q, selected, 1.0, 1.0, True)
     assert [y.shape for y in found[:3]] == [(), q.shape, k.shape]
