@@ -15,6 +15,9 @@ import torch
 
 # a graph that Inductor kept knows nothing of an operator whose schema has changed since
 os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+# MKL's products of some of a batch's matrices then have the bits of those of all of them, on every
+# processor: by itself it takes other instructions for fewer (Emerald Rapids, MKL 2024.2)
+os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 if "PYTEST_XDIST_WORKER" in os.environ:  # each process of several has one core
     torch.set_num_threads(1)
 # what a developer or a CI has set for other runs, such as how wide and coloured a line is
