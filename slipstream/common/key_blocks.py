@@ -27,7 +27,7 @@ def blocks_of(
 
 def pooled_keys(k: Tensor, block: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """The means of blocks_of k [B, T, D], [B, T // block, D]: added up in float32 or wider."""
-    first, _ = blocks_of(k.shape[1], block, cu_seqlens, k.device)
+    first, _ = blocks_of(checks.plain_int(k.shape[1]), block, cu_seqlens, k.device)
     if cu_seqlens is None:
         of = k[:, : len(first) * block].unflatten(1, (-1, block))
     else:
