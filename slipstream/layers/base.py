@@ -447,14 +447,11 @@ class NormalLinear(nn.Linear):
     """A linear layer whose weight starts as Qwen3-Next's, Kimi Linear's and most softmax models',
     and whose bias, if it has one, starts at 0."""
 
-    def __init__(
-        self, in_features: int, out_features: int, std: float = 0.02, bias: bool = False
-    ) -> None:
-        self.std = std
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
+        nn.init.normal_(self.weight, std=0.02)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

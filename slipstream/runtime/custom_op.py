@@ -295,7 +295,7 @@ class KernelOp(DirectCall):
         probe: a Probe, several of them, or a Mismatch (runtime/kernel_pair.py). A Probe is run by
             the operator and its gradient, whichever of their kernels is probed.
         forward: of a gradient, the operator it belongs to, whose probe is its own too.
-        replay, compile_also, at_sizes: as DirectCall has them.
+        replay, at_sizes: as DirectCall has them.
     """
 
     def __init__(
@@ -313,7 +313,6 @@ class KernelOp(DirectCall):
         in_torch_if: Callable[..., bool] | None = None,
         forward: "KernelOp | None" = None,
         replay: bool = False,
-        compile_also: Callable[[tuple, Any], object] | None = None,
         at_sizes: compile_ahead.InOtherSizes | None = None,
     ) -> None:
         _LIBRARY.define(f"_{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
@@ -328,7 +327,7 @@ class KernelOp(DirectCall):
             )
             fake = fake or impl.in_torch
         assert fake is not None
-        super().__init__(impl, replay=replay, compile_also=compile_also, at_sizes=at_sizes)
+        super().__init__(impl, replay=replay, at_sizes=at_sizes)
         self.name, self.fake, self._names, self._overload = name, fake, names, self.overload
         self._kind, self._probe, self._packed = kind, probe, packed
         self._forward: KernelOp = forward or self
