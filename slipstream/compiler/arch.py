@@ -38,10 +38,9 @@ MATRICES = {
 class Arch:
     """shared: bytes a program may use. instruction: the tensor cores' (aot.INSTRUCTIONS) or None.
 
-    dots: dtypes the tensor cores multiply, as Triton 3.4 and later uses them. fp8: the e4m3 that
-    kernels may load and store. precisions: of float32 dots. warp: threads of one. units: streaming
-    multiprocessors of the usual device. threads: of a program. registers: of a thread, of 4 bytes.
-    box_dims, box_side: of what TMA brings at once.
+    dots: dtypes the tensor cores multiply, as Triton 3.4 and later uses them. precisions: of such
+    products of float32. warp: threads of one. units: streaming multiprocessors of the usual device.
+    threads: of a program.
     """
 
     name: str
@@ -49,15 +48,11 @@ class Arch:
     units: int
     instruction: str | None = None
     dots: tuple[str, ...] = ()
-    fp8: str | None = None
     tma: bool = False
     wgmma: bool = False
     warp: int = 32
     precisions: tuple[str, ...] = ("ieee", "tf32", "tf32x3")
     threads: int = 1024
-    registers: int = 255
-    box_dims: int = 5
-    box_side: int = 256
 
     @property
     def matrix(self) -> Matrix | None:
@@ -72,6 +67,7 @@ class Arch:
 
 _FLOATS = ("fp16", "bf16", "tf32")
 _FP8 = (*_FLOATS, "fp8e4nv", "fp8e5")
+_MFMA = ("fp16", "bf16", "fp8e4b8")
 _KB = 1024
 # sm_70 and sm_75 have tensor cores, which Triton uses up to 3.2 only: dots run on FMA units there.
 ARCHS = {
@@ -81,21 +77,11 @@ ARCHS = {
         Arch("sm_75", 64 * _KB, 40),
         Arch("sm_80", 163 * _KB, 108, "mma.sync", _FLOATS),
         Arch("sm_86", 99 * _KB, 84, "mma.sync", _FLOATS),
-        Arch("sm_89", 99 * _KB, 128, "mma.sync", _FP8, "fp8e4nv"),
-        Arch("sm_90", 227 * _KB, 132, "wgmma", _FP8, "fp8e4nv", tma=True, wgmma=True),
-        Arch("sm_100", 227 * _KB, 148, "tcgen05", _FP8, "fp8e4nv", tma=True),
-        Arch("sm_120", 99 * _KB, 188, "mma.sync", _FP8, "fp8e4nv", tma=True),
-        Arch(
-            "gfx942",
-            64 * _KB,
-            304,
-            "mfma",
-            ("fp16", "bf16", "fp8e4b8"),
-            "fp8e4b8",
-            warp=64,
-            registers=512,
-            precisions=("ieee",),
-        ),
+        Arch("sm_89", 99 * _KB, 128, "mma.sync", _FP8),
+        Arch("sm_90", 227 * _KB, 132, "wgmma", _FP8, tma=True, wgmma=True),
+        Arch("sm_100", 227 * _KB, 148, "tcgen05", _FP8, tma=True),
+        Arch("sm_120", 99 * _KB, 188, "mma.sync", _FP8, tma=True),
+        Arch("gfx942", 64 * _KB, 304, "mfma", _MFMA, warp=64, precisions=("ieee",)),
     )
 }
 # The releases of Triton under which the kernels in Gluon are used.
