@@ -43,7 +43,6 @@ class CallRecorder(recorded_shapes.ShapeRules, TorchFunctionMode):
         self.failed: str | None = None
         self.launches, self.operations, self.late_guards = 0, 0, False
         self.constants: dict[str, Any] = {}
-        self.by_address = True
         self._values: dict[int, Value] = {}
         self._lets: dict[str, Size] = {}
         self._guards: set[str] = set()
