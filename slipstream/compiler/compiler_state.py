@@ -336,12 +336,6 @@ class CompilerState:
         if outcome.status != "ok":
             raise Unusable(f"{name}: {outcome.reason}")
 
-    def forget(self) -> None:
-        verdicts_file().unlink(missing_ok=True)
-        self._verdicts, self._reasons = {}, {}
-        self.accepted.clear()
-        self._settle()
-
     def _learn(self, what: str, kind: KernelKey, text: str) -> None:
         from filelock import FileLock  # 10 ms of the import, which few need
 

@@ -72,7 +72,8 @@ def test_attempt_falls_back_says_so_once_and_remembers(
     assert "SIGABRT" in (again.unusable(KIND) or "")
     assert guarded_launch.CompilerState("sm_90", "3.7.1", "1.2.3").unusable(KIND) is None
     assert "SIGABRT" in (guarded_launch.known_failure(lambda: KIND, CPU) or "")
-    again.forget()
+    guarded_launch.clear_verdicts()
+    make(monkeypatch)
     assert attempt(lambda: "ran") == "ran"
 
 
