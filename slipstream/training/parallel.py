@@ -16,14 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import state_dict as parts
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import TrainingArguments
@@ -159,8 +153,8 @@ class ShardedTrainer(trainer.LMTrainer):
                 if self.processing_class is not None:
                     self.processing_class.save_pretrained(output_dir)
             return
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        whole = get_model_state_dict(self.model, options=options)
+        options = parts.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = parts.get_model_state_dict(self.model, options=options)
         every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         tied = every - {name for name, _ in self.model.named_parameters()}
         whole = whole_state_dict(self.model, whole)
@@ -182,19 +176,19 @@ class ShardedTrainer(trainer.LMTrainer):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _states(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self._bare_optimizer)
+        model, optimizer = parts.get_state_dict(self.model, self._bare_optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        states = {"model": get_model_state_dict(self.model)}
+        states = {"model": parts.get_model_state_dict(self.model)}
         state_dict_loader.load(states, checkpoint_id=str(Path(resume_from_checkpoint) / SHARDS))
-        set_model_state_dict(self.model, states["model"])
+        parts.set_model_state_dict(self.model, states["model"])
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         states = self._states()
         state_dict_loader.load(states, checkpoint_id=str(Path(checkpoint) / SHARDS))
-        set_optimizer_state_dict(self.model, self._bare_optimizer, states["optimizer"])
+        parts.set_optimizer_state_dict(self.model, self._bare_optimizer, states["optimizer"])
         schedule: Any = self.lr_scheduler
         schedule.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))

@@ -32,7 +32,7 @@ def save_slowly(rank: int, folder: Path, found: Any) -> None:
         found.put(sorted(x.name for x in folder.glob("random of *")))
 
     module: Any = parallel
-    module.get_model_state_dict = lambda *args, **options: {}
+    module.parts.get_model_state_dict = lambda *args, **options: {}
     module.whole_state_dict = lambda model, whole: whole
     trainer = object.__new__(parallel.ShardedTrainer)
     config = SimpleNamespace(save_pretrained=lambda out: (Path(out) / f"config of {rank}").touch())
