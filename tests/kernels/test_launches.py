@@ -196,6 +196,7 @@ CHOSEN: dict[str, int] = {
     "kernels.conv": 2897563404,
     "kernels.elementwise": 1110047534,
     "kernels.gated_scan": 2427354428,
+    "kernels.indexer": 2582478817,
     "kernels.linear": 2604988070,
     "kernels.loss": 332573137,
     "kernels.matmul": 3130686395,
