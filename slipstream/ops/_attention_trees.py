@@ -7,8 +7,9 @@ for each ancestor, depth by depth:
 
     lse = log(exp(lse_own) + sum_j exp(lse_j))      o = exp(lse_own - lse) o_own + ...
 
-Their gradients are those of the kernels for the joined o and lse. With a window, a gate, ALiBi,
-dropout, or the bits of a row by itself (consistent), each node has the keys of its path as copies.
+Their gradients are those of the kernels for the joined o and lse. Where nodes are short the keys of
+each one's path are copied instead, in forward and in backward, and there is one call. So it is with
+a window, a gate, ALiBi, dropout, or the bits of a row by itself (consistent).
 """
 
 from typing import Any
@@ -21,8 +22,8 @@ from slipstream.kernels.attention.inputs import Asked, AttentionInputs, Attentio
 from slipstream.kernels.attention.run import _checked_of_rank, run
 from slipstream.runtime import autograd
 from slipstream.runtime.consistent import consistent_scope
-from slipstream.runtime.prefix_tree import PrefixTree
-from slipstream.runtime.tree_keys import Above, above, paths
+from slipstream.runtime.prefix_tree import PrefixTree, Rows
+from slipstream.runtime.tree_keys import Above, above, copies_paths, paths
 
 
 def run_in_tree(
@@ -71,9 +72,11 @@ _Call = tuple[AttentionOptions, str | None, PrefixTree]
 
 def _forward(call: _Call, terms: AttentionInputs) -> tuple[Tensor, Tensor]:
     options, impl, tree = call
+    if copies_paths(tree):
+        terms, _ = _of_paths(terms, tree)
     forward, _ = dispatch.plan_across_ranks(terms, options, impl)
     o, lse = op.call_forward(*terms, *options, forward)
-    more = above(tree, terms.q.device)
+    more = None if copies_paths(tree) else above(tree, terms.q.device)
     if more is None:
         return o, lse
     second, options = _second(terms, options, more)
@@ -104,6 +107,13 @@ def _second(
     return AttentionInputs(q, k, v, cu_q=more.cu_q, cu_k=more.cu_k), options._replace(right=-1)
 
 
+def _of_paths(terms: AttentionInputs, tree: PrefixTree) -> tuple[AttentionInputs, Rows]:
+    """With the keys of each node's path, and their rows."""
+    rows, offsets = paths(tree, None, terms.q.device)
+    k, v = (rows.taken(x.flatten(0, 1))[None] for x in (terms.k, terms.v))
+    return terms._replace(k=k, v=v, cu_k=offsets), rows
+
+
 class _Joined(autograd.Function):
     operator = "slipstream::tree_softmax"
 
@@ -122,9 +132,15 @@ class _Joined(autograd.Function):
         terms, (options, impl, tree) = AttentionInputs(*args), ctx.call
         if do is None and dlse is None:
             return (None,) * (1 + len(args))
+        more = rows = None
+        if copies_paths(tree):
+            terms, rows = _of_paths(terms, tree)
+        else:
+            more = above(tree, o.device)
         _, backward = dispatch.plan_across_ranks(terms, options, impl)
-        dq, dk, dv, *dsinks = op.call_backward(*args, o, lse, do, dlse, *options, backward)
-        more = above(tree, o.device)
+        dq, dk, dv, *dsinks = op.call_backward(*terms, o, lse, do, dlse, *options, backward)
+        if rows is not None:
+            dk, dv = (rows.returned(x[0], tree.tokens)[None] for x in (dk, dv))
         if more is not None:
             second, options = _second(terms, options, more)
             _, backward = dispatch.plan_across_ranks(second, options, impl)

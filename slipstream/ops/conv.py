@@ -134,10 +134,10 @@ def _convolve(
     checks.expect_floating({"initial_state": initial_state, "residual": residual})
     given = {"x": x, "residual": residual, "initial_state": initial_state}
     checks.expect_one_device({**given, "cu_seqlens": cu_seqlens})
-    whole = initial_state
+    whole, row = initial_state, x
     if share is not None:
-        initial_state, past = share.states_before(x, weight.shape[1], initial_state)
-    inputs = ConvInputs(x, weight, bias, residual, initial_state, cu_seqlens)
+        row, initial_state, past = share.states_before(x, weight.shape[1], initial_state)
+    inputs = ConvInputs(row, weight, bias, residual, initial_state, cu_seqlens)
     impl = dispatch.choose(op.CANDIDATES, inputs, impl, "short_convolution", x).impls
     silu = activation is not None
     if dispatch.is_triton(impl):

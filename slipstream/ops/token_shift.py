@@ -69,12 +69,12 @@ def token_shift(
         checks.expect_one_dtype({"x": x, "initial_state": initial_state})
     if initial_state is not None or cu_seqlens is not None:
         checks.expect_one_device({"x": x, "initial_state": initial_state, "cu_seqlens": cu_seqlens})
-    whole = initial_state
+    whole, row = initial_state, x
     if share is not None:
         columns = None if initial_state is None else initial_state[..., None]
-        columns, past = share.states_before(x, 1, columns)
+        row, columns, past = share.states_before(x, 1, columns)
         initial_state = None if columns is None else columns[..., 0]
-    y, last = previous(x, initial_state, cu_seqlens, impl)
+    y, last = previous(row, initial_state, cu_seqlens, impl)
     if past is not None:
         y = tie(y, past)
     if share is not None and output_final_state:

@@ -257,9 +257,9 @@ class Share:
 
     def states_before(
         self, x: Tensor, width: int, states: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """As context_exchange.states_of_pieces."""
-        return context_exchange.states_of_pieces(x, width, states, self)
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """x, and the results of context_exchange.states_of_pieces."""
+        return x, *context_exchange.states_of_pieces(x, width, states, self)
 
     def whole_states(self, after: Tensor, states: Tensor | None, rows: int) -> Tensor:
         """The states after all sequences, of those after this rank's pieces; `states` are those

@@ -52,22 +52,34 @@ class Rows:
 
     def returned(self, grad: Tensor, size: int) -> Tensor:
         """The gradient of x [size, ...], each row's in the order of the index."""
+        sums, rows = self._sums(grad, size)
+        if sums.shape[0] == size:
+            return sums
+        return grad.new_zeros(size, *grad.shape[1:]).index_copy_(0, rows, sums)
+
+    def added(self, to: Tensor, grad: Tensor) -> Tensor:
+        """to [S, ...] and `returned`. to is overwritten where it is on a GPU."""
+        sums, rows = self._sums(grad, 0)
+        to = to if to.is_cuda and to.is_contiguous() else to.clone()
+        return to.index_add_(0, rows, sums)
+
+    def _sums(self, grad: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """The sum of each row that has copies, and the rows; of all `size` rows where that costs
+        less than to put these in their places."""
         order, rows, starts = self._on("back", grad.device, self._back)
         sums = grad if self._in_order else grad.index_select(0, order)
         count = rows.shape[0]
-        if count < order.shape[0]:
-            if size <= 2 * count:  # with the rows that have no copy, instead of zeros before
-                starts = self._on(str(size), grad.device, lambda: (self._starts(size),))[0]
-                count = size
-            inner = sums.shape[1:]
-            wide = checks.widen(sums).reshape(sums.shape[0], math.prod(inner))
-            options: Any = {"offsets": starts, "axis": 0, "unsafe": True, "initial": 0}
-            if wide.numel():
-                wide = torch.segment_reduce(wide, "sum", **options)
-            sums = wide[:count].to(grad.dtype).view(count, *inner)
-        if count == size:
-            return sums
-        return grad.new_zeros(size, *grad.shape[1:]).index_copy_(0, rows, sums)
+        if count == order.shape[0]:
+            return sums, rows
+        if 0 < size <= 2 * count:
+            starts = self._on(str(size), grad.device, lambda: (self._starts(size),))[0]
+            count = size
+        inner = sums.shape[1:]
+        wide = checks.widen(sums).reshape(sums.shape[0], math.prod(inner))
+        options: Any = {"offsets": starts, "axis": 0, "unsafe": True, "initial": 0}
+        if wide.numel():
+            wide = torch.segment_reduce(wide, "sum", **options)
+        return wide[:count].to(grad.dtype).view(count, *inner), rows
 
     def _on(
         self, name: str, device: torch.device, make: Callable[[], tuple[Tensor, ...]]
@@ -110,6 +122,28 @@ class _Copy(autograd.Function):
     @autograd.once_differentiable
     def backward(ctx: Any, saved: autograd.Saved, grad: Tensor) -> Any:
         return ctx.rows.returned(grad, ctx.size), None
+
+
+class _Windows(autograd.Function):
+    """x and rows of it, whose gradient goes into that of x: no zeros for all others."""
+
+    operator = "slipstream::windows"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        ctx.rows, ctx.shape = rows, x.shape
+        ctx.set_materialize_grads(False)
+        autograd.save(ctx, *autograd.anchors(x))
+        return x.view_as(x), rows.taken(x.flatten(0, 1))
+
+    @staticmethod
+    @autograd.once_differentiable
+    def backward(ctx: Any, saved: autograd.Saved, dx: Tensor | None, grad: Tensor | None) -> Any:
+        if grad is None:
+            return dx, None
+        if dx is None:
+            return ctx.rows.returned(grad, math.prod(ctx.shape[:2])).view(ctx.shape), None
+        return ctx.rows.added(dx.flatten(0, 1), grad).view(ctx.shape), None
 
 
 class Level(NamedTuple):
@@ -284,7 +318,8 @@ class Nodes(Share):
     def __init__(self, tree: PrefixTree) -> None:
         super().__init__(0, (tree.tokens,), tree.offsets)
         self.tree = tree
-        self._windows: dict[int, Rows] = {}
+        self._windows: dict[int, tuple[Rows, Rows]] = {}
+        self._last: Rows | None = None
         self._positions: dict[torch.device, Tensor] = {}
 
     def positions(self, device: torch.device) -> Tensor:
@@ -307,40 +342,44 @@ class Nodes(Share):
 
     def states_before(
         self, x: Tensor, width: int, states: Tensor | None
-    ) -> tuple[Tensor | None, None]:
-        """The last `width` inputs on the path of each node [N, D, width], of x [1, T, D] and of
-        `states` before the roots; None is zeros."""
-        N = self.sequences
-        source = x.flatten(0, 1)
+    ) -> tuple[Tensor, Tensor, None]:
+        """x [1, T, D], which a kernel is to read whose gradient is new memory, and the last `width`
+        inputs on the path of each node [N, D, width], of x and of `states` before the roots; None
+        is zeros."""
+        tokens, before = self._rows_before(width)
+        if autograd.needs_autograd(x):
+            x, found = _Windows.apply(x, tokens)
+        else:
+            found = tokens.taken(x.flatten(0, 1))
         if states is not None:
-            source = torch.cat([source, states.to(x.dtype).mT.flatten(0, 1)])
-        rows = self.window(width, states is not None)
-        return rows.copy(source).view(N, width, x.shape[2]).mT, None
+            found = found + before.copy(states.to(x.dtype).mT.flatten(0, 1))
+        return x, found.view(self.sequences, width, x.shape[2]).mT, None
 
-    def window(self, width: int, with_states: bool) -> Rows:
-        """Rows of tokens, behind which are `width` of a state for each node."""
-        key = width if with_states else -width
-        if key not in self._windows:
-            tree, index = self.tree, []
+    def _rows_before(self, width: int) -> tuple[Rows, Rows]:
+        """Of each node's last inputs: tokens, and places in states, -1 where it is the other."""
+        if width not in self._windows:
+            tree, index, states = self.tree, [], []
             for n, root in enumerate(tree.roots):
                 tail = [t for span in tree.path(n, width) for t in span]
-                first = tree.tokens + root * width
-                state = range(first + len(tail), first + width)
-                index += [*(state if with_states else [-1] * len(state)), *tail]
-            self._windows[key] = Rows(torch.tensor(index, dtype=torch.int64, device="cpu"))
-        return self._windows[key]
+                index += [*[-1] * (width - len(tail)), *tail]
+                state = range(root * width + len(tail), (root + 1) * width)
+                states += [*state, *[-1] * len(tail)]
+            made = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (index, states))
+            tokens, before = map(Rows, made)
+            self._windows[width] = tokens, before
+        return self._windows[width]
 
     def last(self, width: int) -> Rows:
         """For each token the one before it; -1 before a root's first."""
         assert width == 1
-        if 0 not in self._windows:
+        if self._last is None:
             index = torch.arange(-1, self.tree.tokens - 1, device="cpu")
             for n in range(self.sequences):
                 if self.tree.length(n):
                     ranges = self.tree.path(n, 1)
                     index[self.tree.offsets[n]] = ranges[-1][-1] if ranges else -1
-            self._windows[0] = Rows(index)
-        return self._windows[0]
+            self._last = Rows(index)
+        return self._last
 
     def local_states(self, *_: object) -> Tensor | None:
         raise AssertionError("a tree is no context of several ranks: see runtime/trees.py")

@@ -80,3 +80,17 @@ def paths(tree: PrefixTree, last: int | None, device: torch.device) -> tuple[Row
         none = torch.zeros(0, dtype=torch.int64, device="cpu")
         tree.plans[key] = Rows(torch.cat([none, *index])), copied(_offsets(counts), device)
     return tree.plans[key]
+
+
+def copies_paths(tree: PrefixTree) -> bool:
+    """Whether keys of paths cost less as copies than queries of descendants: joining the sums of a
+    query takes twice as long as a copy, and each depth its own launches."""
+    if "copies paths" not in tree.plans:
+        depths: list[int] = []
+        for parent in tree.parents:
+            depths.append(0 if parent < 0 else depths[parent] + (tree.length(parent) > 0))
+        own = [n for n in range(len(depths)) if tree.length(n)]
+        keys = sum(tree.starts[n] for n in own)
+        queries = sum(depths[n] * tree.length(n) for n in own)
+        tree.plans["copies paths"] = 0 < keys <= 2 * queries
+    return tree.plans["copies paths"]
