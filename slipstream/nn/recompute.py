@@ -19,7 +19,8 @@ class _Saved:
     __slots__ = ("place", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
+        # without its graph, which holds this object: both would stay where no backward runs
+        self.tensor: Tensor | None = tensor.detach()
         self.version = None if tensor.is_inference() else tensor._version
         self.place: tuple[int, Any, Any, Any] | None = None
 

@@ -48,6 +48,28 @@ def test_recomputed_layers_have_the_same_gradients(
     torch.testing.assert_close(got, gradients(m, x, **given), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("layer", [GatedDeltaNet, Mamba2, KimiDeltaAttention])
+def test_layers_leave_nothing_where_no_backward_runs(
+    layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[weakref.ref] = []
+
+    class Saved(recompute._Saved):
+        __slots__ = ("__weakref__",)
+
+        def __init__(self, x: Tensor) -> None:
+            super().__init__(x)
+            saved.append(weakref.ref(self))
+
+    monkeypatch.setattr(recompute, "_Saved", Saved)
+    m = layer(hidden_size=32, num_heads=2, layer_idx=1)
+    y = m(torch.randn(1, 40, 32, requires_grad=True))[0]
+    assert any(x() is not None for x in saved)
+    del y
+    gc.collect()
+    assert not any(x() is not None for x in saved)
+
+
 class Chain:
     """y = sin(cos(exp(x)))), whose exp and cos are made again."""
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from slipstream import ops
-from slipstream.ops import PrefixTree
+from slipstream.ops import PrefixTree, _attention_trees
+from slipstream.runtime import tree_keys
 from slipstream.runtime.prefix_tree import Rows
 from slipstream.runtime.trees import tree_of
 from slipstream.tools.catalog import OPERATORS, Sample, flat
@@ -87,6 +88,20 @@ def test_tree_equals_its_paths(sample: Sample) -> None:
         torch.testing.assert_close(x, y, atol=1e-11, rtol=1e-9)
     for x, y in zip(gradients_of(results, args), gradients_of(wanted, args)):
         torch.testing.assert_close(x, y, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "sample", [x for x in SAMPLES if x.op == "attention"], ids=lambda x: x.name
+)
+def test_attention_joins_the_sums_of_ancestors(
+    sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nodes are long; the keys of these would be copied."""
+    assert tree_keys.copies_paths(tree())
+    long = PrefixTree([0, 40, 43, 46], [-1, 0, 0])
+    assert not tree_keys.copies_paths(long)
+    monkeypatch.setattr(_attention_trees, "copies_paths", lambda tree: False)
+    test_tree_equals_its_paths(sample)
 
 
 def test_every_operator_of_packed_rows_takes_trees() -> None:
