@@ -38,6 +38,7 @@ from slipstream.tools.catalog import Shape, chosen
 
 # B, T, H, D, causal
 SIZES = [(4, 4096, 16, 128), (2, 16384, 16, 128), (4, 4096, 32, 64), (2, 8192, 8, 256)]
+SIZES += [(4, 4096, 16, 512)]
 SHAPES = [(*size, causal) for size in SIZES for causal in (True, False)]
 MIXED = (4096, 512, 2048, 1, 3000, 130, 5000, 1597)
 # B, S, H, HKV, D, page size or 0
@@ -48,21 +49,26 @@ CACHES = [
     (64, 4096, 32, 8, 128, 256),
     (16, 8192, 16, 16, 128, 0),
     (16, 16384, 64, 8, 64, 0),
+    (16, 8192, 16, 2, 512, 0),
+    (16, 8192, 16, 2, 512, 64),
 ]
 # B, S, H, page size or 0
 LATENT = [(32, 8192, 128, 0), (64, 8192, 16, 0), (128, 4096, 16, 64), (1, 131072, 128, 0)]
 RANK, ROPE = 512, 64
 
 
-def providers(causal: bool) -> dict[str, Callable[..., Tensor]]:
-    """By name; torch's last. On a CPU ours is what it is there, under its kernels' names."""
+def providers(causal: bool, D: int) -> dict[str, Callable[..., Tensor]]:
+    """By name; torch's last. On a CPU ours is what it is there, under its kernels' names. sm90: of
+    heads wider than 256 what is chosen, its forward and portable gradients."""
     found: dict[str, Callable[..., Tensor]] = {}
-    for name, impl in (("sm90", "sm90"), ("portable", "triton")):
+    for name, impl in (("sm90", "sm90" if D <= 256 else None), ("portable", "triton")):
         found[name] = partial(
             ops.attention, causal=causal, impl=impl if DEVICE.type == "cuda" else None
         )
     found["cudnn"] = sdpa(causal, SDPBackend.CUDNN_ATTENTION)
     found["flash"] = sdpa(causal, SDPBackend.FLASH_ATTENTION)
+    if D > 256:  # which the others refuse
+        found["efficient"] = sdpa(causal, SDPBackend.EFFICIENT_ATTENTION)
     return found
 
 
@@ -86,7 +92,7 @@ def able(B: int, T: int, H: int, D: int, causal: bool, report: Report) -> dict[s
     """The providers that take a shape."""
     args = chosen(["attention"])[0].inputs(report.shape(Shape(B=B, T=T, H=H, K=D, V=D)), DEVICE)
     named = {}
-    for name, fn in providers(causal).items():
+    for name, fn in providers(causal, D).items():
         provider = Provider(fn, args)
         try:
             provider.gradients()

@@ -129,6 +129,7 @@ OPERATORS = [
     *_LINEAR,
     Sample("attention", ATTENTION),
     _traced("attention", f"{ATTENTION} g=BTG:gate sinks=G", variant="gated"),
+    _traced("attention", "q=BTGA k=BTHA v=BTHA sinks=G", variant="wide"),
     _traced("attention", ATTENTION, variant="both sides",
             options={"window_size": (60, 9), "causal": False}),
     # tests/ops/test_attention.py holds both back ends against each other

@@ -3,8 +3,8 @@
 "q=BTHK:unit" is an argument q of dims B, T, H, K filled as FILL says; without a fill it is normal.
 Letters: B batch, T tokens, R = T times the Householder steps, H heads of q and k, G of v and gates,
 K and V widths, P = K / 2, F = P - 1, M slots, N sequences, S = T + 3 keys, D channels, C = 3D, L
-channels too many for one tile, Q = 512 + 64 of a latent, Z vocabulary, W taps, I = 4D of 4 streams
-with U = 24 weights; a digit is itself.
+channels too many for one tile, A = 512 of a wide head, Q = 512 + 64 of a latent, Z vocabulary, W
+taps, I = 4D of 4 streams with U = 24 weights; a digit is itself.
 """
 
 import inspect
@@ -76,6 +76,7 @@ class Shape:
             "C": 3 * channels if self.C is None else self.C,
             "E": 2 * self.H * self.K + (self.HV or self.H * (1 + self.grouped)) * self.V,
             "L": 1 << 16,
+            "A": 512,
             "Q": 576,
             "Z": self.Z,
             "W": 4,

@@ -289,7 +289,7 @@ def with_gradients(options: dict[str, Any], leaves: list[Tensor]) -> list[Tensor
     return [o, lse, *grads]
 
 
-@pytest.mark.parametrize("D", [64, 128, 256, 80])
+@pytest.mark.parametrize("D", [64, 128, 256, 80, 512])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_replayed_attention_is_the_call(name: str, D: int) -> None:
     options = dict(ATTENTION[name])

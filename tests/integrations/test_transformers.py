@@ -1,5 +1,6 @@
 """attn_implementation="slipstream" beside "eager", in tiny models of transformers."""
 
+import copy
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -52,6 +53,27 @@ def assert_same(eager: Any, slip: Any, live: Tensor | None = None, **inputs: Any
 @every_model
 def test_model_matches_eager(name: str) -> None:
     assert_same(*make(name), input_ids=torch.randint(1, 61, (2, 19)))
+
+
+def test_global_heads_of_512_match_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4: its global layers have heads of another width, and grouped keys."""
+    config = transformers.Gemma4TextConfig(
+        **{**SIZES, "head_dim": 16}, sliding_window=6, hidden_size_per_layer_input=4,
+        vocab_size_per_layer_input=61, layer_types=["sliding_attention", "full_attention"],
+        attn_implementation="eager",
+    )  # fmt: skip
+    eager = transformers.Gemma4ForCausalLM(config).eval()
+    slip = copy.deepcopy(eager)
+    slip.set_attn_implementation("slipstream")
+    widths, attend = [], ours.attention
+
+    def noted(q: Tensor, *args: Any, **options: Any) -> Any:
+        widths.append(q.shape[-1])
+        return attend(q, *args, **options)
+
+    monkeypatch.setattr(ours, "attention", noted)
+    assert_same(eager, slip, input_ids=torch.randint(1, 61, (2, 19)))
+    assert widths == [16, 512]
 
 
 @pytest.mark.parametrize(

@@ -86,12 +86,13 @@ def drafted(T: int) -> bool:
     return drafts.drafts_on_sm90(stepping(64, T, 64, num_accepted=m(1)), options)
 
 
-def on_a_gpu(width: int, dtype: torch.dtype, capability: tuple[int, int] = (9, 0)) -> str | None:
+def on_a_gpu(
+    width: int, dtype: torch.dtype, at: tuple[int, int] = (9, 0), of: torch.dtype = torch.int8
+) -> str | None:
+    """What reads a cache of another dtype."""
     q: Any = SimpleNamespace(shape=(1, 1, 1, width), dtype=dtype, is_cuda=True, device=None)
-    code = SimpleNamespace(shape=q.shape, dtype=torch.float8_e4m3fn)
-    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
-        if dtype == FP32:
-            return attention._too_wide(q, q)
+    code: Any = SimpleNamespace(shape=q.shape, dtype=of)
+    with mock.patch("torch.cuda.get_device_capability", return_value=at):
         return attention.cache_unsupported_reason((q, code, code))
 
 
@@ -243,8 +244,12 @@ LIMITS: dict[str, tuple[Callable[[int], Any], int] | tuple[Callable[[int], Any],
     "RWKV-7's tiles": (lambda K: rwkv7._terms_tile(K) != rwkv7.TERMS_BACKWARD[64], 64),
     "attention's D": (
         lambda D: attention._too_wide(m(1, 1, 1, D), m(1, 1, 1, 8)), attention.MAX_HEAD_DIM),
-    "float32's D": (lambda D: on_a_gpu(D, FP32), attention.MAX_HEAD_DIM_FP32),
-    "float8's capability": (lambda n: on_a_gpu(64, BF16, (8, n)), 9, 8),
+    "float32's D": (lambda D: on_a_gpu(D, FP32), 128),
+    "float32's D of sm_80": (lambda D: on_a_gpu(D, FP32, (8, 0)), 256),
+    "attention's D of sm_90": (lambda D: on_a_gpu(D, BF16), 512),
+    "attention's D of sm_75": (lambda D: on_a_gpu(D, torch.float16, (7, 5)), 256),
+    "float8's capability": (
+        lambda n: on_a_gpu(64, BF16, (8, n), torch.float8_e4m3fn), 9, 8),
     "tokens one by one": (lambda T: not by_token(T), linear.MAX_STEP_TOKENS),
     "also one by one": (lambda T: not also_by_token(T), linear.MAX_STEP_TOKENS),
     "programs of a scan": (lambda n: scanned(16 * 64, n) is None, segments.NUM_SMS // 4),

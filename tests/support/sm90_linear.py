@@ -19,9 +19,8 @@ FOLDERS = {"delta": "delta", "simple": "scalar_decay", "gla": "vector_decay"}  #
 
 
 def backend(kind: str) -> Any:
-    # reads segments.NUM_SMS as it is imported, in whose place tests put others
-    importlib.import_module("slipstream.kernels.linear.triton.vector_decay.backend")
-    return importlib.import_module(f"{SM90}{FOLDERS.get(kind, 'dplr')}.backend")
+    folder = FOLDERS.get(kind, "dplr")
+    return importlib.import_module(f"{SM90}{folder}.backend")
 
 
 def cut_by(tokens: int) -> Callable[..., set[str]]:

@@ -42,7 +42,7 @@ CANDIDATES = (
 
 def _gradients_unsupported_reason(call: tuple[AttentionInputs, AttentionOptions]) -> str | None:
     if not op.has_gradients("sm90", call[0]):
-        return "its gradients want heads of q and v of one width"
+        return "its gradients want heads of q and v of one width, of at most 256"
     return _sm90_unsupported(call)
 
 

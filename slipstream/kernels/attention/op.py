@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention import cache, eager, probe
 from slipstream.kernels.attention.inputs import DIFFERENTIABLE, AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.plan import kind, kind_of_cache
+from slipstream.kernels.attention.plan import FORWARD, kind, kind_of_cache
 from slipstream.runtime import autograd, custom_op, guarded_launch
 from slipstream.runtime.compile_ahead import KEYS, AtSizes, resized
 
@@ -69,8 +69,8 @@ def _mismatch(inputs: AttentionInputs, options: AttentionOptions, impl: str) -> 
 
 
 def has_gradients(impl: str, inputs: AttentionInputs) -> bool:
-    """The kernels for sm_90 have none of heads of q and v of two widths."""
-    return impl != "sm90" or inputs.q.shape[-1] == inputs.v.shape[-1]
+    """The kernels for sm_90 have none of heads of two widths, or wider than 256."""
+    return impl != "sm90" or (inputs.q.shape[-1], inputs.v.shape[-1]) not in FORWARD
 
 
 def _without_keys(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:

@@ -13,14 +13,14 @@ from torch import Tensor
 from slipstream.common.rounded_keys import LARGEST
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.triton.tiles import MAX_HEAD_DIM_FP32, MIN_HEAD_DIM, family
+from slipstream.kernels.attention.triton import tiles
 from slipstream.runtime import backends, guarded_launch
 from slipstream.runtime.backends import HAVE_TRITON as HAVE_TRITON
 from slipstream.runtime.backends import INTERPRETED as INTERPRETED
 from slipstream.runtime.backends import triton_unsupported
 
-# the widest that tiles.py has tiles for
-MAX_HEAD_DIM = 256
+# the widest that tiles.py has tiles for, in 16 bits
+MAX_HEAD_DIM = 512
 # of latents, and of what follows them in a row
 MAX_WIDTH, MAX_ROPE_WIDTH = 512, 64
 
@@ -52,11 +52,11 @@ def _too_wide(q: Tensor, v: Tensor) -> str | None:
     widest = max(q.shape[-1], v.shape[-1])
     if widest > MAX_HEAD_DIM:
         return f"head widths may be at most {MAX_HEAD_DIM}"
-    if q.dtype == torch.float32 and q.is_cuda and widest > MAX_HEAD_DIM_FP32:
-        of = family(torch.cuda.get_device_capability(q.device), hip=bool(torch.version.hip))
-        if of in MIN_HEAD_DIM:
-            limit = MAX_HEAD_DIM_FP32
-            return f"float32 heads wider than {limit} want more shared memory than {of} has"
+    if q.is_cuda:
+        of = tiles.family(torch.cuda.get_device_capability(q.device), bool(torch.version.hip))
+        if widest > (limit := tiles.max_head_dim(of, q.dtype.itemsize)):
+            dtype = str(q.dtype).removeprefix("torch.")
+            return f"{dtype} heads wider than {limit} want more shared memory than {of} has"
     return None
 
 
@@ -104,8 +104,11 @@ TILES = {
     128: Tiles(Tile(128, (2, 2))),
     256: Tiles(Tile(64, (2, 2)), dq=Tile(64, (2, 1)), dkv=Tile(64, (2, 2), rows=64)),
 }
-# the forward of heads of q and k of one width and of v of another; the backward is the portable one
-MIXED_WIDTHS = {(192, 128): Tile(128, (2, 2))}
+# heads of q and k of one width and of v of another, and those whose values go in two launches of
+# half their columns, so that 128 queries fit: the backward is the portable one
+FORWARD = {(192, 128): Tile(128, (2, 2)), (512, 512): Tile(64, (1, 1))}
+# of a head whose sums of 128 rows registers hold
+MAX_COLUMNS = 256
 # bytes of keys and values at work at a time: they are to stay in the L2 cache
 SECTION_BYTES = 32 << 20
 # SECTION_BYTES of the forward: half of the cache is far from a multiprocessor
@@ -122,8 +125,8 @@ def sm90_unsupported_reason(inputs: AttentionInputs, options: AttentionOptions) 
     if k.dtype != q.dtype or v.dtype != q.dtype:
         return "q, k and v differ in dtype"
     D, DV = q.shape[-1], v.shape[-1]
-    if (D not in TILES) if D == DV else (D, DV) not in MIXED_WIDTHS:
-        widths = ", ".join([*map(str, TILES), *(f"{x} and {y}" for x, y in MIXED_WIDTHS)])
+    if (D not in TILES or D != DV) and (D, DV) not in FORWARD:
+        widths = ", ".join([*map(str, TILES), *(f"{x} and {y}" for x, y in FORWARD)])
         return f"heads of q and v are to be of one width of {widths}"
     for name in ("g", "slopes"):
         if getattr(inputs, name) is not None:

@@ -16,7 +16,7 @@ from slipstream.runtime import backends, guarded_launch
 from slipstream.runtime.dispatch import ValidationCache
 
 PLAIN = AttentionOptions(0.1)
-WIDTHS = "one width of 64, 128, 256, 192 and 128"
+WIDTHS = "one width of 64, 128, 256, 192 and 128, 512 and 512"
 
 
 def terms(
@@ -39,9 +39,10 @@ def on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
         (terms(dtype=torch.float16), PLAIN),
         (terms(256), AttentionOptions(0.1, left=7, right=0, softcap=5.0)),
         (terms(192, 128), PLAIN),
+        (terms(512), PLAIN),
         (terms(sinks=torch.zeros(2), lengths=torch.tensor([3])), PLAIN),
     ],
-    ids=["64", "fp16", "windows and a cap", "latent", "sinks and lengths"],
+    ids=["64", "fp16", "windows and a cap", "latent", "wide", "sinks and lengths"],
 )
 def test_hopper_takes(call: AttentionInputs, options: AttentionOptions) -> None:
     assert plan.sm90_unsupported_reason(call, options) is None
@@ -92,7 +93,7 @@ def test_mixed_width_gradients_take_portable_kernels(monkeypatch: pytest.MonkeyP
         run.run(given, PLAIN, Asked(lse=True))
     every = "sm90|triton|eager"
     assert ways == [(every, ""), (every, "triton|eager"), (every, ""), (every, "")]
-    reason = "its gradients want heads of q and v of one width"
+    reason = "its gradients want heads of q and v of one width, of at most 256"
     found = call.choose(call.OF_GRADIENTS, (terms(192, 128), PLAIN), None)
     assert found.impl == "triton" and found.rejected == (("sm90", reason),)
     wanted = terms(192, 128)
@@ -178,11 +179,32 @@ def test_pairs_of_a_forward_fit() -> None:
     assert [found(1 << 16, 8, 8, x) for x in (False, True)] == [1, 2]
 
 
-@pytest.mark.parametrize("widths", [(256, 256), (64, 256), (256, 64)])
+@pytest.mark.parametrize(("tiles", "pairs", "column_tiles", "group"), [
+    (32, 64, 32, 1), (256, 16, 256, 1), (3, 1, 2, 8), (1024, 2, 1024, 4),
+])  # fmt: skip
+def test_wide_gradients_stay_within_their_workspace(
+    tiles: int, pairs: int, column_tiles: int, group: int
+) -> None:
+    wide_launch = pytest.importorskip("slipstream.kernels.attention.triton.wide_launch")
+    tile = plan.tiles.WIDE["sm_90", 2]
+    rows, count = wide_launch.fit(tiles, pairs, column_tiles, group, tile, 2)
+    assert 1 <= rows <= tiles and 1 <= count <= pairs and (count == 1 or rows == tiles)
+    each = 2 * 2 * group * tile.BM * column_tiles * tile.BN
+
+    def fits(rows: int, count: int) -> bool:
+        return rows * count * each <= plan.tiles.WORKSPACE_BYTES
+
+    assert fits(rows, count) or (rows, count) == (1, 1)
+    # as much as fits
+    assert rows == tiles or not fits(rows + 1, 1)
+    assert count == pairs or not fits(rows, count + 1)
+
+
+@pytest.mark.parametrize("widths", [(512, 512), (64, 512), (512, 64)])
 def test_triton_takes_heads_up_to_its_limit(widths: tuple[int, int]) -> None:
     q, v = (torch.zeros(1, 4, 2, x) for x in widths)
-    assert plan.MAX_HEAD_DIM == 256 and plan._too_wide(q, v) is None
-    assert "at most 256" in (plan._too_wide(q, torch.zeros(1, 4, 2, 257)) or "")
+    assert plan.MAX_HEAD_DIM == 512 and plan._too_wide(q, v) is None
+    assert "at most 512" in (plan._too_wide(q, torch.zeros(1, 4, 2, 513)) or "")
 
 
 def test_tma_reads_heads_where_they_lie() -> None:

@@ -51,17 +51,20 @@ def forward(
     q, k, v = terms[:3]
     B, T, H, D = q.shape
     DV = v.shape[-1]
-    width = 64 if D == 192 else D
+    width, columns, stages = {192: 64, 512: 128}.get(D, D), min(DV, 256), 1 if D == 512 else 2
     o, lse = (torch.full((B, *x), torch.nan, dtype=q.dtype) for x in ((T, H, DV), (H, T)))
-    counter = ptr(torch.zeros(1, dtype=torch.int32)) if extra & 128 else None
-    launch(
-        found("forward:softmax_fwd_sm90_kernel"), programs,
-        (desc(q, 64, width), desc(k, 32, width), desc(v, 32), ptr(o), ptr(lse), ptr(terms.sinks),
-         *offsets(terms),
-         counter, *factors(options), *sizes(terms, options, False), *at(q),
-         *at(k), *at(v)),
-        NC=2, BN=32, D=D, DV=DV, ST=2, Q_STAGES=room, **flags(terms, options, extra),
-    )  # fmt: skip
+    for first in range(0, DV, columns):
+        counter = ptr(torch.zeros(1, dtype=torch.int32)) if extra & 128 else None
+        values = v[..., first : first + columns].contiguous()
+        launch(
+            found("forward:softmax_fwd_sm90_kernel"), programs,
+            (desc(q, 64, width), desc(k, 32, width), desc(values, 32), ptr(o) + first, ptr(lse),
+             ptr(terms.sinks), *offsets(terms),
+             counter, *factors(options), *sizes(terms, options, False), *at(q),
+             *at(k), *at(values)),
+            NC=2, BN=32, D=D, DV=columns, PITCH=DV, ST=stages, Q_STAGES=room,
+            **flags(terms, options, extra),
+        )  # fmt: skip
     return {"o": o, "lse": lse}
 
 
@@ -122,6 +125,14 @@ def test_forward_with_sinks() -> None:
 @pytest.mark.parametrize("call", CALLS[:3] + CALLS[4:11], ids=lambda c: c.name)
 def test_forward_of_two_widths(call: Call) -> None:
     forward_matches(Call(**{**vars(call), "D": 192, "DV": 128}), 1, 128)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda c: c.name)
+@pytest.mark.sample(which=lambda call: call.name in ("causal", "packed apart"))
+def test_forward_of_halves_of_values(call: Call) -> None:
+    """Heads of 512: panels of keys come one by one, and values in two launches."""
+    has = frozenset({"sinks"} if call.right == 0 else ())
+    forward_matches(Call(**{**vars(call), "D": 512, "DV": 512, "has": has}), 1, 128)
 
 
 def forward_matches(call: Call, room: int, extra: int) -> None:

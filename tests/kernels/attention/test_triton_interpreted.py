@@ -11,16 +11,18 @@ from torch import Tensor
 
 from slipstream.kernels.attention import dropout
 from slipstream.kernels.attention.cache import Cache, append, gather, hidden_keys
+from slipstream.kernels.attention.eager import backward as eager_backward
 from slipstream.kernels.attention.eager import forward as eager_forward
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
 from slipstream.ops.attention import attention
-from tests.support.attention_calls import CALLS, check, got, incoming, want
+from tests.support.attention_calls import CALLS, Call, check, got, incoming, want
 from tests.support.interpreted import PARTS, interpreted
 from tests.support.operators import with_grads
 
 # calls of the default run: masks, groups, options and ways of packing, each once
 SAMPLE = {"one", "causal", "more queries", "causal window", "gate, sinks", "slopes, sinks"}
 SAMPLE |= {"packed apart", "packed, caches", "used", "few queries"}
+WIDE = {"causal", "narrow window", "packed apart", "packed, caches", "few queries"}
 NARROW = {"causal", "packed apart", "few queries"}
 
 
@@ -129,6 +131,37 @@ def test_kernels_match_reference_when_interpreted(part: str) -> None:
             check_call(i, torch.float32)
         if call.name in NARROW and (call.name == "packed apart") == (part == "sample"):
             check_call(i, torch.float16)
+
+
+# how many tiles of queries the workspace holds: all, or some of one pair
+ROOMS = {"sample": (1 << 29, 1), "further": (1 << 29, 1 << 15)}
+
+
+@interpreted
+@pytest.mark.parametrize("part", PARTS)
+def test_wide_gradients_match_reference_when_interpreted(part: str) -> None:
+    from slipstream.kernels.attention.triton import launch, tiles, wide_launch
+
+    for call in CALLS:
+        if (call.name in WIDE) == (part == "sample") and "g" not in call.has:
+            for dtype, limit in ((torch.float32, 2e-5), (torch.float16, 4e-3)):
+                D, DV = (272, 264) if call.HKV == 1 else (40, 312)
+                terms = Call(**{**vars(call), "D": D, "DV": DV, "scale": D**-0.5}).terms(dtype)
+                options = AttentionOptions(D**-0.5, *call.options[1:])
+                assert wide_launch.tile_for(terms) is not None
+                do, dlse = incoming(terms)
+                right = want(terms, options, do, dlse)
+                for tiles.WORKSPACE_BYTES in ROOMS[part]:
+                    found = got(launch, terms, options, do, dlse)
+                    check(found, right, limit, f"{call.name}, {dtype}, {tiles.WORKSPACE_BYTES}")
+    keep = torch.tensor([7])
+    terms = Call("dropped", B=2, T=50, S=60, D=264, DV=264).terms()._replace(seed=keep)
+    options = AttentionOptions(264**-0.5, -1, 0, 0.0, 0.3)
+    do, dlse = incoming(terms)
+    o, lse = eager_forward(terms, options)
+    plain = eager_backward(terms, options, o, lse, do, dlse)
+    found = launch.backward(terms, options, o, lse, do, dlse)
+    check(found, {name: x.double() for name, x in plain.items()}, 2e-5, "dropped")
 
 
 def check_delta(B: int, T: int, cu: list[int] | None, has_dlse: bool, BM: int) -> None:

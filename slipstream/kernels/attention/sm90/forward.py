@@ -294,10 +294,25 @@ class Barriers(NamedTuple):
     v: Any
 
 
+class Ring(NamedTuple):
+    """Stages of k or v, and their barriers."""
+
+    buffers: Any
+    full: Any
+    empty: Any
+
+
 @gluon.constexpr_function
 def panels(D):
-    """Boxes by which TMA loads rows of q and k: each is to be a power of two wide."""
-    return 3 if D == 192 else 1
+    """Boxes by which TMA loads rows of q and k: each is to be a power of two wide. Of 512 columns
+    one tile of keys alone fits, whose panels are filled again while others are multiplied."""
+    return {192: 3, 512: 4}.get(D, 1)
+
+
+@gluon.constexpr_function
+def fills(D):
+    """Loads of a tile of keys that have barriers of their own: of one panel each, or of all."""
+    return panels(D) if D > 256 else 1
 
 
 @gluon.jit
@@ -310,6 +325,19 @@ def _fetch_panels(desc, row, col, full, bufs, stage, PANELS: gl.constexpr):
 
 
 @gluon.jit
+def _fetch_keys(desc, row, col, ring, i_step, D: gl.constexpr, ST: gl.constexpr):
+    """Starts to load a tile of keys, each of its loads as soon as the buffer is free."""
+    COUNT: gl.constexpr = fills(D)
+    PANELS: gl.constexpr = panels(D) // COUNT
+    for i in gl.static_range(COUNT):
+        at = i_step * COUNT + i
+        common.wait_empty(ring.empty, at, ST * COUNT)
+        stage = at % (ST * COUNT)
+        column = col + i * PANELS * desc.block_type.shape[1]
+        _fetch_panels(desc, row, column, ring.full.index(stage), ring.buffers, stage, PANELS)
+
+
+@gluon.jit
 def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides, scheduler,
                    NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ST: gl.constexpr,
                    FLAGS: gl.constexpr):  # fmt: skip
@@ -318,6 +346,7 @@ def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides,
     PANELS: gl.constexpr = panels(D)
     Q_STAGES: gl.constexpr = buffers.q.shape[0] // (NC * PANELS)
     group, units = sizes.group, sizes.units
+    ring_k = Ring(buffers.k, full.k, empty.k)
     i_step = units * 0
     units_done = units * 0
     unit = common.program_id_volatile(i_step)
@@ -336,10 +365,7 @@ def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides,
             strides_v, loc.i_kb, loc.i_h // group, loc.begin_k + visible.first
         )
         # the first tile of keys before q, whose buffer the last unit's o may still leave
-        common.wait_empty(empty.k, i_step, ST)
-        _fetch_panels(
-            desc_k, row_k, col_k, full.k.index(i_step % ST), buffers.k, i_step % ST, PANELS
-        )
+        _fetch_keys(desc_k, row_k, col_k, ring_k, i_step, D, ST)
         for c in gl.static_range(NC):
             stage_q = units_done % Q_STAGES * NC + c
             mbarrier.wait(empty.q.index(stage_q), ((units_done // Q_STAGES) & 1) ^ 1)
@@ -347,11 +373,7 @@ def load_partition(descs, buffers, full, empty, offsets, sizes, window, strides,
                 desc_q, row_q + c * 64, col_q, full.q.index(stage_q), buffers.q, stage_q, PANELS
             )
         for i in range(1, visible.num_tiles):
-            stage = (i_step + i) % ST
-            common.wait_empty(empty.k, i_step + i, ST)
-            _fetch_panels(
-                desc_k, row_k + i * BN, col_k, full.k.index(stage), buffers.k, stage, PANELS
-            )
+            _fetch_keys(desc_k, row_k + i * BN, col_k, ring_k, i_step + i, D, ST)
             stage = (i_step + i - 1) % ST
             common.wait_empty(empty.v, i_step + i - 1, ST)
             common.fetch(
@@ -380,40 +402,48 @@ _DO_STRIDES = ["do_rb", "do_rh", "do_ch"]
 NUM_SCALARS = gl.constexpr(8)
 
 
-class Ring(NamedTuple):
-    """Stages of k or v, and their barriers."""
-
-    buffers: Any
-    full: Any
-    empty: Any
-
-
 @gluon.jit
-def _product(bufs_q, stage_q, bufs_k, i_step, zero, ST: gl.constexpr, PANELS: gl.constexpr):
-    """Starts q k^T of this step, panel by panel of the width."""
+def _product(bufs_q, stage_q, ring, i_step, zero, D: gl.constexpr, ST: gl.constexpr):
+    """Starts q k^T of this step, panel by panel of the width, as they are filled; of several
+    loads each but the last goes back once it was multiplied."""
+    PANELS: gl.constexpr = panels(D)
+    FILLS: gl.constexpr = fills(D)
     at = stage_q * PANELS
-    if PANELS * bufs_q.shape[2] > 128:
+    if D > 128:
         # opaque: at a constant index the descriptors of all panels are kept in registers
         at += i_step >> 30
     stage = i_step % ST * PANELS
-    s = warpgroup_mma(
-        bufs_q.index(at), bufs_k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
-    )
+    if ST == 1:
+        stage += i_step >> 30
+    common.wait_full(ring.full, i_step * FILLS, ST * FILLS)
+    k = ring.buffers.index(stage).permute((1, 0))
+    s = warpgroup_mma(bufs_q.index(at), k, zero, use_acc=False, is_async=True)
     for i in gl.static_range(1, PANELS):
-        k = bufs_k.index(stage + i).permute((1, 0))
+        if FILLS > 1:
+            common.wait_full(ring.full, i_step * FILLS + i, ST * FILLS)
+        k = ring.buffers.index(stage + i).permute((1, 0))
         s = warpgroup_mma(bufs_q.index(at + i), k, s, is_async=True)
+        if FILLS > 1:
+            s = sm90.warpgroup_mma_wait(1, deps=(s,))
+            mbarrier.arrive(ring.empty.index((i_step * FILLS + i - 1) % (ST * FILLS)))
     return s
 
 
 @gluon.jit
+def _last_fill(i_step, D: gl.constexpr, ST: gl.constexpr):
+    """The barrier of a tile's last load."""
+    FILLS: gl.constexpr = fills(D)
+    return (i_step * FILLS + FILLS - 1) % (ST * FILLS)
+
+
+@gluon.jit
 def _step(stage_q, bufs_q, zero, ring_k, ring_v, state, i_step, mask_args, key, masked,
-          ST: gl.constexpr, PANELS: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+          D: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """q k^T of this step beside p v of the one before, and that beside the exponentials; masked:
     whether a query may not see a key of the tile."""
     e, m, l, acc, shrink = state
     prev = i_step - 1
-    common.wait_full(ring_k.full, i_step, ST)
-    s = _product(bufs_q, stage_q, ring_k.buffers, i_step, zero, ST, PANELS)
+    s = _product(bufs_q, stage_q, ring_k, i_step, zero, D, ST)
     # while q k^T runs: p of the tile before as an operand, and acc at the new maximum
     p = operand(e, acc, bufs_q.dtype)
     acc = scaled(acc, shrink)
@@ -421,7 +451,7 @@ def _step(stage_q, bufs_q, zero, ring_k, ring_v, state, i_step, mask_args, key, 
     acc = warpgroup_mma(p, ring_v.buffers.index(prev % ST), acc, is_async=True)
     # q k^T is done, p v may still run: k can be overwritten
     s = sm90.warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(ring_k.empty.index(i_step % ST))
+    mbarrier.arrive(ring_k.empty.index(_last_fill(i_step, D, ST)))
     e, m, shrink = weights(s, m, mask_args, i_step, key, masked, ring_v.buffers.shape[2], FLAGS)
     l = l * shrink + gl.sum(e, 1)
     # a second wait for a barrier that has long passed: ptxas would otherwise move the wait for p v
@@ -434,7 +464,7 @@ def _step(stage_q, bufs_q, zero, ring_k, ring_v, state, i_step, mask_args, key, 
 
 @gluon.jit
 def _key_loop(stage_q, bufs_q, zero, ring_k, ring_v, i_step, key_range, mask_args, BN: gl.constexpr,
-          DV: gl.constexpr, ST: gl.constexpr, PANELS: gl.constexpr,
+          D: gl.constexpr, DV: gl.constexpr, ST: gl.constexpr,
           FLAGS: gl.constexpr):  # fmt: skip
     """The loop over a unit's tiles of keys, all but p v of the last.
 
@@ -443,10 +473,9 @@ def _key_loop(stage_q, bufs_q, zero, ring_k, ring_v, i_step, key_range, mask_arg
     """
     key, count, inner, outer = key_range
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    common.wait_full(ring_k.full, i_step, ST)
-    s = _product(bufs_q, stage_q, ring_k.buffers, i_step, zero, ST, PANELS)
+    s = _product(bufs_q, stage_q, ring_k, i_step, zero, D, ST)
     s = sm90.warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(ring_k.empty.index(i_step % ST))
+    mbarrier.arrive(ring_k.empty.index(_last_fill(i_step, D, ST)))
     # the first tile has no p v beside it
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, zero.type.layout))
     masked = (inner > 0) | (outer <= 0)
@@ -459,7 +488,7 @@ def _key_loop(stage_q, bufs_q, zero, ring_k, ring_v, i_step, key_range, mask_arg
         for i in range(1, count):
             e, m, l, acc, shrink = _step(
                 stage_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), i_step + i,
-                mask_args, key + i * BN, (i < inner) | (i >= outer), ST, PANELS, FLAGS,
+                mask_args, key + i * BN, (i < inner) | (i >= outer), D, ST, FLAGS,
             )  # fmt: skip
     else:
         # where the branch takes time a loop each: left edge (masked), inside, right edge (masked)
@@ -468,14 +497,14 @@ def _key_loop(stage_q, bufs_q, zero, ring_k, ring_v, i_step, key_range, mask_arg
             for i in range(edges[i_loop], edges[i_loop + 1]):
                 e, m, l, acc, shrink = _step(
                     stage_q, bufs_q, zero, ring_k, ring_v, (e, m, l, acc, shrink), i_step + i,
-                    mask_args, key + i * BN, i_loop != 1, ST, PANELS, FLAGS,
+                    mask_args, key + i * BN, i_loop != 1, D, ST, FLAGS,
                 )  # fmt: skip
     return operand(e, acc, bufs_q.dtype), m, l, scaled(acc, shrink)
 
 
 @gluon.jit
 def _finish(stage_q, i_step, out, bufs_q, empty_q, coords, sums, sizes, DV: gl.constexpr,
-            FLAGS: gl.constexpr):  # fmt: skip
+            PITCH: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
     """Stores o and its lse, and frees the queries, whose buffer o goes through."""
     o_ptr, lse_ptr, sinks_ptr = out
     i_h, i_b, begin, queries, row = coords
@@ -490,16 +519,16 @@ def _finish(stage_q, i_step, out, bufs_q, empty_q, coords, sums, sizes, DV: gl.c
     lse = gl.where(has_no_key, float("-inf"), (m + gl.log2(gl.where(has_no_key, 1.0, l))) * LN2)
     by = gl.convert_layout(1.0 / gl.where(has_no_key, 1.0, l), gl.SliceLayout(1, o_layout))
     acc = (acc * by[:, None]).to(bufs_q.dtype)
-    p_o = o_ptr + ((i_b.to(gl.int64) * T + begin + row) * H + i_h) * DV
+    p_o = o_ptr + ((i_b.to(gl.int64) * T + begin + row) * H + i_h) * PITCH
     if bufs_q.shape[2] == DV:
         rows = common.stage_through_smem(bufs_q.index(stage_q), acc, DV)
         mbarrier.arrive(empty_q.index(stage_q))
-        common.store_staged(p_o, rows, H * DV, queries - row, i_step, DV)
+        common.store_staged(p_o, rows, H * PITCH, queries - row, i_step, DV)
     else:
         mbarrier.arrive(empty_q.index(stage_q))
         o_r = gl.arange(0, 64, gl.SliceLayout(1, o_layout))
         o_v = gl.arange(0, DV, gl.SliceLayout(0, o_layout))
-        p_o += o_r.to(gl.int64)[:, None] * (H * DV) + o_v[None, :]
+        p_o += o_r.to(gl.int64)[:, None] * (H * PITCH) + o_v[None, :]
         gl.store(p_o, acc, mask=(o_r < queries - row)[:, None] & (o_v >= 0)[None, :])
     p_lse = lse_ptr + (i_b.to(gl.int64) * H + i_h) * T + begin + row
     gl.store(p_lse + o_m, lse, mask=o_m < queries - row)
@@ -508,7 +537,8 @@ def _finish(stage_q, i_step, out, bufs_q, empty_q, coords, sums, sizes, DV: gl.c
 @gluon.jit
 def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, sizes,
             window_arg, scheduler, pad, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-            DV: gl.constexpr, ST: gl.constexpr, FLAGS: gl.constexpr):  # fmt: skip
+            DV: gl.constexpr, PITCH: gl.constexpr, ST: gl.constexpr,
+            FLAGS: gl.constexpr):  # fmt: skip
     Q_STAGES: gl.constexpr = buffers.q.shape[0] // (NC * panels(D))
     units = sizes.units
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -548,7 +578,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
             stage_q, buffers.q, zero, Ring(buffers.k, full.k, empty.k),
             Ring(buffers.v, full.v, empty.v), i_step,
             (key, count, inner, outer), (row + keys - queries, keys, window, factor, opaque_cap),
-            BN, DV, ST, panels(D), FLAGS,
+            BN, D, DV, ST, FLAGS,
         )  # fmt: skip
         if FLAGS & common.FLAG.LEFT:
             units_done, i_step, num_valid = common.load_scalar(
@@ -576,6 +606,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
             (m, l, acc),
             shape,
             DV,
+            PITCH,
             FLAGS,
         )
         received = units_done + hands_out_places(FLAGS)
@@ -587,7 +618,7 @@ def _attend(c: gl.constexpr, out, factor, cap, buffers, full, empty, offsets, si
 def softmax_fwd_sm90_kernel(
     desc_q,  # matrices with tiles [64, D], [BN, D] and [BN, DV]: common.py says where q, k, v lie
     desc_k, desc_v,
-    o_ptr,  # [B, T, H, DV]
+    o_ptr,  # [B, T, H, PITCH], of which DV columns are written
     lse_ptr,  # [B, H, T]
     sinks_ptr,  # [H]
     cu_q_ptr,  # [N + 1]
@@ -596,8 +627,9 @@ def softmax_fwd_sm90_kernel(
     counter_ptr,  # [1]
     factor, cap, T, S, H, N, group, tiles, search_steps, section, units, left, right,
     q_rb, q_rh, q_ch, k_rb, k_rh, k_ch, v_rb, v_rh, v_ch,
-    NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, ST: gl.constexpr,
-    Q_STAGES: gl.constexpr, FLAGS: gl.constexpr, CONSUMER: gl.constexpr, PRODUCER: gl.constexpr,
+    NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PITCH: gl.constexpr,
+    ST: gl.constexpr, Q_STAGES: gl.constexpr, FLAGS: gl.constexpr, CONSUMER: gl.constexpr,
+    PRODUCER: gl.constexpr,
 ):  # fmt: skip
     """grid (programs,). NC: 2 warpgroups. Q_STAGES: buffers of queries for each.
     CONSUMER, PRODUCER: registers of a thread."""
@@ -609,8 +641,8 @@ def softmax_fwd_sm90_kernel(
     bufs_v = gl.allocate_shared_memory(dtype, [ST, BN, DV], desc_v.layout)
     full_q = common.barriers(QUERIES, 1)
     empty_q = common.barriers(QUERIES, 1)
-    full_k = common.barriers(ST, 1)
-    empty_k = common.barriers(ST, NC)
+    full_k = common.barriers(ST * fills(D), 1)
+    empty_k = common.barriers(ST * fills(D), NC)
     full_v = common.barriers(ST, 1)
     empty_v = common.barriers(ST, NC)
     scheduler = Scheduler(counter_ptr, *alloc_scheduler(NC, FLAGS))
@@ -622,9 +654,9 @@ def softmax_fwd_sm90_kernel(
     sizes = common.Sizes(T, S, H, N, group, tiles, search_steps, section, units)
     gl.warp_specialize([
         (_attend, (0, out, factor, cap, buffers, full, empty, offsets, sizes, (left, right),
-                   scheduler, pad, NC, BN, D, DV, ST, FLAGS)),
+                   scheduler, pad, NC, BN, D, DV, PITCH, ST, FLAGS)),
         (_attend, (1, out, factor, cap, buffers, full, empty, offsets, sizes, (left, right),
-                   scheduler, pad, NC, BN, D, DV, ST, FLAGS)),
+                   scheduler, pad, NC, BN, D, DV, PITCH, ST, FLAGS)),
         (load_partition, ((desc_q, desc_k, desc_v), buffers, full, empty, offsets, sizes,
                           (left, right),
                           ((q_rb, q_rh, q_ch), (k_rb, k_rh, k_ch), (v_rb, v_rh, v_ch)),

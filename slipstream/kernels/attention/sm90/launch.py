@@ -35,33 +35,36 @@ def forward(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Tensor,
     q, k, v = inputs[:3]
     B, T, H, D = q.shape
     DV = v.shape[-1]
-    tile = plan.MIXED_WIDTHS[D, DV] if D != DV else plan.TILES[D].forward
-    width = D // panels(D)
+    tile = plan.FORWARD[D, DV] if (D, DV) in plan.FORWARD else plan.TILES[D].forward
+    width, columns = D // panels(D), min(DV, plan.MAX_COLUMNS)
     o = q.new_empty(B, T, H, DV)
     lse = q.new_empty(B, H, T, dtype=torch.float32)
-    matrices = _matrix("q", q, 64, width) | _matrix("k", k, tile.B, width) | _matrix("v", v, tile.B)
+    matrices = _matrix("q", q, 64, width) | _matrix("k", k, tile.B, width)
     grid, sizes = _sizes(inputs, tile, section=_section(inputs, options))
     varlen = any(x is not None for x in (inputs.cu_q, inputs.cu_k, inputs.lengths))
     uneven = max(options.left, options.right) >= 0 or varlen
     dynamic = uneven and sizes["units"] > grid[0] and tile.persistent
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else None
     with tiling.device_of(q.device):
-        cached(softmax_fwd_sm90_kernel)[grid](
-            **matrices,
-            o_ptr=o,
-            lse_ptr=lse,
-            sinks_ptr=inputs.sinks,
-            counter_ptr=counter,
-            **tiling.common_args(inputs, options),
-            **sizes,
-            NC=tile.rows // 64,
-            BN=tile.B,
-            D=D,
-            DV=DV,
-            ST=tile.buffers[0],
-            Q_STAGES=tile.queries,
-            **_flags(inputs, options, dynamic),
-        )
+        for o_columns, v_columns in zip(o.split(columns, -1), v.split(columns, -1)):
+            counter = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else None
+            cached(softmax_fwd_sm90_kernel)[grid](
+                **matrices,
+                **_matrix("v", v_columns, tile.B),
+                o_ptr=o_columns,
+                lse_ptr=lse,
+                sinks_ptr=inputs.sinks,
+                counter_ptr=counter,
+                **tiling.common_args(inputs, options),
+                **sizes,
+                NC=tile.rows // 64,
+                BN=tile.B,
+                D=D,
+                DV=columns,
+                PITCH=DV,
+                ST=tile.buffers[0],
+                Q_STAGES=tile.queries,
+                **_flags(inputs, options, dynamic),
+            )
     return o, lse
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.kernels.attention import dropout
 from slipstream.kernels.attention.cache import Cache
 from slipstream.kernels.attention.inputs import AttentionInputs, AttentionOptions
-from slipstream.kernels.attention.triton import decode_launch, softmax
+from slipstream.kernels.attention.triton import decode_launch, softmax, wide_launch
 from slipstream.kernels.attention.triton import sums as sum_kernels
 from slipstream.kernels.attention.triton import tiles as tiling
 from slipstream.runtime.launch_cache import cached
@@ -59,36 +59,53 @@ def backward(
     rows = columns = None
     if inputs.g is not None:
         rows, columns = base.new_empty(B, H, T), base.new_empty(k.shape[0], H, k.shape[1])
-    tiles = _tiles_of(inputs, options)
     with tiling.device_of(q.device):
         sum_kernels.launch_delta(o, do, lse, dlse, base, delta)
-        sums = _gate_sums(inputs)
-        operands = {
-            "do_ptr": do,
-            "base_ptr": base,
-            "delta_ptr": delta,
-            "scale": options.scale,
-            **sums,
-        }
-        _launch_queries(inputs, options, tiles.dq, {**operands, "dq_ptr": dq, "sums_ptr": rows})
-        for tile, *outputs in _dkv_launches(tiles):
-            cached(softmax.softmax_dkv_kernel)[_grid(inputs, tile.BN, k.shape[2], of_keys=True)](
-                dk_ptr=dk,
-                dv_ptr=dv,
-                sums_ptr=columns,
-                **operands,
-                **_common(inputs, options, _tiles(inputs, tile.BN, of_keys=True)),
-                GROUPED=k.shape[2] != H,
-                HAS_DK=outputs[0],
-                HAS_DV=outputs[1],
-                **_flags(inputs, options, tile),
-            )
+        if (wide := wide_launch.tile_for(inputs)) is not None:
+            wide_launch.backward(inputs, options, wide, do, base, delta, (dq, dk, dv))
+        else:
+            _separate(inputs, options, do, base, delta, (dq, dk, dv), (rows, columns))
         grads = {"q": dq if sign == 1 else dq * sign, "k": dk, "v": dv}
         if inputs.g is not None:
             grads["g"] = _gate_gradient(inputs, rows, columns)
     if inputs.sinks is not None:
         grads["sinks"] = tiling.sinks_gradient(inputs.sinks, base[..., :T], delta[..., :T])
     return grads
+
+
+def _separate(
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    do: Tensor,
+    base: Tensor,
+    delta: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    gate_sums: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """Writes dq by one kernel, dk and dv by another; gate_sums: of the rows and columns of dx."""
+    (dq, dk, dv), (rows, columns), k = grads, gate_sums, inputs.k
+    tiles = _tiles_of(inputs, options)
+    sums = _gate_sums(inputs)
+    operands = {
+        "do_ptr": do,
+        "base_ptr": base,
+        "delta_ptr": delta,
+        "scale": options.scale,
+        **sums,
+    }
+    _launch_queries(inputs, options, tiles.dq, {**operands, "dq_ptr": dq, "sums_ptr": rows})
+    for tile, *outputs in _dkv_launches(tiles):
+        cached(softmax.softmax_dkv_kernel)[_grid(inputs, tile.BN, k.shape[2], of_keys=True)](
+            dk_ptr=dk,
+            dv_ptr=dv,
+            sums_ptr=columns,
+            **operands,
+            **_common(inputs, options, _tiles(inputs, tile.BN, of_keys=True)),
+            GROUPED=k.shape[2] != inputs.q.shape[2],
+            HAS_DK=outputs[0],
+            HAS_DV=outputs[1],
+            **_flags(inputs, options, tile),
+        )
 
 
 # of the kernel of queries, those of the forward pass, and those of the gradient

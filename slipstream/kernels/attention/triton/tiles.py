@@ -36,9 +36,6 @@ class Tiles:
 # Narrower dots beside others are miscompiled on sm_90 by Triton 3.6's ptxas 12.8.
 MIN_HEAD_DIM = {"sm_90": 64, "sm_100": 64}
 
-# On these architectures float32 tiles of wider heads do not fit.
-MAX_HEAD_DIM_FP32 = 128
-
 # (family, bytes an element, widest head) -> Tiles
 TILES = {
     ("sm_70", 2, 64): Tiles(*[Tile(32, 32, 4, 1)] * 4),
@@ -93,6 +90,14 @@ TILES = {
     ("sm_100", 2, 256): Tiles(
         Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(32, 32, 8, 1), Tile(64, 64, 4, 2)
     ),
+    ("sm_80", 2, 512): Tiles(
+        Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 3)
+    ),
+    ("sm_86", 2, 512): Tiles(*[Tile(16, 16, 4, 1)] * 4),
+    # forward and gradients with a gate, where no other kernels do: wgmma's tiles would spill
+    ("sm_90", 2, 512): Tiles(
+        Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 4, 4)
+    ),
     ("sm_90", 4, 64): Tiles(
         Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)
     ),
@@ -116,6 +121,31 @@ BIASED_TILES = {
         Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 3)
     ),
 }
+
+
+class WideTile(NamedTuple):
+    """Of wide.py. BM queries and BN keys a tile of weights, BK columns of q and k a step; BC
+    columns of a gradient a program, BS keys or queries a step; stages and warps of both."""
+
+    BM: int
+    BN: int
+    BK: int
+    BC: int
+    BS: int
+    stages: tuple[int, int]
+    warps: tuple[int, int]
+
+
+# (family, bytes an element) -> WideTile
+WIDE = {
+    ("sm_80", 2): WideTile(128, 128, 32, 128, 32, (3, 3), (8, 8)),
+    ("sm_86", 2): WideTile(64, 64, 32, 128, 32, (3, 3), (4, 4)),
+    ("sm_90", 2): WideTile(128, 128, 64, 256, 64, (4, 3), (8, 8)),
+    ("interpreter", 2): WideTile(16, 32, 64, 256, 16, (1, 1), (4, 4)),
+    ("interpreter", 4): WideTile(32, 16, 64, 256, 16, (1, 1), (4, 4)),
+}
+# bytes of weights and their gradients that wide.py works on at a time
+WORKSPACE_BYTES = 512 << 20
 # of decode_latent.py, for latents up to 512 wide and 64 beside them, in 16 bits
 LATENT = {
     "sm_80": Tile(16, 32, 4, 2),
@@ -164,6 +194,12 @@ def choose(
     if row not in TILES:
         row = (FALLBACK_FAMILY[family], bytes_each, widest)
     return BIASED_TILES.get(row, TILES[row]) if has_bias else TILES[row], BD, BV
+
+
+def max_head_dim(family: str, bytes_each: int) -> int:
+    """The widest heads that the tables have tiles for."""
+    rows = family, FALLBACK_FAMILY.get(family)
+    return max(width for of, each, width in TILES if of in rows and each == bytes_each)
 
 
 LOG2E = math.log2(math.e)
