@@ -154,9 +154,9 @@ def scan_is_exact(K: int) -> bool:
         return dplr._launch_options(terms(K), tile, True)["PRECISION"] == "ieee"
 
 
-def selects(keys: int, entries: int) -> str | None:
-    q, lists = m(1, 1, 1, 8), m(1, 1, 1, entries, dtype=torch.int32)
-    inputs = SelectedInputs(q, *[m(1, keys, 1, 8)] * 2, lists)
+def selects(keys: int, entries: int, width: int = 8) -> str | None:
+    q, lists = m(1, 1, 1, width), m(1, 1, 1, entries, dtype=torch.int32)
+    inputs = SelectedInputs(q, *[m(1, keys, 1, width)] * 2, lists)
     return selected.unsupported_reason(inputs, SelectedOptions(1.0, -1, 0, True, 1, False))
 
 
@@ -194,6 +194,7 @@ LIMITS: dict[str, tuple[Callable[[int], Any], int] | tuple[Callable[[int], Any],
     "streams' tokens": (lambda n: hyper.unsupported_reason(m(n, 4, 8)), 2**31 - 1),
     "lists' entries": (lambda n: selects(1, n), 2**31 - 1),
     "keys of lists": (lambda n: selects(n, 1), 2**26 - 1),
+    "channels of lists": (lambda n: selects(1, 1, n), 256),
     "scanned tokens": (lambda n: "32 bits" in (scan.unsupported_reason(
         of(scan.ScanInputs, u=m(1, n, 8), A=m(8, 16))) or ""), 2**27 - 1),
     "taps": (lambda n: conv._unsupported_reason(m(1, 4, 8), m(8, n)), conv.MAX_TAPS),

@@ -46,6 +46,8 @@ def unsupported_reason(
     """Why the kernels can't take a call, or None if they can."""
     if max(inputs.selected.numel(), 32 * inputs.k.shape[1] * inputs.k.shape[0]) >= 2**31:
         return "it counts the lists' entries, and keys times 32, in 32 bits"
+    if max(inputs.q.shape[-1], inputs.v.shape[-1]) > 256:
+        return "heads have more than 256 channels"
     return plan.unsupported_reason(inputs[:3])
 
 
