@@ -47,7 +47,7 @@ OTHERS = {
     "cu_seqlens_k": ((0, 90, 95, 150, 300), (0, 0, 8, 299, 300)),
     "key_lengths": ((0, 299), (150, 300)),
 }
-WIDTHS = [(64, 64), (256, 256), (192, 128)]
+WIDTHS = [(64, 64), (256, 256), (192, 128), (512, 512)]
 every_feature = pytest.mark.parametrize("name", FEATURES)
 every_width = pytest.mark.parametrize(("D", "DV"), WIDTHS)
 
@@ -164,7 +164,7 @@ def test_flash_attn_no_sync_same_bits(name: str) -> None:
 
 
 # a cache: rows of their own, or pages of so many keys
-CACHES = [(64, 0), (128, 0), (256, 0), (128, 16), (64, 256), (80, 30)]
+CACHES = [(64, 0), (128, 0), (256, 0), (128, 16), (64, 256), (80, 30), (512, 0), (512, 16)]
 every_cache = pytest.mark.parametrize(("D", "page"), CACHES)
 LENGTHS = ((477, 0, 130), (3, 470, 64), (200, 201, 202))
 
@@ -290,7 +290,7 @@ def test_cache_grows_and_is_read(
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["plain", "cap"])
 @pytest.mark.parametrize("page", [0, 16, 96])
-@pytest.mark.parametrize("D", [32, 64, 128, 256, 30])
+@pytest.mark.parametrize("D", [32, 64, 128, 256, 512, 30])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
 def test_cache_in_8_bits_is_read(dtype: torch.dtype, D: int, page: int, softcap: float) -> None:
     """As words of four channels, but for D of 30; beside float64 of the same rounded numbers."""
