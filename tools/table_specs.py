@@ -261,6 +261,7 @@ TABLES: dict[str, Table] = {
          "cuDNN": "{cudnn fwd:3} / {cudnn bwd:3}",
          "Triton kernels": "{portable fwd:3} / {portable bwd:3}",
          "torch's flash": "{flash fwd:3} / {flash bwd:3}",
+         "its efficient": "{efficient fwd:3} / {efficient bwd:3}",
          "sm_90 / cuDNN": "{sm90 fwd:3 ~ cudnn fwd:3} / {sm90 bwd:3 ~ cudnn bwd:3}",
          "measured": "{measured}"},
         "bench/attention.py",
