@@ -12,6 +12,7 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from slipstream.compiler.compiler_state import (
 )
 from slipstream.compiler.known_bugs import applying
 from slipstream.runtime import dispatch, launch_cache
+from slipstream.runtime.recording import use_recorder
 from slipstream.runtime.token_ids import WrongId, raise_pending
 
 T = TypeVar("T")
@@ -267,10 +269,15 @@ def plain_gradients(
             if x is not None
         ]
 
+    recorder: Any = launch_cache.of_thread.recorder
+    if recorder is not None:
+        recorder.launched(None, ())  # autograd's results would be constants to it
+
     def work() -> list[Tensor]:
         # copies: tensors of inference mode take no gradients
         leaves = [None if x is None else x.clone().requires_grad_() for x in detached]
-        results = run(*leaves)
+        with use_recorder(recorder), recorder or nullcontext():  # which knows its sizes
+            results = run(*leaves)
         results = (results,) if isinstance(results, Tensor) else results
         pairs = [(y, d.to(y.dtype)) for y, d in zip(results, douts) if d is not None]
         outputs, grads = [y for y, _ in pairs], [d for _, d in pairs]

@@ -18,10 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from slipstream.compiler.compiler_state import KernelKey
 from slipstream.runtime import backends, dispatch
 from slipstream.runtime.guarded_launch import Guard, plain_gradients
+from slipstream.runtime.launch_cache import of_thread
+from slipstream.runtime.recording import use_recorder
+from slipstream.runtime.symbolic_sizes import value_of
 
 # The tensors of a probe that are not as the call's are, by the arguments' names. A tuple is a
 # shape: 0 is the call's own size, counted from the last, and a final ... all of its further sizes.
@@ -59,7 +63,18 @@ def guarded(
     with Guard(impl, device, kind, mismatch) as usable, backends.device_of(device):
         if usable:
             return launch_of(kernel)(*args, **named)
-    return plain(*args, **named)
+    return _unrecorded(plain, args, named)
+
+
+def _unrecorded(plain: Callable, args: tuple, named: Mapping[str, Any]) -> Any:
+    """plain(*args, **named), where kernels are refused: no record repeats it."""
+    recorder = of_thread.recorder
+    if recorder is None:
+        return plain(*args, **named)
+    recorder.launched(None, ())
+    args, named = tree_map(value_of, (args, dict(named)))
+    with use_recorder(None), torch._C.DisableTorchFunction():
+        return plain(*args, **named)
 
 
 class KernelPair:
@@ -106,7 +121,7 @@ class KernelPair:
         with Guard(impl, device, kind, mismatch) as usable, backends.device_of(device):
             if usable:
                 return self._results(launch_of(self.kernel)(*call))
-        return _contiguous(self._results(self.plain(*call)))
+        return _contiguous(self._results(_unrecorded(self.plain, call, {})))
 
     def named(self, function: Callable) -> Callable[[tuple], Any]:
         """The function of the operator's arguments and NamedTuples that its parameters name."""

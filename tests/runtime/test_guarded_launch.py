@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from slipstream.compiler import compiler_state
 from slipstream.compiler.aot import FUSION
@@ -22,6 +23,7 @@ from slipstream.kernels.linear.plan import HAVE_TRITON, INTERPRETED
 from slipstream.kernels.linear.triton.scalar_decay.tiles import family_of
 from slipstream.runtime import guarded_launch
 from slipstream.runtime.kernel_pair import relative_error
+from tests.support.recorded import Toy, record_on_cpu
 
 CPU = torch.device("cpu")
 
@@ -392,3 +394,19 @@ def test_plain_gradients_of_nothing_are_zero() -> None:
     )
     for got, of in ((dx, x), (dw, weight)):
         assert got.shape == of.shape and got.is_contiguous() and not got.any()
+
+
+def test_plain_gradients_are_no_constants_of_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a probe's twin in plain torch has them: each call's own."""
+    record_on_cpu(monkeypatch)
+
+    def body(x: Tensor, dy: Tensor, n: int) -> Tensor:
+        found = guarded_launch.plain_gradients(lambda x: x.unflatten(0, (n, -1)) ** 2, [x], [dy])
+        return found[0]
+
+    toy = Toy(body)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x, dy = torch.randn(6), torch.randn(2, 3)
+        torch.testing.assert_close(toy.run(x, dy, 2), 2 * x * dy.flatten())
+    assert toy.calls == 4

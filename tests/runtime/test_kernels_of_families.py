@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.runtime import backends
+from slipstream.runtime import backends, call_replay
 from slipstream.runtime.custom_op import DirectCall, KernelOp
 from slipstream.runtime.guarded_launch import Guard
 from tests.support.interpreted import error, interpreted
+from tests.support.recorded import record_on_cpu
 
 # of the largest value, or of one
 LIMIT = 1e-5
@@ -85,3 +86,32 @@ def test_families_match_plain_torch_when_interpreted() -> None:
 
     for family in FAMILIES:
         check(family)
+
+
+def refused(family: Any, records: bool) -> list[list[Tensor]]:
+    """What calls with other numbers give where a guard refuses the kernels."""
+    from tests.support.kernel_families import forget_plans
+
+    forget_plans()
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        family.take_triton(patch, "triton")
+        patch.setattr(Guard, "__enter__", lambda guard: False)
+        record_on_cpu(patch)
+        patch.setattr(call_replay, "is_enabled", lambda x: records)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            found.append([x.detach() for x in family.call()])
+    forget_plans()
+    return found
+
+
+@interpreted
+def test_refused_kernels_stay_right_in_records_interpreted() -> None:
+    """Plain torch in their place has gradients that autograd computes, which no record sees."""
+    from tests.support.kernel_families import FAMILIES
+
+    for family in FAMILIES:
+        for want, found in zip(refused(family, False), refused(family, True), strict=True):
+            off = [error(x, y) for x, y in zip(found, want, strict=True)]
+            assert max(off) <= LIMIT, (family.name, off)
