@@ -18,6 +18,7 @@ from slipstream import layers, ops
 from slipstream.integrations import class_mixers, hyper_connections, indexed_attention, usage
 from slipstream.integrations.patching import ORIGINAL
 from slipstream.integrations.transformers import patch, train_indexers, unpatch
+from slipstream.layers import MSA, QSA
 from tests.support.linear_models import tiny
 from tests.support.tiny_models import build
 
@@ -303,3 +304,52 @@ def test_layers_take_state_dicts_of_transformers(name: str) -> None:
         head = layers.HyperHead(D, N, eps=text.hc_eps, norm_eps=text.rms_norm_eps)
         head.load_state_dict(parts["Head"].state_dict())
         torch.testing.assert_close(head(streams), parts["Head"](streams), rtol=1e-5, atol=1e-5)
+
+
+def loaded(attention: Any, base: float, rotary_dim: int) -> QSA | MSA:
+    """QSA or MSA with the weights of one of theirs."""
+    own, config = attention.indexer, attention.config
+    sizes: dict[str, Any] = {
+        "num_heads": config.num_attention_heads,
+        "qk_norm": "zero_centered_rms",
+    }
+    sizes |= {"num_kv_heads": config.num_key_value_heads, "head_dim": attention.head_dim}
+    sizes |= {"rotary_dim": rotary_dim, "rotary_base": base, "norm_eps": config.rms_norm_eps}
+    q, (k, v) = attention.q_proj.weight, (attention.k_proj.weight, attention.v_proj.weight)
+    if hasattr(own, "index_qk_proj"):
+        sizes |= {"block": own.compress_ratio, "topk": own.block_topk, "output_gate": True}
+        sizes |= {"index_heads": own.index_n_heads, "index_dim": own.index_head_dim}
+        layer: QSA | MSA = QSA(config.hidden_size, **sizes)
+        q, gate = q.unflatten(0, (sizes["num_heads"], 2, -1)).unbind(1)
+        gates = {"g_proj.weight": gate.flatten(0, 1)}
+        norms, projections = (own.q_layernorm, own.k_layernorm), own.index_qk_proj.weight
+        q = q.flatten(0, 1)
+    else:
+        sizes |= {"block": own.block_size, "topk": own.topk_blocks, "local": own.local_blocks}
+        layer, gates = MSA(config.hidden_size, index_dim=own.head_dim, **sizes), {}
+        projections = torch.cat([own.q_proj.weight, own.k_proj.weight])
+        norms = own.q_norm, own.k_norm
+    weights = {"qkv_proj.weight": torch.cat([q, k, v]), "o_proj.weight": attention.o_proj.weight}
+    weights |= {"q_norm": attention.q_norm.weight, "k_norm": attention.k_norm.weight, **gates}
+    weights |= {"index_q_norm": norms[0].weight, "index_k_norm": norms[1].weight}
+    layer.load_state_dict(weights | {"index_proj.weight": projections})
+    return layer
+
+
+@every_model
+@torch.no_grad()
+def test_layers_equal_those_of_transformers(name: str) -> None:
+    model = model_of(name, "eager").eval()
+    (first, *_) = (x for x in model.modules() if getattr(x, "indexer", None) is not None)
+    (tables, *_) = (x for n, x in model.named_modules() if n.endswith("rotary_emb"))
+    T, width = 37, first.config.hidden_size
+    x, places = torch.randn(2, T, width), torch.arange(T)[None]
+    cos, sin = tables(x, places.expand(2, -1))
+    mask = torch.full((2, 1, T, T), torch.finfo(x.dtype).min).triu(1)
+    want = first(x, (cos, sin), mask, position_ids=places)[0]
+    base = float(first.config.rope_parameters["rope_theta"])
+    layer = loaded(first, base, cos.shape[-1])
+    got, state = layer(x[:, :20], use_cache=True)
+    rest, _ = layer(x[:, 20:], state=state, use_cache=True)
+    torch.testing.assert_close(torch.cat([got, rest], 1), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer(x)[0], want, rtol=1e-4, atol=1e-5)

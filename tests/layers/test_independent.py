@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from slipstream import layers
 from slipstream.layers import RWKV7, Attention, GatedDeltaNet, KimiDeltaAttention, Mamba2
+from tests.support.small_layers import D, make
 
 # what reaches the internals of transformers warns about kernels that are not installed
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -191,3 +192,19 @@ def test_rwkv7_matches_the_paper_token_by_token() -> None:
     assert state is not None
     torch.testing.assert_close(got[0], torch.stack(outputs), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state["recurrent"][0], S.mT, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["QSA", "MSA"])
+def test_indexers_alone_learn_from_their_loss(name: str) -> None:
+    """Gradients of others are those without it."""
+    with_loss, without = make(name), make(name, index_loss=0.0)
+    without.load_state_dict(with_loss.state_dict())
+    x = torch.randn(2, 20, D)
+    grads: list[dict[str, Tensor | None]] = []
+    for layer in (with_loss, without):
+        layer(x)[0].square().sum().backward()
+        grads.append({n: p.grad for n, p in layer.named_parameters()})
+    for n, grad in grads[1].items():
+        assert (grad is None) == n.startswith("index_"), n
+        if grad is not None:
+            torch.testing.assert_close(grads[0][n], grad)
