@@ -41,7 +41,7 @@ NO_CODE = (
 PACKAGE_LINES = 96_375
 CONSTANTS = 321
 # the tests' lines, likewise: a test that says less than another goes when one is added
-TEST_LINES = 61_052
+TEST_LINES = 61_119
 # statements that the formatter leaves as they are, such as tables whose columns line up: a limit on
 # lines is no reason for one
 UNFORMATTED = {"slipstream": 457, "tests": 130}
