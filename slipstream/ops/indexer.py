@@ -128,7 +128,7 @@ def index_loss(
     checks.expect_shape("queries", queries, (B, T, H, DK))
     checks.expect_rank("keys", keys, 4, "[B, T, HKV, DK]")
     checks.expect_shape("keys", keys, (B, T, keys.shape[2], DK))
-    if pool != "none":
+    if pool != "none" or block == 1:
         checks.expect_shape("k", k, (B, T, D))
     checks.expect_floating({"queries": queries, "keys": keys})
     checks.expect_one_device({"q": q, "queries": queries, "keys": keys, "selected": selected})

@@ -126,7 +126,7 @@ def _slices(rows: int, wide: int, most: int = 1 << 24) -> list[slice]:
 
 def _places(x: Indexing) -> tuple[Tensor, ...]:
     """Of each query [B T]: its sequence's first key, the last position that it sees, its sequence's
-    first row of k, and how many blocks it sees."""
+    first row of k, or any row if it has none, and how many blocks it sees."""
     B, T, S = map(checks.plain_int, (*x.q.shape[:2], x.k.shape[1]))
     row = torch.arange(B * T, device=x.q.device)
     if x.cu_seqlens is None:
@@ -140,7 +140,7 @@ def _places(x: Indexing) -> tuple[Tensor, ...]:
         begin = (blocks.cumsum(0) - blocks)[n] if x.pooled else first
     at = row - first if x.causal else length - 1
     seen = (at + 1 if x.pooled else at + x.block).div(x.block, rounding_mode="floor")
-    return first, at, begin, seen.minimum(S - begin)
+    return first, at, begin.clamp(max=B * S - 1), seen.minimum(B * S - begin)
 
 
 def _divergence(scores: Tensor, target: Tensor, none: Tensor) -> tuple[Tensor, Tensor]:
