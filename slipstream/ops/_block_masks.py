@@ -40,8 +40,9 @@ def lists_of(mask: Any, q: Tensor, k: Tensor, beside: dict[str, Any]) -> Lists:
     if mask.kv_num_blocks.device != q.device:
         text = f"block_mask: want a mask on {q.device}, got {mask.kv_num_blocks.device}"
         raise ValueError(text)
-    got = (rows, heads, *mask.seq_lengths)
-    if rows not in (1, B) or heads not in (1, H) or mask.seq_lengths != (T, S):
+    known = mask.kv_num_blocks.shape[2] * mask.BLOCK_SIZE[0]
+    got = rows, heads, min(known, mask.seq_lengths[0]), mask.seq_lengths[1]
+    if rows not in (1, B) or heads not in (1, H) or got[2:] != (T, S):
         text = f"block_mask: want sizes (1 or {B}, 1 or {H}, {T}, {S}), got {got}"
         raise ValueError(text)
     found = getattr(mask, "_slipstream_lists", None)
@@ -50,6 +51,7 @@ def lists_of(mask: Any, q: Tensor, k: Tensor, beside: dict[str, Any]) -> Lists:
     return found._replace(selected=found.selected.expand(B, -1, -1, -1))
 
 
+@torch.inference_mode(False)  # for calls with gradients too
 def _lowered(mask: Any) -> Lists:
     (T, S), device = mask.seq_lengths, mask.kv_num_blocks.device
     none = torch.ones((), dtype=torch.bool, device=device)
@@ -71,15 +73,13 @@ def _lowered(mask: Any) -> Lists:
     causal = T == S and answers[0]
     i = max(i for i in range(len(key_blocks.SIZES)) if answers[1 + 2 * i + causal])
     size, most = key_blocks.SIZES[i], int(counts[i])
-    found = []
+    found = [mask.kv_num_blocks.new_empty(*mask.kv_num_blocks.shape[:2], 0, most).int()]
     for _, seen in _rows(mask):
         some = _by_block(seen, size, False).any(-1)
         block = torch.arange(some.shape[-1], dtype=torch.int32, device=device)
         listed = torch.where(some, block, len(block)).sort(-1)[0][..., :most]
         found.append(torch.where(listed < len(block), listed, -1).int())
-    empty = torch.empty(*mask.kv_num_blocks.shape[:2], 0, most, dtype=torch.int32, device=device)
-    lists = torch.cat([empty, *found], 2)
-    return Lists(lists.transpose(1, 2).contiguous(), size, causal)
+    return Lists(torch.cat(found, 2).transpose(1, 2).contiguous(), size, causal)
 
 
 def _rows(mask: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -107,9 +107,9 @@ def _rows(mask: Any) -> Iterator[tuple[Tensor, Tensor]]:
 def _dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     """[B, H, rows, columns]: which blocks are among the first `counts` of `indices`."""
     place = torch.arange(indices.shape[-1], device=counts.device)
-    at = torch.where(place < counts[..., None], indices, columns).long()
-    found = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
-    return found.scatter_(-1, at, True)[..., :columns]
+    listed = (place < counts[..., None]) & (indices >= 0) & (indices < columns)
+    at = torch.where(listed, indices, columns).long()
+    return counts.new_zeros(*counts.shape, columns + 1).scatter_(-1, at, 1)[..., :columns].bool()
 
 
 def _by_block(seen: Tensor, size: int, rest: bool) -> Tensor:

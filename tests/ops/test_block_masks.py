@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
@@ -37,8 +36,7 @@ def results(run: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
 
 def made(T: int, S: int) -> list[Tensor]:
     torch.manual_seed(T)
-    shapes = (2, T, H, D), (2, S, HKV, D), (2, S, HKV, D)
-    return [torch.randn(x, dtype=torch.float64) for x in shapes]
+    return [torch.randn(2, *n, D, dtype=torch.float64) for n in ((T, H), (S, HKV), (S, HKV))]
 
 
 def under(dense: Tensor) -> Callable[..., Tensor]:
@@ -46,7 +44,7 @@ def under(dense: Tensor) -> Callable[..., Tensor]:
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        o = F.scaled_dot_product_attention(q, k, v, dense, enable_gqa=True)
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense, enable_gqa=True)
         return o.masked_fill(~dense.any(-1, keepdim=True), 0.0).transpose(1, 2)
 
     return run
@@ -59,39 +57,41 @@ def test_block_masks_equal_torchs_attention(name: str) -> None:
     mask = create_block_mask(mod, *sizes, device="cpu", BLOCK_SIZE=32)
     got = results(lambda *x: ops.attention(*x, block_mask=mask), made(T, S))
     want = results(under(create_mask(mod, *sizes, device="cpu")), made(T, S))
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y.nan_to_num(0.0), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got, [y.nan_to_num(0.0) for y in want], rtol=1e-10, atol=1e-10)
     assert getattr(mask, "_slipstream_lists")[1:] == (block, causal)  # noqa: B009
 
 
 def test_block_masks_without_a_function_see_whole_blocks() -> None:
-    counts = torch.tensor([[[1, 2, 0]]]).int()
-    indices = torch.tensor([[[[1, 0], [0, 1], [0, 0]]]]).int()
-    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, seq_lengths=(40, 32))
+    counts = torch.tensor([[[2, 4, 2]]]).int()  # with blocks that are none, and one twice
+    indices = torch.tensor([[[[1, 7, 0, 0], [0, 1, -1, 1], [9, -3, 0, 0]]]]).int()
+    mask = BlockMask.from_kv_blocks(0 * counts, indices, BLOCK_SIZE=16, seq_lengths=(40, 32))
+    mask.kv_num_blocks = counts
     dense = torch.zeros(1, 1, 40, 32, dtype=torch.bool)
     dense[..., :16, 16:] = dense[..., 16:32, :] = True
     got = results(lambda *x: ops.attention(*x, block_mask=mask), made(40, 32))
-    for x, y in zip(got, results(under(dense), made(40, 32)), strict=True):
-        torch.testing.assert_close(x, y.nan_to_num(0.0), rtol=1e-10, atol=1e-10)
+    want = [y.nan_to_num(0.0) for y in results(under(dense), made(40, 32))]
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 def test_block_masks_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = create_block_mask(MASKS["causal"][0], 1, 1, 40, 40, device="cpu")
-    q, k, v = made(40, 40)
-    first = ops.attention(q, k, v, block_mask=mask)
+    with torch.inference_mode():
+        o = ops.attention(*made(40, 40), block_mask=mask)
     monkeypatch.setattr(_block_masks, "_lowered", None)
-    assert torch.equal(ops.attention(q, k, v, block_mask=mask), first)
+    assert torch.equal(results(lambda *x: ops.attention(*x, block_mask=mask), made(40, 40))[0], o)
 
 
 def test_block_masks_are_refused_by_name() -> None:
     q, k, v = made(40, 40)
     mask = create_block_mask(MASKS["causal"][0], 1, 1, 40, 40, device="cpu")
     call: Any = ops.attention
-    lists = torch.zeros(2, 40, 1, 1).int()
-    for name, value in {"selected": lists, "window_size": 3, "tail": True, "block": 4}.items():
+    for name, value in {"selected": q, "window_size": 3, "tail": True, "block": 4}.items():
         with pytest.raises(NotImplementedError, match=f"^{name}: is not implemented with block_m"):
             call(q, k, v, block_mask=mask, **{name: value})
     with pytest.raises(ValueError, match=r"^block_mask: want sizes"):
         call(q[:, :39], k, v, block_mask=mask)
+    few = BlockMask.from_kv_blocks(*torch.ones(2, 1, 1, 1).int(), seq_lengths=(200, 40))
+    with pytest.raises(ValueError, match=r"^block_mask: want .*got \(1, 1, 128, 40"):
+        call(torch.randn(2, 200, H, D), k, v, block_mask=few)
     with pytest.raises(TypeError, match=r"^block_mask: want torch's BlockMask, got Tensor"):
         call(q, k, v, block_mask=q)
