@@ -99,7 +99,6 @@ STACK = {
     "scalar_decay_chunk_fwd_sm90_kernel": 320,
     "scalar_decay_chunk_bwd_sm90_kernel": 320,
     "vector_decay_chunk_fwd_sm90_kernel": 144,
-    "vector_decay_dqk_sm90_kernel": 144,
 }
 # A view of shared memory: shape and bits of what it is of, and its own.
 _TILE = r"!ttg\.memdesc<([\dx]+)x[a-z]+(\d+),"
@@ -138,7 +137,6 @@ MEETS = {
     "scalar_decay_chunk_bwd_sm90_kernel": {"128", "256"},
     "kda_fused_fwd_sm90_kernel": {"128"},
     "vector_decay_chunk_fwd_sm90_kernel": {"128"},
-    "vector_decay_dqk_sm90_kernel": {"128"},
 }
 
 # Bytes of shared memory that let as many programs share a multiprocessor as a launch counts on.

@@ -1,15 +1,9 @@
-"""A decay per channel on sm_90: one kernel scans over chunks of C tokens, for o or for dv.
+"""A decay per channel on sm_90: one kernel scans over chunks of C tokens, for o.
 
-With r, w, A and D of a chunk (intra.py), S^T the state before it, [V, K], and dS that of
-the gradient after it, in chunks that are not strong
+With r, w, A and D of a chunk (intra.py) and S^T the state before it, [V, K],
 
     o^T  = scale * (S^T r^T + v^T A^T)           S^T  <- (S^T + v^T w) D
-    dv^T = scale * ((dS^T D) w^T + do^T A)       dS^T <- dS^T D + do^T r          reversed
-
-and in strong ones, whose w has D already,
-
-    o^T as above                                 S^T  <- S^T D + v^T w
-    dv^T = scale * (dS^T w^T + do^T A)           dS^T as above
+    in strong chunks, whose w has D already      S^T  <- S^T D + v^T w
 
 With y_desc None a segment's E, the state after it if that before it is zero, is all that is wanted,
 and total, the decay of each channel from its start to its end:
@@ -20,7 +14,7 @@ with exponents that are sums of gates after a token, a product of zeros and ones
 which nothing cancels at any strength.
 
 q, k, v and the gates are read, y is written, and nothing is prepared in memory. As in
-scalar_decay/chunk_fwd.py the columns of x (v or do) are rows: two warpgroups carry 64 of them each.
+scalar_decay/chunk_fwd.py the columns of x, v, are rows: two warpgroups carry 64 of them each.
 
     load_partition, 1 warp        gate_sum_partition, 1     score_partition, 4     state_partition,
                                                                                    twice: 64 rows
@@ -51,7 +45,7 @@ from slipstream.kernels.primitives.sm90 import gl, gluon, mbarrier, warpgroup_mm
 Buffers = namedtuple("Buffers", "ys totals flags ready empty")
 Refs = namedtuple("Refs", "s_in s_out pool")
 Scales = namedtuple("Scales", "y s_in s_out")
-Constants = namedtuple("Constants", "K X C ST LEVELS BOUND SHIFT REVERSE HAS_U HAS_S_IN HAS_S_OUT")
+Constants = namedtuple("Constants", "K X C ST LEVELS BOUND SHIFT HAS_U HAS_S_IN HAS_S_OUT")
 
 
 class Tiles(NamedTuple):
@@ -65,9 +59,8 @@ class Tiles(NamedTuple):
 
 @gluon.jit
 def load_partition(
-    q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, g_col, x_col, c,
-    REVERSE: gl.constexpr,
-):  # fmt: skip
+    q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, g_col, x_col, c
+):
     nbytes: gl.constexpr = (
         (0 if q_desc is None else q_desc.block_type.nbytes)
         + k_desc.block_type.nbytes
@@ -76,7 +69,7 @@ def load_partition(
     )
     for i in range(n):
         s = i % c.ST
-        t = row + (n - 1 - i if REVERSE else i) * c.C
+        t = row + i * c.C
         mbarrier.wait(empty.index(s), ((i // c.ST) & 1) ^ 1)
         mbarrier.expect(full.index(s), nbytes)
         sm90.copy_in(g_desc, [t, g_col], full.index(s), tiles.g.index(s))
@@ -109,34 +102,22 @@ def state_partition(
     y_col += HALF * I
     for i in range(n):
         s = i % c.ST
-        t = (n - 1 - i if c.REVERSE else i) * c.C
+        t = i * c.C
         if refs.pool.rows is not None:
             to = gl.load(refs.pool.rows + i)
         mbarrier.wait(ready.index(s), (i // c.ST) & 1)
         strong = intra.flag_of(flags, s) > 0.0
         b_d = totals.index(s).load(columns)[None, :]
-        if c.REVERSE:
-            lhs = gl.where(strong, b_s, b_s * b_d).to(tiles.r.dtype)
-            b_s *= b_d
-        else:
-            lhs = b_s.to(tiles.r.dtype)
-            b_s *= gl.where(strong, b_d, 1.0)
-        lhs = gl.convert_layout(lhs, sa)
+        lhs = gl.convert_layout(b_s.to(tiles.r.dtype), sa)
+        b_s *= gl.where(strong, b_d, 1.0)
         b_a = intra.square(tiles.g.index(s), tiles.r.dtype, c.K, c.C)
         x_t = tiles.x.index(2 * s + I).permute((1, 0))
-        if c.REVERSE:
-            rhs = tiles.w.index(s).permute((1, 0))
-            b_y = warpgroup_mma(lhs, rhs, zero, use_acc=False, is_async=True)
-            b_y = warpgroup_mma(x_t, b_a, b_y, is_async=True)
-            b_s = warpgroup_mma(x_t, tiles.r.index(s), b_s, is_async=True)
-        else:
-            rhs = tiles.r.index(s).permute((1, 0))
-            b_y = warpgroup_mma(lhs, rhs, zero, use_acc=False, is_async=True)
-            b_y = warpgroup_mma(x_t, b_a.permute((1, 0)), b_y, is_async=True)
-            b_s = warpgroup_mma(x_t, tiles.w.index(s), b_s, is_async=True)
+        rhs = tiles.r.index(s).permute((1, 0))
+        b_y = warpgroup_mma(lhs, rhs, zero, use_acc=False, is_async=True)
+        b_y = warpgroup_mma(x_t, b_a.permute((1, 0)), b_y, is_async=True)
+        b_s = warpgroup_mma(x_t, tiles.w.index(s), b_s, is_async=True)
         b_y, b_s = sm90.warpgroup_mma_wait(0, deps=(b_y, b_s))
-        if not c.REVERSE:
-            b_s *= gl.where(strong, 1.0, totals.index(s).load(columns))[None, :]
+        b_s *= gl.where(strong, 1.0, totals.index(s).load(columns))[None, :]
         mbarrier.arrive(empty.index(s), count=1)
         if refs.pool.rows is not None:
             common.store_to_pool(refs.pool, to, b_s, o_x[:, None] * c.K + o_k[None, :])
@@ -184,9 +165,9 @@ def end_partition(
 def vector_decay_chunk_fwd_sm90_kernel(
     q_desc,  # [tokens, H * K] by [C, K]; None with y_desc
     k_desc,
-    x_desc,  # [tokens, HV * X] by [C, HALF]: v, or do if REVERSE
+    x_desc,  # [tokens, HV * X] by [C, HALF]: v
     g_desc,  # [tokens, HV * K] by [C, K]
-    y_desc,  # [tokens, HV * X] by [C, HALF]: o, or dv; None where E and total are wanted
+    y_desc,  # [tokens, HV * X] by [C, HALF]: o; None where E and total are wanted
     y_ptr,
     u_ptr,  # [HV, K]
     s_in_ptr,  # [segments, HV, K, X]; times scale_in
@@ -194,7 +175,7 @@ def vector_decay_chunk_fwd_sm90_kernel(
     cu_ptr,  # [N + 1]
     scale, scale_in, scale_out, T, N, HV, H, segment,
     K: gl.constexpr, X: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, LEVELS: gl.constexpr,
-    BOUND: gl.constexpr, SHIFT: gl.constexpr, REVERSE: gl.constexpr, HAS_U: gl.constexpr,
+    BOUND: gl.constexpr, SHIFT: gl.constexpr, HAS_U: gl.constexpr,
     HAS_S_IN: gl.constexpr, HAS_S_OUT: gl.constexpr, SPLIT: gl.constexpr, PACKED: gl.constexpr,
     pool_ptr=None,  # [rows, HV, V, K], a pool
     to_ptr=None,  # [N, T / C, rounded up]: rows of it for S after chunks; none below 0
@@ -202,9 +183,7 @@ def vector_decay_chunk_fwd_sm90_kernel(
 ):  # fmt: skip
     """grid (HV * segments,), 4 warps: one program scans one head of one segment, which without
     SPLIT is a sequence; X is 128."""
-    c: gl.constexpr = Constants(
-        K, X, C, ST, LEVELS, BOUND, SHIFT, REVERSE, HAS_U, HAS_S_IN, HAS_S_OUT
-    )
+    c: gl.constexpr = Constants(K, X, C, ST, LEVELS, BOUND, SHIFT, HAS_U, HAS_S_IN, HAS_S_OUT)
     scales = Scales(scale, scale_in, scale_out)
     HAS_Y: gl.constexpr = y_desc is not None
     dtype: gl.constexpr = k_desc.dtype
@@ -259,10 +238,10 @@ def vector_decay_chunk_fwd_sm90_kernel(
                 (intra.score_partition, (
                     tiles, gates, until, free, flags, p_u, full, summed, ready, length, n, c, 2)),
                 (intra.gate_sum_partition, (
-                    gs, totals, flags, full, summed, length, n, K, C, ST, BOUND, REVERSE)),
+                    gs, totals, flags, full, summed, length, n, K, C, ST, BOUND)),
                 (load_partition, (
                     q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, i_h * K,
-                    i_h * X, c, REVERSE)),
+                    i_h * X, c)),
             ],
             [4, 4, 1, 1],
             [152, 168, 40, 40],
@@ -276,10 +255,10 @@ def vector_decay_chunk_fwd_sm90_kernel(
                 (intra.key_partition, (
                     tiles, gates, until, full, summed, ready, length, n, K, C, ST)),
                 (intra.gate_sum_partition, (
-                    gs, totals, flags, full, summed, length, n, K, C, ST, BOUND, False)),
+                    gs, totals, flags, full, summed, length, n, K, C, ST, BOUND)),
                 (load_partition, (
                     q_desc, k_desc, x_desc, g_desc, tiles, full, empty, row, n, k_col, i_h * K,
-                    i_h * X, c, False)),
+                    i_h * X, c)),
             ],
             [4, 4, 1, 1],
             [152, 136, 56, 40],

@@ -45,13 +45,12 @@ def column_sums(gate, num_rows, K: gl.constexpr, C: gl.constexpr, MASKED: gl.con
 def gate_sum_partition(
     gs, totals, flags, full, summed, length, n,
     K: gl.constexpr, C: gl.constexpr, ST: gl.constexpr, BOUND: gl.constexpr,
-    REVERSE: gl.constexpr,
 ):  # fmt: skip
     """D of each chunk and whether it is strong, by one warp."""
     single: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in range(n):
         s = i % ST
-        num_rows = length - (n - 1 - i if REVERSE else i) * C
+        num_rows = length - i * C
         mbarrier.wait(full.index(s), (i // ST) & 1)
         if num_rows < C:
             b_sum = column_sums(gs.index(s), num_rows, K, C, True)
@@ -285,7 +284,7 @@ def score_partition(
     gl.thread_barrier()
     for i in range(n):
         s = i % c.ST
-        num_rows = length - (n - 1 - i if c.REVERSE else i) * c.C
+        num_rows = length - i * c.C
         # 0, but no compiler knows: masks and addresses would take registers all the time
         none = length + i >> 31 << 10
         mbarrier.wait(summed.index(s), (i // c.ST) & 1)
