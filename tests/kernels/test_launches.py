@@ -95,7 +95,7 @@ DIGESTS = {
     "swiglu geglu sigmoid_glu squared_relu glu_linear": 2627509073,
     "cross_entropy linear_cross_entropy linear_log_probs linear_kl_div": 2105608807,
     "chunk_linear_attn chunk_simple_gla chunk_retention chunk_lightning_attn": 1310965690,
-    "chunk_gla chunk_rwkv6 chunk_gsa": 4114583106,
+    "chunk_gla chunk_rwkv6 chunk_gsa": 2497905607,
     "chunk_hgrn chunk_rwkv4 chunk_mamba3": 1814822592,
     "chunk_delta_rule chunk_gated_delta_rule chunk_comba chunk_gated_delta_product": 2864352035,
     "chunk_kda": 2501612795,

@@ -9,17 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.linear import segments as segmentation
 from slipstream.kernels.linear.inputs import LinearInputs
 from slipstream.kernels.linear.prefix_states import NO_POINTERS
 from slipstream.kernels.linear.scalar_decay import ChunkLaunch, chunk_args, gate_strides
-from slipstream.kernels.linear.segments import (
-    CHUNK,
-    TMA_COLUMNS,
-    Segments,
-    num_sequences,
-    scan_args,
-    scanned_sm90,
-)
+from slipstream.kernels.linear.segments import TMA_COLUMNS, Segments, num_sequences, scanned_sm90
 from slipstream.kernels.linear.sm90.common import align16, align_for_tma, token_tiles
 from slipstream.kernels.linear.sm90.scalar_decay import chunk_bwd, chunk_fwd, state_scan
 from slipstream.kernels.linear.triton.scalar_decay import backend as triton
@@ -61,7 +55,7 @@ class Sm90ScalarDecay(triton.TritonScalarDecay):
         (H, K), (HV, V) = terms.k.shape[2:], terms.v.shape[2:]
         states = terms.k.new_empty(segments.count, HV, K, V, dtype=torch.float32)
         programs = V // TMA_COLUMNS * (K // TMA_COLUMNS) * HV * terms.sequences
-        args = scan_args(terms, segments, chunks.s_in, chunks.s_out)
+        args = segmentation.scan_args(terms, segments, chunks.s_in, chunks.s_out)
         del args["SPLIT"]
         launch: Any = cached(state_scan.scalar_decay_state_scan_sm90_kernel)[(programs,)]
         launch(
@@ -74,7 +68,7 @@ class Sm90ScalarDecay(triton.TritonScalarDecay):
             D=K,
             X=V,
             BD=TMA_COLUMNS,
-            C=CHUNK,
+            C=segmentation.CHUNK,
             ST=6,  # of 16 KB
             **gate_strides(terms.g),
             **args,
@@ -111,7 +105,7 @@ class Sm90ScalarDecay(triton.TritonScalarDecay):
             **(chunks.prefix.pointers() if chunks.prefix else NO_POINTERS),
             D=D,
             X=X,
-            C=CHUNK,
+            C=segmentation.CHUNK,
             ST=2 if D == WIDE else 3,
             HALVES=halves,
             REVERSE=chunks.reverse,
@@ -144,7 +138,7 @@ class Sm90ScalarDecay(triton.TritonScalarDecay):
             **chunk_args(dv._replace(sums=sums), terms, segments),
             K=K,
             V=V,
-            C=CHUNK,
+            C=segmentation.CHUNK,
             ST=2,
             num_warps=4,
             maxnreg=REGISTERS,
