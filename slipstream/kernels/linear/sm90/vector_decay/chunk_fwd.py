@@ -108,8 +108,9 @@ def state_partition(
         mbarrier.wait(ready.index(s), (i // c.ST) & 1)
         strong = intra.flag_of(flags, s) > 0.0
         b_d = totals.index(s).load(columns)[None, :]
-        lhs = gl.convert_layout(b_s.to(tiles.r.dtype), sa)
+        lhs = b_s.to(tiles.r.dtype)
         b_s *= gl.where(strong, b_d, 1.0)
+        lhs = gl.convert_layout(lhs, sa)
         b_a = intra.square(tiles.g.index(s), tiles.r.dtype, c.K, c.C)
         x_t = tiles.x.index(2 * s + I).permute((1, 0))
         rhs = tiles.r.index(s).permute((1, 0))
