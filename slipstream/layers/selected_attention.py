@@ -142,7 +142,8 @@ class QSA(_Selected):
         index_heads: HI, of the indexer's queries.
         index_dim: D of the indexer, at least rotary_dim.
         index_loss: in training, weight of ops.index_loss, which trains the indexer alone; 0 does
-            not train it. It adds to gradients, not to what a model returns as its loss.
+            not train it. Each backward adds its gradient, a mean over that call's tokens, beside
+            what a model returns as its loss, which does not contain it.
         the others: as Attention. The indexer's norms are of qk_norm's kind, "rms" without it.
 
     Its indexer rotates by places in the sequence whatever `positions` are. State: that of
