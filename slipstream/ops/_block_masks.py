@@ -26,7 +26,7 @@ def lists_of(mask: Any, q: Tensor, k: Tensor, beside: dict[str, Any]) -> Lists:
     """
     Raises:
         TypeError: no BlockMask. ValueError: it is of other sizes, or on another device.
-        NotImplementedError: beside another argument; while compiling, for what is asked of the mask
+        NotImplementedError: beside another argument; while exporting, for what is asked of the mask
             waits for the device.
     """
     for name, x in beside.items():
@@ -35,7 +35,7 @@ def lists_of(mask: Any, q: Tensor, k: Tensor, beside: dict[str, Any]) -> Lists:
     if type(mask).__name__ != "BlockMask":  # torch makes its module when it is first asked for
         raise TypeError(f"block_mask: want torch's BlockMask, got {type(mask).__name__}")
     if torch.compiler.is_compiling():
-        raise NotImplementedError("block_mask: want a call that is not compiled")
+        raise NotImplementedError("block_mask: want a call that is not exported")
     (B, T, H), S, (rows, heads) = q.shape[:3], k.shape[1], mask.kv_num_blocks.shape[:2]
     if mask.kv_num_blocks.device != q.device:
         text = f"block_mask: want a mask on {q.device}, got {mask.kv_num_blocks.device}"

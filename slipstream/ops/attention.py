@@ -158,8 +158,8 @@ def attention(
             (p + 1) // block * block to p.
         block_mask: torch's BlockMask, [1 or B, 1 or H (slow), T, S], of any mask function: it says
             which keys a query sees, causal is not looked at. It becomes lists of the largest blocks
-            that every query sees as a whole, once, in 2 B H T S calls of its function and a wait
-            for the device. Without what selected is without, selected, window_size and offsets.
+            that every query sees as a whole, once, in 2 B H T S calls of its function and a wait;
+            torch.compile's graph breaks. Not with selected, what that refuses, windows or offsets.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
         consistent: the same bits for a query however many others there are, one or a whole prompt,
             with or without gradients, and whatever else there is in the batch. Causal calls of at
@@ -187,7 +187,7 @@ def attention(
         beside = {"selected": selected, "window_size": window_size, "cu_seqlens": cu_seqlens}
         beside |= {"cu_seqlens_k": cu_seqlens_k, "key_lengths": key_lengths, "context": context}
         beside |= {"block": None if block == 1 else block, "tail": tail or None}
-        selected, block, causal = lists_of(block_mask, q, k, beside)
+        selected, block, causal = trees.eagerly(lists_of, block_mask, q, k, beside)
     nothing = type(window_size) is int and window_size == 0
     window = window_of(1 if nothing else window_size, causal)
     factor, cap = scale_of(scale, q), softcap_of(softcap)
