@@ -68,7 +68,7 @@ def test_block_masks_without_a_function_see_whole_blocks() -> None:
     mask.kv_num_blocks = counts
     dense = torch.zeros(1, 1, 40, 32, dtype=torch.bool)
     dense[..., :16, 16:] = dense[..., 16:32, :] = True
-    run = torch.compile(lambda *x: ops.attention(*x, block_mask=mask), backend="eager")
+    run = torch.compile(lambda q, k, v: ops.attention(q, k, v, block_mask=mask), backend="eager")
     got = results(run, made(40, 32))
     want = [y.nan_to_num(0.0) for y in results(under(dense), made(40, 32))]
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
@@ -89,7 +89,7 @@ def test_block_masks_are_refused_by_name() -> None:
     for name, value in {"selected": q, "window_size": 3, "tail": True, "block": 4}.items():
         with pytest.raises(NotImplementedError, match=f"^{name}: is not implemented with block_m"):
             call(q, k, v, block_mask=mask, **{name: value})
-    few = BlockMask.from_kv_blocks(*torch.ones(2, 1, 1, 1).int(), seq_lengths=(200, 40))
+    few = BlockMask.from_kv_blocks(mask.kv_num_blocks, mask.kv_indices, seq_lengths=(200, 40))
     for given, count in ((mask, 39), (few, 200)):
         with pytest.raises(ValueError, match=r"^block_mask: want sizes .*, (40|128), 40\)$"):
             call(torch.randn(2, count, H, D), k, v, block_mask=given)
