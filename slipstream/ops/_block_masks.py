@@ -29,8 +29,9 @@ def lists_of(mask: Any, q: Tensor, k: Tensor, beside: dict[str, Any]) -> Lists:
         NotImplementedError: beside another argument; while exporting, for what is asked of the mask
             waits for the device.
     """
+    absent = {"block": 1, "tail": False}
     for name, x in beside.items():
-        if x is not None:
+        if x != absent[name] if name in absent else x is not None:
             raise NotImplementedError(f"{name}: is not implemented with block_mask")
     if type(mask).__name__ != "BlockMask":  # torch makes its module when it is first asked for
         raise TypeError(f"block_mask: want torch's BlockMask, got {type(mask).__name__}")

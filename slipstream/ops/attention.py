@@ -186,7 +186,7 @@ def attention(
     if block_mask is not None:
         beside = {"selected": selected, "window_size": window_size, "cu_seqlens": cu_seqlens}
         beside |= {"cu_seqlens_k": cu_seqlens_k, "key_lengths": key_lengths, "context": context}
-        beside |= {"block": None if block == 1 else block, "tail": tail or None}
+        beside |= {"block": block, "tail": tail}
         selected, block, causal = trees.eagerly(lists_of, block_mask, q, k, beside)
     nothing = type(window_size) is int and window_size == 0
     window = window_of(1 if nothing else window_size, causal)
