@@ -360,7 +360,7 @@ class Nodes(Share):
         if width not in self._windows:
             tree, index, states = self.tree, [], []
             for n, root in enumerate(tree.roots):
-                tail = [t for span in tree.path(n, width) for t in span]
+                tail = [t for piece in tree.path(n, width) for t in piece]
                 index += [*[-1] * (width - len(tail)), *tail]
                 state = range(root * width + len(tail), (root + 1) * width)
                 states += [*state, *[-1] * len(tail)]

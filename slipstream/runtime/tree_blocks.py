@@ -85,7 +85,7 @@ def _blocks(tree: PrefixTree) -> Blocks:
         return len(made) - 1
 
     for n, start in enumerate(tree.starts):
-        before = [t for span in tree.path(n, start % BLOCK) for t in span]
+        before = [t for piece in tree.path(n, start % BLOCK) for t in piece]
         tokens = [*before, *tree.own(n)]
         whole = len(tokens) // BLOCK * BLOCK
         end = -1 if tree.parents[n] < 0 else ends[tree.parents[n]]

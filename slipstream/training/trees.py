@@ -49,7 +49,7 @@ class TreeRow(NamedTuple):
             longest = max((sum(map(len, row)) for row in ranges), default=0)
             index = torch.full((len(ranges), longest), -1, dtype=torch.int64, device="cpu")
             for to, row in zip(index, ranges):
-                tokens = torch.tensor([t for span in row for t in span], device="cpu")
+                tokens = torch.tensor([t for piece in row for t in piece], device="cpu")
                 to[: len(tokens)] = tokens
             self.tree.plans["rows"] = Rows(index.flatten())
         found = self.tree.plans["rows"].copy(x.flatten(0, 1))

@@ -37,7 +37,7 @@ def offsets(lengths: tuple[int, ...]) -> Tensor:
 def assert_state_near(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, x in want.items():
-        # what lies behind a sequence's end is nobody's
+        # what is past a sequence's end belongs to none
         if name in ("k", "v", "f", "latent", "index_k"):
             for n, length in enumerate(want["length"].tolist()):
                 torch.testing.assert_close(got[name][n, :length], x[n, :length])
