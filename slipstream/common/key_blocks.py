@@ -33,3 +33,30 @@ def pooled_keys(k: Tensor, block: int, cu_seqlens: Tensor | None = None) -> Tens
     else:
         of = k[:, first[:, None] + torch.arange(block, device=k.device)]
     return checks.widen(of).mean(2).to(k.dtype)
+
+
+def rows_of_keys(
+    selected: Tensor, lengths: Tensor, table: Tensor | None, sizes: torch.Size
+) -> tuple[Tensor, Tensor]:
+    """int32 [B T, N + 1], the rows of a cache at which the keys of each query's list [B, T, N] are,
+    first those that it sees, in order and each once, and how many, [B T].
+
+    lengths: [B]; the last query is on key lengths - 1. table: [B, pages]; a row of a page that is
+    none is -1. sizes: of the cache [B, S], or [M, page].
+    """
+    (B, T, N), (rows, S) = selected.shape, sizes
+    at = lengths[:, None] - T + torch.arange(T, device=selected.device)  # [B, T]
+    none = torch.iinfo(torch.int32).max
+    seen = (selected >= 0) & (selected <= at[..., None])
+    key = selected.masked_fill(~seen, none).sort(-1).values
+    once = key != none
+    once[..., 1:] &= key[..., 1:] != key[..., :-1]
+    to = torch.where(once, once.cumsum(-1) - 1, N)
+    key = key.masked_fill(~once, 0)
+    if table is None:
+        row = key + torch.arange(B, device=key.device)[:, None, None] * S
+    else:
+        page = table.long().gather(1, (key.long() // S).flatten(1)).view(key.shape)
+        row = torch.where((page < 0) | (page >= rows), -1, page * S + key % S)
+    found = selected.new_zeros(B, T, N + 1).scatter_(-1, to, row.int())
+    return found.flatten(0, 1), once.sum(-1).flatten()

@@ -24,5 +24,6 @@ from slipstream.layers.retention import MultiScaleRetention as MultiScaleRetenti
 from slipstream.layers.rwkv6 import RWKV6 as RWKV6
 from slipstream.layers.rwkv7 import RWKV7 as RWKV7
 from slipstream.layers.rwkv7 import RWKV7ChannelMix as RWKV7ChannelMix
+from slipstream.layers.selected_attention import DSA as DSA
 from slipstream.layers.selected_attention import MSA as MSA
 from slipstream.layers.selected_attention import QSA as QSA

@@ -91,7 +91,7 @@ class MLA(Mixer):
                 nn.init.ones_(weight)
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
-        q, latent = self._project(x, call)
+        q, latent = self._project(x, self._narrow(x), call)
         (latent,), masks, cache = keys_to_attend(call, latent=latent)
         if call.state is not None and call.cu_seqlens is None and self._absorbs(x):
             o = self._absorbed(q, latent, masks["key_lengths"])
@@ -103,7 +103,8 @@ class MLA(Mixer):
     def _advance(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
-        q, latent = self._project(x, MixerCall(positions=positions, state=state))
+        call = MixerCall(positions=positions, state=state)
+        q, latent = self._project(x, self._narrow(x), call)
         append({"latent": latent}, state)
         latent, lengths = state["latent"], state["length"]
         if self._absorbs(x):
@@ -113,11 +114,14 @@ class MLA(Mixer):
             o = attention(q, k, v, scale=self.scale, key_lengths=lengths)
         return self.o_proj(o.flatten(-2))
 
-    def _project(self, x: Tensor, call: MixerCall) -> tuple[Tensor, Tensor]:
+    def _narrow(self, x: Tensor) -> Tensor:
+        """What queries are projected from: their latent, or x."""
+        if self.q_a_proj is None:
+            return x
+        return norm.rms_norm(self.q_a_proj(x), self.q_norm, eps=self.norm_eps)
+
+    def _project(self, x: Tensor, narrow: Tensor, call: MixerCall) -> tuple[Tensor, Tensor]:
         """q [B, T, H, nope + rope], latent [B, T, R + P]"""
-        narrow = x
-        if self.q_a_proj is not None:
-            narrow = norm.rms_norm(self.q_a_proj(x), self.q_norm, eps=self.norm_eps)
         q = self.q_proj(narrow).unflatten(-1, (self.num_heads, -1))
         q_nope, q_rope = q.split([self.nope, self.rope], -1)
         c, r = self.kv_a_proj(x).split([self.rank, self.rope], -1)
@@ -142,11 +146,19 @@ class MLA(Mixer):
         """Whether to multiply by kv_b_proj's weight; an adapter or a hook needs its call."""
         return self.recurrent(x) and linear.plain_linear(self.kv_b_proj)
 
-    def _absorbed(self, q: Tensor, latent: Tensor, lengths: Tensor) -> Tensor:
+    def _absorbed(
+        self, q: Tensor, latent: Tensor, lengths: Tensor, selected: Tensor | None = None
+    ) -> Tensor:
         """q [N, T, H, nope + rope] -> [N, T, H, DV], the last query on token `lengths` of S."""
-        weight = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
-        w_k, w_v = weight.split([self.nope, self.v_head_dim], 1)  # [H, nope | DV, R]
-        q_nope, q_rope = q.split([self.nope, self.rope], -1)
-        q = torch.cat([torch.einsum("nthd,hdr->nthr", q_nope, w_k), q_rope], -1)
-        o = latent_attention(q, latent, lengths, width=self.rank, scale=self.scale)
+        sizes = {"width": self.rank, "scale": self.scale}
+        q, w_v = absorbed(q, self.kv_b_proj.weight, self.nope, self.v_head_dim)
+        o = latent_attention(q, latent, lengths, selected=selected, **sizes)
         return torch.einsum("nthr,hvr->nthv", o, w_v)
+
+
+def absorbed(q: Tensor, weight: Tensor, nope: int, v: int) -> tuple[Tensor, Tensor]:
+    """q [N, T, H, R + P] of q [N, T, H, nope + P], to be multiplied with latents instead of keys,
+    and values' projection [H, V, R]. weight: [H (nope + V), R], of keys and values."""
+    w_k, w_v = weight.unflatten(0, (-1, nope + v)).split([nope, v], 1)  # [H, nope | V, R]
+    q_nope, q_rope = q.tensor_split([nope], -1)
+    return torch.cat([torch.einsum("nthd,hdr->nthr", q_nope, w_k), q_rope], -1), w_v

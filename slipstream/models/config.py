@@ -37,6 +37,7 @@ MIXERS = {
     "lightning_attn": "LightningAttention",
     "attention": "Attention",
     "forgetting_attn": "ForgettingAttention",
+    "dsa": "DSA",
     "mla": "MLA",
     "msa": "MSA",
     "qsa": "QSA",

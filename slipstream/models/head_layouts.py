@@ -46,8 +46,6 @@ def _heads(sizes: dict[str, Sizes], *counts: str, across: bool = False) -> Heads
 
 
 def _attention(m: Any) -> Heads:
-    if isinstance(m, layers.QSA | layers.MSA):
-        raise NotImplementedError(f"{type(m).__name__}: its indexer's heads cannot be divided")
     q, kv = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
     sizes: dict[str, Sizes] = {"qkv_proj": (q, kv, kv), "g_proj": q, "f_proj": m.num_heads}
     return _heads(sizes, "num_heads", "num_kv_heads")
@@ -188,7 +186,10 @@ def heads_of(module: nn.Module, ranks: int) -> Heads | None:
 
     Raises:
         ValueError: its heads, or n_groups above 1, are not a multiple of the ranks.
+        NotImplementedError: it has an indexer.
     """
+    if hasattr(module, "index_proj"):
+        raise NotImplementedError(f"{type(module).__name__}: its indexer's heads stay whole")
     for kind, find in KINDS:
         if isinstance(module, kind):
             found = find(module)

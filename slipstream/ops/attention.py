@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from slipstream.common import checks
+from slipstream.common import checks, key_blocks
 from slipstream.kernels.attention import latent as kernels
 from slipstream.kernels.attention.inputs import Asked, AttentionInputs, AttentionOptions
 from slipstream.kernels.attention.rotary import softmax_of_rotated
@@ -18,7 +18,7 @@ from slipstream.kernels.selected_attention import op as selection
 from slipstream.ops._attention_trees import run_in_tree
 from slipstream.ops._block_masks import lists_of
 from slipstream.ops.rotary import rotary_heads
-from slipstream.runtime import trees
+from slipstream.runtime import token_ids, trees
 from slipstream.runtime.autograd import by_operation, needs_autograd
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.launch_cache import of_thread
@@ -294,6 +294,7 @@ def latent_attention(
     width: int,
     scale: float,
     table: Tensor | None = None,
+    selected: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Attention to latents, as in multi-head latent attention with its projections absorbed into q.
@@ -310,18 +311,22 @@ def latent_attention(
         scale: of the scores.
         table: int32 or int64 [B, pages], the pages of each sequence. A negative one is read as a
             page of zeros, on a GPU also one past the cache; on the CPU that is a ValueError.
+        selected: int32 [B, T, N], the keys that a query sees, of those up to its own. In any order,
+            repeats count once, a negative one is none. One past all keys is none too; on the CPU a
+            ValueError, on CUDA in a later call.
         impl: None chooses; "triton" or "eager" is used or refused.
 
     Returns:
         o [B, T, H, R] in q's dtype; 0 for a query that sees nothing.
 
     Raises:
-        ValueError: shapes do not fit, or a page is past the cache. TypeError: dtypes.
-        NotImplementedError: impl cannot do it.
+        ValueError: shapes do not fit, or a page or a key is past the cache. TypeError: dtypes.
+        NotImplementedError: impl cannot do it, or keys with `selected` are 2^31 or more.
 
     Cost: 2 B H T S (2 R + P) flops, the cache read once; gradients are plain torch's, B H T S
-        numbers. Deterministic.
-    Source: DeepSeek-AI, DeepSeek-V2, 2024.
+        numbers. With selected S is N, each query reads its own, and gradients keep B T N (R + P)
+        numbers more. Deterministic.
+    Source: DeepSeek-AI, DeepSeek-V2, 2024; DeepSeek-V3.2, 2025 (selected).
     """
     checks.expect_rank("q", q, 4, "[B, T, H, R + P]")
     checks.expect_rank("latent", latent, 3, "[B, S, R + P] or [M, page, R + P]")
@@ -341,6 +346,31 @@ def latent_attention(
         checks.expect_shape("table", table, (batch, table.shape[1]))
     # as kernels read them
     lengths, table = (None if x is None else x.contiguous() for x in (lengths, table))
-    return kernels.latent_attention(
-        q, latent, lengths, width=width, scale=scale, table=table, impl=impl
-    )
+    how: dict[str, Any] = {"width": width, "scale": scale, "impl": impl}
+    if selected is None:
+        return kernels.latent_attention(q, latent, lengths, table=table, **how)
+    checks.expect_rank("selected", selected, 3, "[B, T, N]")
+    checks.expect_shape("selected", selected, (*q.shape[:2], selected.shape[2]))
+    if selected.dtype != torch.int32:
+        raise TypeError(f"selected: want int32, got {selected.dtype}")
+    checks.expect_one_device({"q": q, "selected": selected})
+    if latent.shape[0] * latent.shape[1] >= 2**31:
+        raise NotImplementedError("selected: keys are counted in 32 bits")
+    keys = latent.shape[1] * (1 if table is None else table.shape[1])
+    token_ids.expect_below("selected", selected, keys, "keys of latent")
+    if not keys:
+        return q.new_zeros(*q.shape[:3], width)
+    if lengths is None:
+        lengths = torch.full((batch,), keys, device=q.device)
+    # partial results of 1 GiB
+    step = max((1 << 28) // max(batch * q.shape[2] * width, 1), 1)
+    parts, after = [], checks.plain_int(q.shape[1])
+    for own, lists in zip(q.split(step, 1), selected.split(step, 1)):
+        after -= own.shape[1]
+        used = lengths.clamp(max=keys) - after
+        rows, counts = key_blocks.rows_of_keys(lists, used, table, latent.shape[:2])
+        # a page a key, and a sequence a query
+        each, pages = own.flatten(0, 1)[:, None], latent.flatten(0, 1)[:, None]
+        o = kernels.latent_attention(each, pages, counts, table=rows, **how)
+        parts.append(o.view(*own.shape[:3], width))
+    return torch.cat(parts, 1)

@@ -194,7 +194,7 @@ def test_rwkv7_matches_the_paper_token_by_token() -> None:
     torch.testing.assert_close(state["recurrent"][0], S.mT, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["QSA", "MSA"])
+@pytest.mark.parametrize("name", ["DSA", "QSA", "MSA"])
 def test_indexers_alone_learn_from_their_loss(name: str) -> None:
     """Gradients of others are those without it."""
     with_loss, without = make(name), make(name, index_loss=0.0)

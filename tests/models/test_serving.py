@@ -139,8 +139,8 @@ def test_prefixes_are_reused_and_forgotten() -> None:
 
 
 AT_ONCE = (
-    "attention", "delta_net", "forgetting_attn", "gated_deltanet", "gla", "hybrid", "kda", "mamba2",
-    "mla", "msa", "qsa", "retention", "rwkv7",
+    "attention", "delta_net", "dsa", "forgetting_attn", "gated_deltanet", "gla", "hybrid", "kda",
+    "mamba2", "mla", "msa", "qsa", "retention", "rwkv7",
 )  # fmt: skip
 
 

@@ -49,11 +49,13 @@ PARTS: dict[str, dict[str, Any]] = {
 _OPTIONS: dict[str, dict[str, Any]] = {
     "mla": {"kv_lora_rank": 10, "nope_head_dim": 6, "rope_head_dim": 4, "v_head_dim": 8},
     "mamba2": {"state_size": 8},
+    "dsa": {"topk": 5, "index_heads": 2, "index_dim": 6},
     "qsa": {"block": 4, "topk": 2, "index_dim": 16},
     "msa": {"block": 4, "topk": 3, "index_dim": 16},
 }
+_OPTIONS["dsa"] |= _OPTIONS["mla"]
 # layers of 16 channels or a few more, by their mixers
-INDEXED = ("msa", "qsa")
+INDEXED = ("dsa", "msa", "qsa")
 LAYERS = {name: {"type": name, **_OPTIONS.get(name, {})} for name in MIXERS}
 
 

@@ -75,6 +75,14 @@ OPTIONS = {
         "num_heads=4 num_kv_heads=2 rotary_dim=4 block=1 topk=7 index_heads=2 index_dim=6 "
         "qk_norm=zero_centered_rms output_gate=True"
     ),
+    "DSA": (
+        "kv_lora_rank=10 nope_head_dim=6 rope_head_dim=4 v_head_dim=5 topk=7 index_heads=3 "
+        "index_dim=6"
+    ),
+    "DSA-low-rank": (
+        "q_lora_rank=7 kv_lora_rank=10 nope_head_dim=6 rope_head_dim=4 v_head_dim=8 topk=5 "
+        "index_heads=2 index_dim=4 index_interleaved=True mode=fused_recurrent"
+    ),
     "MSA": "block=4 topk=4 index_dim=12",
     "MSA-grouped": (
         "num_heads=4 num_kv_heads=2 rotary_dim=4 block=4 topk=4 local=2 index_dim=6 qk_norm=True "

@@ -15,7 +15,7 @@ from tests.support.language_models import LAYERS, small_model
 VOCAB, STEPS, ROWS, RATE = 31, 3, 4, 0.1
 LENGTHS = [9, 5, 12, 7, 11, 3, 8, 12, 6, 10, 4, 9]
 # an indexer's own loss is a mean over a call's queries: rows apart have another
-WITHOUT = {name: {**LAYERS[name], "index_loss": 0.0} for name in ("qsa", "msa")}
+WITHOUT = {name: {**LAYERS[name], "index_loss": 0.0} for name in ("dsa", "qsa", "msa")}
 MODELS: dict[str, list[Any]] = {name: [layer] * 2 for name, layer in (LAYERS | WITHOUT).items()}
 # a layer of each, and one that takes RWKV-7's first value past them
 MODELS["every"] = [*(layers[0] for layers in MODELS.values()), {"type": "rwkv7"}]
