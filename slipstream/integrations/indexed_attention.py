@@ -1,5 +1,6 @@
-"""Attention to the blocks that an indexer selects, of transformers' Qwen4-Exp (QSA) and MiniMax-M3
-(MSA), on ops.index and ops.attention: no mask of all keys, and no loop over queries.
+"""Attention to what an indexer selects, of transformers' Qwen4-Exp (QSA), MiniMax-M3 (MSA), and
+DeepSeek V3.2 and GLM (DSA), on ops.index and ops.attention: no mask of all keys, no loop over
+queries.
 
 patch() puts the functions of FORWARDS in the place of forward of the classes of these names. Keys
 and the indexer's keys are in transformers' own cache. What is packed, and what is padding, they
@@ -9,6 +10,7 @@ equal scores the earlier block is selected, where transformers takes any.
 
 import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,9 +18,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer
 
 from slipstream.common import checks, key_blocks
+from slipstream.integrations.hyper_connections import code_of
 from slipstream.integrations.masks import is_rule_mask
 from slipstream.integrations.rows import Rows, rows_of
-from slipstream.ops.attention import attention
+from slipstream.layers.base import RECURRENT_UP_TO
+from slipstream.layers.mla import absorbed
+from slipstream.nn.linear import plain_linear
+from slipstream.ops.attention import attention, latent_attention
 from slipstream.ops.indexer import index, index_loss
 from slipstream.runtime.autograd import with_loss
 
@@ -109,6 +115,167 @@ def minimax_m3(
     return rows.unpack(self.o_proj(o)), None
 
 
+def glm_moe_dsa(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Any = None,
+    cache: Any = None,
+    past_key_values: Any = None,
+    position_ids: Any = None,
+    prev_topk_indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None, Tensor | None]:
+    """DSA; a layer without an indexer sees what the one before selected."""
+    cache, rows = _begin(self, hidden_states, attention_mask, cache or past_key_values, kwargs)
+    own, T, x = self.indexer, hidden_states.shape[1], rows.pack(hidden_states)
+    tables = [rows.pack(_of_rows(y, hidden_states)) for y in position_embeddings]
+    module = sys.modules[type(self).__module__]
+    narrow, q, c, r = _projected(self, x)
+    q_nope, q_rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+    q_rope, r = module.apply_rotary_pos_emb_interleave(q_rope, r, *tables, unsqueeze_dim=2)
+    heads = torch.cat([q_nope, q_rope], -1), c, r
+    if own is None:
+        selected = _listed(prev_topk_indices, rows)
+        return _attend_latents(self, rows, cache, heads, selected), None, prev_topk_indices
+    weight = _weight(self, cache)
+    with torch.set_grad_enabled(weight > 0):
+        asked, key, weights = _asked(own, x, narrow)
+        halves = "apply_rotary_pos_emb" in code_of(type(own).forward).co_names
+        rotate = module.apply_rotary_pos_emb if halves else module.apply_rotary_pos_emb_interleave
+        turned = self.qk_rope_head_dim
+        parts = rotate(asked[..., :turned], key[..., :turned], *tables, unsqueeze_dim=2)
+        asked, key = (torch.cat([y, z[..., turned:]], -1) for y, z in zip(parts, (asked, key)))
+        key = key[:, :, 0]
+        if cache is not None:
+            key = _all_keys(cache.update_indexer(rows.unpack(key), self.layer_idx), key, T)
+        of: dict[str, Any] = {"topk": own.index_topk, "key_lengths": _lengths(key, rows, T)}
+        selected = index(asked, key, weights, cu_seqlens=rows.cuts, **of)
+    if weight > 0:
+        heads = _with_latent_loss(self, heads, (asked, key, weights), weight, rows, selected)
+    o = _attend_latents(self, rows, cache, heads, selected)
+    # transformers' own have no entry that is none: the first one again, which counts once
+    tokens = _tokens(selected[:, :, 0], rows)
+    return o, None, torch.where(tokens < 0, tokens[..., :1].clamp(min=0), tokens)
+
+
+@wraps(glm_moe_dsa)
+def deepseek_v32(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """DSA, whose layers all have indexers."""
+    return glm_moe_dsa(*args, **kwargs)[:2]
+
+
+def _projected(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries' latent, q [B, T, H, nope + P], the keys' latent c [B, T, R] and r [B, T, 1, P]."""
+    narrow = self.q_a_layernorm(self.q_a_proj(x))
+    q = self.q_b_proj(narrow).unflatten(-1, (-1, self.qk_head_dim))
+    c, r = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+    return narrow, q, self.kv_a_layernorm(c), r[:, :, None]
+
+
+def _asked(own: Any, x: Tensor, narrow: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """An indexer's queries [B, T, HI, D], key [B, T, 1, D] and weights [B, T, HI]."""
+    q = own.wq_b(narrow.detach()).unflatten(-1, (-1, own.head_dim))
+    x = x.detach()
+    weights = own.weights_proj(x.to(own.weights_proj.weight.dtype)) * own.n_heads**-0.5
+    return q, own.k_norm(own.wk(x))[:, :, None], weights
+
+
+def _with_latent_loss(
+    self: Any,
+    heads: tuple[Tensor, Tensor, Tensor],
+    asked: tuple[Tensor, Tensor, Tensor],
+    weight: float,
+    rows: Rows,
+    selected: Tensor,
+    **of: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """heads, with the indexer's loss along. One key of all heads is less to gather."""
+    q, (c, r), projection = heads[0], (y.detach() for y in heads[1:]), self.kv_b_proj
+    if plain_linear(projection):
+        near, _ = absorbed(q.detach(), projection.weight.detach(), *_widths(self))
+        keys = torch.cat([c[:, :, None], r], -1)
+    else:
+        with torch.no_grad():
+            near, (keys, _) = q, _written_out(self, c, r)
+    of |= {"selected": selected, "attention_scale": self.scaling, "cu_seqlens": rows.cuts}
+    loss = index_loss(*asked[:2], near.detach(), keys, asked[2], **of)
+    return _with_loss(self.indexer, q, loss, weight), *heads[1:]
+
+
+def _widths(self: Any) -> tuple[int, int]:
+    return self.qk_nope_head_dim, self.v_head_dim
+
+
+def _written_out(self: Any, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """k [B, S, H, nope + P] and v [B, S, H, V]"""
+    k, v = self.kv_b_proj(c).unflatten(-1, (-1, sum(_widths(self)))).split(_widths(self), -1)
+    return torch.cat([k, r.expand(-1, -1, k.shape[2], -1)], -1), v
+
+
+def _attend_latents(
+    self: Any,
+    rows: Rows,
+    cache: Any,
+    heads: tuple[Tensor, Tensor, Tensor],
+    selected: Tensor,
+    **options: Any,
+) -> Tensor:
+    """What o_proj makes of attention to keys and values written out, or of a few tokens to latents
+    in a cache. heads: q, c and r of _projected."""
+    q, c, r = heads
+    names, T = code_of(type(self).forward).co_names, rows.size[1]
+    if cache is not None and names.index("expand_kv") > names.index("update"):
+        new = rows.unpack(c)[:, None], rows.unpack(r).transpose(1, 2)
+        every, turned = cache.update(*new, self.layer_idx)
+        if every.shape[2] != T:
+            c, r = every[:, 0], turned.transpose(1, 2)
+            few = T <= RECURRENT_UP_TO and not torch.is_grad_enabled() and not options
+            if few and plain_linear(self.kv_b_proj):
+                q, w_v = absorbed(q, self.kv_b_proj.weight, *_widths(self))
+                latent = torch.cat([c, r[:, :, 0]], -1)
+                own = {"width": c.shape[-1], "scale": self.scaling, "selected": selected[:, :, 0]}
+                o = torch.einsum("bthr,hvr->bthv", latent_attention(q, latent, **own), w_v)
+                return self.o_proj(o.flatten(-2))
+        cache = None
+    options |= {"selected": selected}
+    o = _attend(self, rows, cache, (q, *_written_out(self, c, r)), options)
+    return rows.unpack(self.o_proj(o))
+
+
+def _listed(tokens: Tensor | None, rows: Rows) -> Tensor:
+    """Lists [B or 1, T, 1, N] as packed, of their sequence's tokens, of lists [B, T, N] of a row's;
+    negative is none."""
+    if tokens is None:
+        raise ValueError("prev_topk_indices: want what a layer before has selected, got None")
+    if rows.cuts is None:
+        return tokens[:, :, None]
+    first, place, order = _places(rows)
+    rank = place if order is None else torch.empty_like(order).index_copy(0, order, place)
+    lists = rows.pack(tokens)[0]
+    begin = (place if order is None else order) // rows.size[1] * rows.size[1]
+    at = rank[begin[:, None] + lists.clamp(min=0)] - first[:, None]
+    return torch.where(lists < 0, -1, at).int()[None, :, None]
+
+
+def _tokens(lists: Tensor, rows: Rows) -> Tensor:
+    """The reverse of _listed, of lists [B or 1, T, N]."""
+    if rows.cuts is None:
+        return lists
+    first, _, order = _places(rows)
+    at = first[:, None] + lists[0].clamp(min=0)
+    at = (at if order is None else order[at]) % rows.size[1]
+    return rows.unpack(torch.where(lists < 0, -1, at[None]).int())
+
+
+def _places(rows: Rows) -> tuple[Tensor, Tensor, Any]:
+    """Of packed tokens: the first of each one's sequence, their own places, and rows.order."""
+    number, cuts = rows.size[0] * rows.size[1], rows.cuts.long()
+    place = torch.arange(number, device=cuts.device)
+    at = torch.searchsorted(cuts[1:].contiguous(), place, right=True).clamp(max=len(cuts) - 2)
+    return cuts[at], place, rows.order
+
+
 def train_indexers(model: nn.Module, weight: float = 1.0) -> int:
     """Has the indexers of a patched model learn what its attention looks at: in training each adds
     weight times ops.index_loss to the loss, which reaches its own parameters alone.
@@ -151,7 +318,8 @@ def _begin(self: Any, x: Tensor, mask: Any, cache: Any, kwargs: dict[str, Any]) 
         raise NotImplementedError("output_attentions: no probabilities are made")
     if self.training and self.attention_dropout:
         raise NotImplementedError("attention_dropout: selected attention has none")
-    block = 1 if own is None else getattr(own, "compress_ratio", getattr(own, "block_size", 0))
+    sizes = (getattr(own, x, None) for x in ("compress_ratio", "block_size", "index_kpool"))
+    block = next((x for x in sizes if x is not None), 1)
     if block not in (1, 4, 16, 64, 128):
         raise NotImplementedError(f"blocks of {block} keys")
     if own is not None and getattr(own, "local_blocks", 0) > getattr(own, "topk_blocks", 0):
@@ -222,6 +390,8 @@ def _attend(
 
 
 FORWARDS: dict[str, Callable] = {
+    "DeepseekV32Attention": deepseek_v32,
+    "GlmMoeDsaAttention": glm_moe_dsa,
     "Qwen4ExpTextAttention": qwen4_exp,
     "MiniMaxM3VLAttention": minimax_m3,
 }
