@@ -35,6 +35,18 @@ def pooled_keys(k: Tensor, block: int, cu_seqlens: Tensor | None = None) -> Tens
     return checks.widen(of).mean(2).to(k.dtype)
 
 
+def keys_of_blocks(selected: Tensor, block: int, at: Tensor | None) -> Tensor:
+    """int32 [B, T, N block], the keys of lists of blocks [B, T, N], -1 for those of none; with
+    positions [T] block - 1 more, those of the block that is open at each."""
+    within = torch.arange(block, device=selected.device, dtype=torch.int32)
+    key = torch.where(selected[..., None] < 0, -1, selected[..., None] * block + within).flatten(2)
+    if at is None:
+        return key.int()
+    tail = ((at + 1) // block * block)[:, None] + within[:-1]
+    tail = torch.where(tail <= at[:, None], tail, -1)
+    return torch.cat([key, tail.expand(len(key), -1, -1)], -1).int()
+
+
 def rows_of_keys(
     selected: Tensor, lengths: Tensor, table: Tensor | None, sizes: torch.Size
 ) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer
 
@@ -24,6 +25,7 @@ from slipstream.integrations.rows import Rows, rows_of
 from slipstream.layers.base import RECURRENT_UP_TO
 from slipstream.layers.mla import absorbed
 from slipstream.nn.linear import plain_linear
+from slipstream.ops._fp32 import widen
 from slipstream.ops.attention import attention, latent_attention
 from slipstream.ops.indexer import index, index_loss
 from slipstream.runtime.autograd import with_loss
@@ -159,6 +161,57 @@ def glm_moe_dsa(
     return o, None, torch.where(tokens < 0, tokens[..., :1].clamp(min=0), tokens)
 
 
+def glm5_next(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    cache: Any = None,
+    past_key_values: Any = None,
+    prev_topk_indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None, Tensor | None]:
+    """DSA without rotations, by blocks of keys that a learned mean stands for, and the open one."""
+    cache, rows = _begin(self, hidden_states, attention_mask, cache or past_key_values, kwargs)
+    own, x = self.indexer, rows.pack(hidden_states)
+    narrow, *heads = _projected(self, x)
+    if own is None:
+        selected = _listed(prev_topk_indices, rows)
+        return _attend_latents(self, rows, cache, (*heads,), selected), None, None
+    weight, block = _weight(self, cache), own.index_kpool
+    with torch.set_grad_enabled(weight > 0):
+        asked, key, weights = _asked(own, x, narrow)
+        gate = F.linear(x.detach(), own.index_kpool_compress_gate)
+        packed = torch.cat([key[:, :, 0], gate, torch.ones_like(gate[..., :1])], -1)
+        if cache is not None:
+            new = rows.unpack(packed)
+            if isinstance(attention_mask, Tensor) and attention_mask.shape == new.shape[:2]:
+                new = torch.cat([new[..., :-1], attention_mask[..., None].to(new.dtype)], -1)
+            every = cache.update_indexer(new, self.layer_idx)
+            packed = _all_keys(every, packed, rows.size[1])
+        first, _ = key_blocks.blocks_of(packed.shape[1], block, rows.cuts, x.device)
+        keys, gates, _ = packed[:, first[:, None] + torch.arange(block, device=x.device)].split(
+            [own.head_dim, own.head_dim, 1], -1
+        )
+        share = (widen(gates) + widen(own.index_kpool_compress_ape)).softmax(2)
+        pooled = (share.to(keys.dtype) * keys).sum(2)
+        of: dict[str, Any] = {"block": block, "pool": "none"}
+        lengths = _lengths(packed, rows, rows.size[1])
+        more = {"cu_seqlens": rows.cuts, "key_lengths": lengths, "topk": own.index_topk // block}
+        selected = index(asked, pooled, weights, **more, **of)
+    heads = (*heads,)
+    if weight > 0:
+        heads = _with_latent_loss(
+            self, heads, (asked, pooled, weights), weight, rows, selected, **of
+        )
+    tail = bool(own.index_kpool_always_select_tail)
+    at = torch.arange(x.shape[1], device=x.device) + packed.shape[1] - x.shape[1]
+    if rows.cuts is not None:
+        at = at - _places(rows)[0]
+    single = key_blocks.keys_of_blocks(selected[:, :, 0], block, at if tail else None)
+    o = _attend_latents(self, rows, cache, heads, selected, single, block=block, tail=tail)
+    return o, None, _tokens(single, rows) if self.next_skip_topk else None
+
+
 @wraps(glm_moe_dsa)
 def deepseek_v32(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """DSA, whose layers all have indexers."""
@@ -183,13 +236,13 @@ def _asked(own: Any, x: Tensor, narrow: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 def _with_latent_loss(
     self: Any,
-    heads: tuple[Tensor, Tensor, Tensor],
+    heads: tuple[Any, ...],
     asked: tuple[Tensor, Tensor, Tensor],
     weight: float,
     rows: Rows,
     selected: Tensor,
     **of: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Any, ...]:
     """heads, with the indexer's loss along. One key of all heads is less to gather."""
     q, (c, r), projection = heads[0], (y.detach() for y in heads[1:]), self.kv_b_proj
     if plain_linear(projection):
@@ -217,12 +270,14 @@ def _attend_latents(
     self: Any,
     rows: Rows,
     cache: Any,
-    heads: tuple[Tensor, Tensor, Tensor],
+    heads: tuple[Any, ...],
     selected: Tensor,
+    single: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """What o_proj makes of attention to keys and values written out, or of a few tokens to latents
-    in a cache. heads: q, c and r of _projected."""
+    in a cache. heads: q, c and r of _projected. single: lists [B, T, N] of keys instead of blocks.
+    """
     q, c, r = heads
     names, T = code_of(type(self).forward).co_names, rows.size[1]
     if cache is not None and names.index("expand_kv") > names.index("update"):
@@ -230,11 +285,12 @@ def _attend_latents(
         every, turned = cache.update(*new, self.layer_idx)
         if every.shape[2] != T:
             c, r = every[:, 0], turned.transpose(1, 2)
-            few = T <= RECURRENT_UP_TO and not torch.is_grad_enabled() and not options
+            few = T <= RECURRENT_UP_TO and not torch.is_grad_enabled()
             if few and plain_linear(self.kv_b_proj):
                 q, w_v = absorbed(q, self.kv_b_proj.weight, *_widths(self))
                 latent = torch.cat([c, r[:, :, 0]], -1)
-                own = {"width": c.shape[-1], "scale": self.scaling, "selected": selected[:, :, 0]}
+                single = selected[:, :, 0] if single is None else single
+                own = {"width": c.shape[-1], "scale": self.scaling, "selected": single}
                 o = torch.einsum("bthr,hvr->bthv", latent_attention(q, latent, **own), w_v)
                 return self.o_proj(o.flatten(-2))
         cache = None
@@ -329,10 +385,24 @@ def _begin(self: Any, x: Tensor, mask: Any, cache: Any, kwargs: dict[str, Any]) 
         if isinstance(layer, StaticLayer):
             raise NotImplementedError("a static cache")
         if layer.get_seq_length() and rows.cuts is not None:
+            layer.slipstream_padded = True
             raise NotImplementedError("packed sequences or padding behind a cache")
+        if hasattr(own, "index_kpool") and _has_padding(layer, rows):
+            raise NotImplementedError("padding in a cache")
         if layer.get_seq_length() and not _sees_all(mask):
             raise NotImplementedError("padding in a cache")
     return cache, rows
+
+
+def _has_padding(layer: Any, rows: Rows) -> bool:
+    """Whether a cache whose indexer's keys end in a mark of tokens has some that are padding."""
+    if not layer.get_seq_length():
+        layer.slipstream_padded = rows.order is not None
+        return False
+    known = getattr(layer, "slipstream_padded", None)
+    if known is None:
+        known = layer.slipstream_padded = not bool(layer.indexer_keys[..., -1].all())
+    return known
 
 
 def _sees_all(mask: Any) -> bool:
@@ -391,6 +461,7 @@ def _attend(
 
 FORWARDS: dict[str, Callable] = {
     "DeepseekV32Attention": deepseek_v32,
+    "Glm5NextTextAttention": glm5_next,
     "GlmMoeDsaAttention": glm_moe_dsa,
     "Qwen4ExpTextAttention": qwen4_exp,
     "MiniMaxM3VLAttention": minimax_m3,

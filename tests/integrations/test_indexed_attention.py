@@ -30,6 +30,11 @@ SIZES: dict[str, dict[str, Any]] = {
         "index_topk": 5, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"],
         "indexer_types": ["full", "shared"],
     },
+    "Glm5NextForConditionalGeneration": {
+        "index_topk": 8, "index_kpool": 4, "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        "indexer_types": ["full", "full", "shared"], "mlp_layer_types": ["dense"] * 3,
+    },
     "Qwen4ExpForCausalLM": {"indexer_budget": 8, "indexer_compress_ratio": 4},
     "MiniMaxM3VLForCausalLM": {
         "layer_types": ["minimax_m3_sparse", "full_attention"], "index_n_heads": 2,
@@ -57,8 +62,12 @@ def _alike(monkeypatch: pytest.MonkeyPatch) -> None:
 def model_of(name: str, impl: str = "sdpa", **more: Any) -> Any:
     cls, config, *_ = tiny(name)
     config = copy.deepcopy(config)
-    for key, value in (SIZES[name] | more).items():
-        setattr(config.get_text_config(), key, value)
+    text, given = config.get_text_config(), SIZES[name] | more
+    if "deepseek_sparse_attention" in (getattr(text, "layer_types", None) or ()):  # 5.17's name
+        types = [x.replace("indexed", "deepseek_sparse") for x in given.get("layer_types", ())]
+        given |= {"layer_types": types} if types else {}
+    for key, value in given.items():
+        setattr(text, key, value)
     torch.manual_seed(0)
     model = build(cls, config, impl, None)
     with torch.no_grad():  # norms' weights are zeros or ones, which hide their place
@@ -208,7 +217,8 @@ def test_trained_indexers_change_nothing_but_their_gradients(name: str) -> None:
 
 @every_model
 def test_blocks_of_two_run_as_before(name: str) -> None:
-    size = {"Qwen4ExpForCausalLM": "indexer_compress_ratio"}.get(name, "index_block_size")
+    sizes = {"Q": "indexer_compress_ratio", "M": "index_block_size"}
+    size = sizes.get(name[0], "index_kpool")
     model = model_of(name, "sdpa", **{size: 2})
     want = with_gradients(model, input_ids=IDS)
     patch(model)
@@ -341,7 +351,7 @@ def loaded(attention: Any, base: float, rotary_dim: int) -> QSA | MSA:
     return layer
 
 
-@pytest.mark.parametrize("name", [x for x in MODELS if "Dsa" not in x and "V32" not in x])
+@pytest.mark.parametrize("name", [x for x in MODELS if x[0] in "QM"])
 @torch.no_grad()
 def test_layers_equal_those_of_transformers(name: str) -> None:
     model = model_of(name, "eager").eval()
