@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer
 
 from slipstream.common import checks, key_blocks
+from slipstream.integrations import masks
 from slipstream.integrations.hyper_connections import code_of
-from slipstream.integrations.masks import is_rule_mask
 from slipstream.integrations.rows import Rows, rows_of
 from slipstream.layers.base import RECURRENT_UP_TO
 from slipstream.layers.mla import absorbed
@@ -368,30 +368,44 @@ def _begin(self: Any, x: Tensor, mask: Any, cache: Any, kwargs: dict[str, Any]) 
 
     Raises:
         NotImplementedError: ours does not take it; nothing is written into the cache yet.
+        RuntimeError: nor does transformers' own, for the mask has no entries.
     """
-    own, rows = self.indexer, rows_of(kwargs, x)
+    rows = rows_of(kwargs, x)
+    why = _refusal(self, mask, cache, rows, kwargs)
+    by_entry = masks.indexed(type(self.config).__module__)
+    if why is not None and by_entry and isinstance(mask, Tensor) and masks.is_rule_mask(mask):
+        text = "transformers' own reads a mask's entries, as attn_implementation='eager' makes"
+        raise RuntimeError(f"{why}: {text}")
+    if why is not None:
+        raise NotImplementedError(why)
+    return cache, rows
+
+
+def _refusal(self: Any, mask: Any, cache: Any, rows: Rows, kwargs: dict[str, Any]) -> str | None:
+    own = self.indexer
     if kwargs.get("output_attentions"):
-        raise NotImplementedError("output_attentions: no probabilities are made")
+        return "output_attentions: no probabilities are made"
     if self.training and self.attention_dropout:
-        raise NotImplementedError("attention_dropout: selected attention has none")
+        return "attention_dropout: selected attention has none"
     sizes = (getattr(own, x, None) for x in ("compress_ratio", "block_size", "index_kpool"))
     block = next((x for x in sizes if x is not None), 1)
     if block not in (1, 4, 16, 64, 128):
-        raise NotImplementedError(f"blocks of {block} keys")
+        return f"blocks of {block} keys"
     if own is not None and getattr(own, "local_blocks", 0) > getattr(own, "topk_blocks", 0):
-        raise NotImplementedError("more local blocks than are listed")
-    if cache is not None:
-        layer = cache.layers[self.layer_idx]
-        if isinstance(layer, StaticLayer):
-            raise NotImplementedError("a static cache")
-        if layer.get_seq_length() and rows.cuts is not None:
-            layer.slipstream_padded = True
-            raise NotImplementedError("packed sequences or padding behind a cache")
-        if hasattr(own, "index_kpool") and _has_padding(layer, rows):
-            raise NotImplementedError("padding in a cache")
-        if layer.get_seq_length() and not _sees_all(mask):
-            raise NotImplementedError("padding in a cache")
-    return cache, rows
+        return "more local blocks than are listed"
+    if cache is None:
+        return None
+    layer = cache.layers[self.layer_idx]
+    if isinstance(layer, StaticLayer):
+        return "a static cache"
+    if layer.get_seq_length() and rows.cuts is not None:
+        layer.slipstream_padded = True
+        return "packed sequences or padding behind a cache"
+    if hasattr(own, "index_kpool") and _has_padding(layer, rows):
+        return "padding in a cache"
+    if layer.get_seq_length() and not _sees_all(mask):
+        return "padding in a cache"
+    return None
 
 
 def _has_padding(layer: Any, rows: Rows) -> bool:
@@ -409,7 +423,7 @@ def _sees_all(mask: Any) -> bool:
     """Whether the last query of a mask [B, 1, T, S] or [B, S] sees all keys; asked once a mask."""
     if not isinstance(mask, Tensor):
         return True
-    if is_rule_mask(mask):
+    if masks.is_rule_mask(mask):
         return mask.shape[3] == 0
     known = getattr(mask, "slipstream_sees_all", None)
     if known is None:

@@ -298,6 +298,15 @@ def wants_entries(config_module: str) -> bool:
     return re.search(r"allow_is_causal_skip\W+False", modeling_source(config_module)) is not None
 
 
+def indexed(config_module: str) -> bool:
+    """Whether attention of a configuration's models, which computes with the entries of a mask, is
+    replaced by patch() with one that does not."""
+    module = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
+    names = "DeepseekV32Attention", "GlmMoeDsaAttention"
+    found = [vars(module).get(x) for x in names] if module is not None else []
+    return any(hasattr(x.forward, "slipstream_original") for x in found if x is not None)
+
+
 @cache
 def modeling_source(config_module: str) -> str:
     """The source of the models beside a configuration; "" if there is none."""

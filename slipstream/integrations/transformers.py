@@ -116,8 +116,12 @@ def slipstream_mask(
         if attention_mask is not None:
             padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         call = Query(batch_size, q_length, kv_length, q_offset, kv_offset, padding, device)
-        mask = build_mask(pattern, mask_function, call) if may_skip else False
-        if not isinstance(mask, bool):
+        lists = isinstance(q_offset, int) and not torch.compiler.is_compiling()
+        lists = not may_skip and lists and masks.indexed(type(config).__module__)
+        mask = build_mask(pattern, mask_function, call) if may_skip or lists else False
+        # behind padding transformers' own attention runs
+        own = lists and isinstance(mask, Tensor) and mask.shape[3] > 0 and q_length < kv_length
+        if not isinstance(mask, bool) and not own:
             return mask
     if not torch.compiler.is_compiling():
         _say_dense()

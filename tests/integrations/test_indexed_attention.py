@@ -16,6 +16,7 @@ import transformers
 
 from slipstream import layers, ops
 from slipstream.integrations import class_mixers, hyper_connections, indexed_attention, usage
+from slipstream.integrations.masks import is_rule_mask
 from slipstream.integrations.patching import ORIGINAL
 from slipstream.integrations.transformers import patch, train_indexers, unpatch
 from slipstream.layers import MSA, QSA
@@ -182,6 +183,31 @@ def test_generate_from_padded_prompts_equals_transformers(name: str) -> None:
     want = model.generate(IDS, attention_mask=mask, **options)
     patch(model)
     assert torch.equal(model.generate(IDS, attention_mask=mask, **options), want)
+
+
+@pytest.mark.parametrize("name", [x for x in MODELS if "Dsa" in x or "V32" in x])
+def test_no_mask_has_entries_where_lists_are_read(name: str) -> None:
+    """But for steps behind padding, which are transformers' own."""
+    model = model_of(name)
+    patch(model)
+    model.set_attn_implementation("slipstream")
+    (first, *_) = (x for x in model.modules() if type(x).__name__ in indexed_attention.FORWARDS)
+    seen: list[bool] = []
+
+    def look(_: Any, args: Any, kwargs: Any) -> None:
+        seen.append(is_rule_mask(kwargs["attention_mask"]))
+
+    first.register_forward_pre_hook(look, with_kwargs=True)
+    mask = torch.ones_like(IDS)
+    mask[1, :6] = 0
+    for given in ({}, {"attention_mask": mask}):
+        model.generate(IDS, max_new_tokens=2, min_new_tokens=2, do_sample=False, **given)
+    assert seen == [True, True, True, False]
+    with pytest.raises(RuntimeError, match=r"^output_attentions: .*attn_implementation='eager'"):
+        model(input_ids=IDS, output_attentions=True)
+    unpatch()
+    model(input_ids=IDS)
+    assert not seen[-1]
 
 
 def test_classes_are_those_that_class_mixers_have() -> None:
