@@ -60,6 +60,8 @@ _PLAIN = (*_MATMUL, "low_rank_step.triton")
 FEATURE_RULES = (
     FeatureRule("linear.triton", (), ("dot", "chained_64_dots")),
     FeatureRule("linear.sm90", (), ("dot", "chained_64_dots")),
+    FeatureRule("linear.triton", ("delta",), ("transposed_dot",)),
+    FeatureRule("linear.sm90", ("delta",), ("narrow_dot",)),
     FeatureRule("linear.triton", ("delta", "256"), ("wide_delta",)),
     FeatureRule("linear.sm90", ("none", "channel"), ("sm90_vector_decay",)),
     FeatureRule("linear.sm90", ("delta", "scalar"), ("sm90_gated_delta",)),
@@ -70,7 +72,7 @@ FEATURE_RULES = (
     FeatureRule("attention.latent", (), ("dot", "dot16", "chained_64_dots")),
     *(FeatureRule(x, (), ("dot",)) for x in _PLAIN),
     *(FeatureRule(x, (y,), ("dot16",)) for x in (*_TRITON, *_PLAIN) for y in _16),
-    FeatureRule("mixer_step.triton", ("drafts",), ("dot", "dot16")),
+    FeatureRule("mixer_step.triton", ("drafts",), ("dot", "dot16", "narrow_dot")),
     *(FeatureRule(x, (y,), ("fp8_dot",)) for x in _MATMUL for y in _FLOAT8),
     FeatureRule("matmul.triton", ("float32", "tf32x3"), ("tf32x3",)),
     *(FeatureRule(x, (), ("dot",)) for x in ("hyper_connection.pre", "indexer")),
@@ -149,7 +151,7 @@ KNOWN_BUGS = (
         "wrong result",
         "pytorch/helion#1905, triton-lang/triton#11366",
         "ptxas 13 (pip install slipstream[cuda]), or tiles of 64 and more",
-        avoided=True,
+        probed=True,
     ),
     KnownBug(
         "transposed-dot",
@@ -161,7 +163,8 @@ KNOWN_BUGS = (
         "wrong result",
         "fla-org/flash-linear-attention#640, #826",
         "Triton 3.7.1, or compute the transposed product",
-        avoided=True,
+        probed=True,
+        sound=(("3.6.0", "12.8.93"), ("3.6.0", "13.0.88")),
     ),
     KnownBug(
         "chained-dots",

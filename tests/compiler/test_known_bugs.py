@@ -49,4 +49,4 @@ def test_blocking_stops_only_kernels_with_the_pattern(monkeypatch: pytest.Monkey
     assert blocking("sm_75", "3.6.0", "12.8.93", {"dot16"}) is FAULT
     assert blocking("sm_75", "3.6.0", "12.8.93", {"dot32"}) is None
     assert blocking("sm_75", "3.8.0", "12.8.93", {"dot16"}) is None
-    assert blocking("sm_90", "3.6.0", "12.8.93", {"narrow_dot"}) is None  # avoided here
+    assert blocking("sm_90", "3.6.0", "12.8.93", {"narrow_dot"}) is None  # probed
