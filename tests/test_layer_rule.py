@@ -50,7 +50,10 @@ FAMILY_EXCEPTIONS = {
             ("op", "inputs plan probe reference"),
             ("triton_kernels", "triton.scores"),
             ("triton_lists", "triton.scores"),
+            ("triton_entries", "triton.scores"),
             ("launch", "triton.launch triton.sums triton.tiles"),
+            ("sm90_kernels", "sm90.common sm90.forward"),
+            ("sm90_launch", "sm90.launch triton.tiles"),
         )
         for module in modules.split()
     ),

@@ -151,7 +151,7 @@ def files_of(gluon: bool) -> dict[str, list[Path]]:
             else:
                 paths_of[folder.name] = [*(paths if gluon else others), *shared]
     # which launches kernels of attention, and calls its device functions
-    borrowed = [x for x in paths_of["attention"] if x.parent.name == "triton"]
+    borrowed = [x for x in paths_of["attention"] if x.parent.name in ("triton", "sm90")]
     paths_of["selected_attention"] = [*paths_of["selected_attention"], *borrowed]
     return paths_of
 

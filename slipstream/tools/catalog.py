@@ -145,6 +145,8 @@ OPERATORS = [
            options={"block": 4, "tail": True}),
     _traced("attention", f"{ATTENTION} selected=BTH9:blocks sinks=G", variant="selected-blocks",
             options={"block": 64}),
+    _traced("attention", "q=BT8K k=BT1K v=BT1V selected=BT19:blocks", variant="selected-shared",
+            options={"block": 64}),
     _tested("attention", "selected-window", f"{ATTENTION} selected=BT19:fours",
             options={"block": 1, "window_size": 3}, packed=True),
     _traced(

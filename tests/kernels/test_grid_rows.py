@@ -39,6 +39,7 @@ AXES = {
     "primitives/device": "outputs, five at most",
     "projection_step/triton_kernels": "shares of a sum over a layer's channels",
     "running_mean/triton_kernels": "blocks of channels",
+    "selected_attention/triton_entries": "units of a list; heads of keys",
     "selective_scan/triton_kernels": "SEQUENCE_PROGRAMS at most",
     "time_mix/triton/rwkv7": "heads",
     "time_mix/triton/rwkv7_step": "heads; matrices, four at most; blocks of rows, cut",

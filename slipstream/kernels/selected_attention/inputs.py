@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.common import checks
+from slipstream.common import checks, key_blocks
+from slipstream.compiler.compiler_state import KernelKey
 from slipstream.kernels.attention import inputs as dense
 from slipstream.kernels.attention import reference
-from slipstream.runtime import consistent, token_ids
+from slipstream.runtime import backends, consistent, token_ids
 from slipstream.runtime.context_parallel import ContextParallel
 
 
@@ -84,9 +85,8 @@ def checked(
     for name, x in lacks.items():
         if x is not None:
             raise NotImplementedError(f"{name}: is not implemented with selected")
-    blocks = (1, 4, 16, 64, 128)
-    if by.block not in blocks:
-        raise ValueError(f"block: want one of {blocks}, got {by.block}")
+    if by.block not in key_blocks.SIZES:
+        raise ValueError(f"block: want one of {key_blocks.SIZES}, got {by.block}")
     dense.check(terms, options)
     terms = dense.with_autocast(terms)
     (B, T, H, _), HKV, selected = terms.q.shape, terms.k.shape[2], by.selected
@@ -104,6 +104,32 @@ def checked(
     how = SelectedOptions(options.scale, left, right, by.causal, int(by.block), bool(by.tail))
     packed = terms.cu_q, terms.cu_k, terms.lengths
     return SelectedInputs(*terms[:3], selected, terms.sinks, *packed), how
+
+
+def takes_sm90(inputs: SelectedInputs, options: SelectedOptions) -> bool:
+    """Whether the kernel for sm_90 has the forward of a call: heads of 64 or 128, with a list a
+    power of two of them from 8 to 64, and large blocks alone, of sequences of one length."""
+    q, k, v = inputs[:3]
+    R, left = divmod(q.shape[2], max(k.shape[2], inputs.selected.shape[2]))
+    return (
+        q.shape[3] == v.shape[3] in (64, 128)
+        and R in (8, 16, 32, 64)
+        and left == 0
+        and options.block in (64, 128)
+        and not options.tail
+        and options.left + options.right < 0
+        and all(x is None for x in inputs[5:])
+        and k.shape[0] == q.shape[0]
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and backends.sm90_unsupported(q) is None
+    )
+
+
+def sm90_kind(inputs: SelectedInputs, options: SelectedOptions) -> KernelKey:
+    """The calls of that kernel that share a verdict on it."""
+    R = inputs.q.shape[2] // max(inputs.k.shape[2], inputs.selected.shape[2])
+    sizes = inputs.q.dtype, inputs.q.shape[3], options.block, R
+    return ("selected_attention.sm90", *sizes, inputs.sinks is not None and "sinks")
 
 
 def check_values(inputs: SelectedInputs, options: SelectedOptions) -> None:

@@ -5,6 +5,7 @@ more of a sort; backward 4 more for the inverse lists, and two float32 numbers a
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,21 @@ from torch import Tensor
 
 from slipstream.kernels.attention.triton import launch as dense_launch
 from slipstream.kernels.attention.triton import sums, tiles
+from slipstream.kernels.selected_attention import inputs as calls
+from slipstream.kernels.selected_attention import triton_entries, triton_lists
 from slipstream.kernels.selected_attention import triton_kernels as kernels
-from slipstream.kernels.selected_attention import triton_lists
 from slipstream.kernels.selected_attention.inputs import SelectedInputs, SelectedOptions
+from slipstream.runtime.kernel_pair import guarded
 from slipstream.runtime.launch_cache import cached
+
+# keys a block of lists whose tiles of queries make gradients of keys, which are then added up
+BY_ENTRY_UP_TO = 4
+# entries a program of these makes
+SPAN = 128
+_ADDS = (
+    *("S", "units", "share", "G", "N", "search_steps", "D", "DV", "BD", "BV", "BLOCK"),
+    *("HAS_LENGTHS", "PACKED_K"),
+)
 
 
 class Merged(NamedTuple):
@@ -43,6 +55,20 @@ class Plan(NamedTuple):
 def forward(inputs: SelectedInputs, options: SelectedOptions) -> tuple[Tensor, Tensor]:
     """o [B, T, H, DV] in q's dtype and lse [B, H, T], float32."""
     inputs, options, _ = _to_kernel_layout(inputs, options)
+    if not calls.takes_sm90(inputs, options) or 0 in (inputs.q.numel(), inputs.k.numel()):
+        return _forward(inputs, options)
+
+    def merge(queries: int) -> Merged:
+        return _merged(inputs, options, queries, None)[0]
+
+    kernel = "slipstream.kernels.selected_attention.sm90_launch:forward"
+    args, kind = (inputs, options, merge), partial(calls.sm90_kind, inputs, options)
+    # the probe of all kernels, which comes before, is of this one too
+    return guarded("sm90|triton", inputs.q.device, kernel, _forward, args, kind, lambda: None)
+
+
+def _forward(inputs: SelectedInputs, options: SelectedOptions, _: Any = None) -> Any:
+    """The same by the kernel for every architecture."""
     q, v = inputs.q, inputs.v
     B, T, H, _ = q.shape
     o = q.new_zeros(B, T, H, v.shape[-1])
@@ -51,7 +77,7 @@ def forward(inputs: SelectedInputs, options: SelectedOptions) -> tuple[Tensor, T
         if inputs.sinks is not None:
             lse.copy_(inputs.sinks[:, None].expand_as(lse))
         return o, lse
-    tile = _tiles_of(inputs).forward
+    tile = _tiles_of(inputs, options)[0].forward
     outputs = {"o_ptr": o, "lse_ptr": lse, "sinks_ptr": inputs.sinks}
     _launch_queries(inputs, options, tile, outputs)
     return o, lse
@@ -82,9 +108,18 @@ def backward(
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     sums.launch_delta(o, do, lse.contiguous(), dlse, base, delta)
     operands = {"do_ptr": do, "base_ptr": base, "delta_ptr": delta}
-    chosen = _tiles_of(inputs)
-    _launch_queries(inputs, options, chosen.dq, {**operands, "dq_ptr": dq})
-    _launch_keys(inputs, options, chosen, {**operands, "dk_ptr": dk, "dv_ptr": dv})
+    chosen, of_entries = _tiles_of(inputs, options)
+    merged = _launch_queries(inputs, options, chosen.dq, {**operands, "dq_ptr": dq})
+    if options.block > BY_ENTRY_UP_TO:
+        del merged
+        _launch_keys(inputs, options, chosen, {**operands, "dk_ptr": dk, "dv_ptr": dv})
+    else:
+        wide = [x.new_empty(x.shape, dtype=torch.float32) for x in (dk, dv)]
+        _launch_near_keys(
+            inputs, options, chosen, {**operands, "dk_ptr": wide[0], "dv_ptr": wide[1]}
+        )
+        _launch_entries(inputs, options, chosen.dq.BM, of_entries, operands, merged, wide)
+        dk, dv = (x.to(k.dtype) for x in wide)
     grads = [dq if sign == 1 else dq * sign, dk, dv]
     if sinks is not None:
         grads.append(tiles.sinks_gradient(sinks, base[..., :T], delta[..., :T]))
@@ -102,16 +137,20 @@ def _to_kernel_layout(
     return inputs, options._replace(scale=positive.scale), sign
 
 
-def _tiles_of(inputs: SelectedInputs) -> tiles.Tiles:
-    """Dense attention's, but where a sweep on an H200 found faster ones. On sm_90 no product has
-    less than 64 columns beside others, which ptxas 12.8 gets wrong (docs/dev/facts.md)."""
+def _tiles_of(inputs: SelectedInputs, options: SelectedOptions) -> tuple[tiles.Tiles, tiles.Tile]:
+    """Dense attention's, but where a sweep on an H200 found faster ones; and that of entries, whose
+    rows are those of dq. On sm_90 no product has less than 64 columns beside others, which ptxas
+    12.8 gets wrong (docs/dev/facts.md)."""
     q, v = inputs.q, inputs.v
     chosen, BD, BV = tiles.tiles_for(q.device, q.shape[-1], v.shape[-1], q.element_size())
     if tiles.family_of(q.device) != "sm_90" or q.element_size() != 2:
-        return chosen
-    if max(BD, BV) > 128:
-        return replace(chosen, dkv=tiles.Tile(64, 64, 8, 1), dv=None)
-    return replace(chosen, forward=tiles.Tile(64, 64, 4, 3), dkv=tiles.Tile(128, 64, 8, 2))
+        return chosen, chosen.dkv
+    if max(BD, BV) <= 128:
+        tile = tiles.Tile(128, 64, 8, 2)
+        return replace(chosen, forward=tiles.Tile(64, 64, 4, 3), dkv=tile), tile
+    chosen, tile = replace(chosen, dkv=tiles.Tile(64, 64, 8, 1), dv=None), tiles.Tile(64, 64, 8, 2)
+    # a backward of QSA takes 81 ms, with 128 rows, which spill more, 98
+    return replace(chosen, dq=tile) if options.block <= BY_ENTRY_UP_TO else chosen, tile
 
 
 def _plan(inputs: SelectedInputs) -> Plan:
@@ -189,8 +228,8 @@ def _key_tiles(inputs: SelectedInputs, size: int) -> int:
 
 def _launch_queries(
     inputs: SelectedInputs, options: SelectedOptions, tile: tiles.Tile, operands: dict[str, Any]
-) -> None:
-    """o, or the gradient of q: operands has the arguments of one of the two."""
+) -> Merged:
+    """o, or the gradient of q: operands has the arguments of one of the two. The lists of tiles."""
     plan = _plan(inputs)
     rows = plan.rows(tile.BM, 32)
     merged, tile_rows = _merged(inputs, options, rows["QT"], None)
@@ -208,6 +247,7 @@ def _launch_queries(
         HAS_SINKS=operands.get("sinks_ptr") is not None,
         **_common(inputs, options, plan, tile),
     )
+    return merged
 
 
 def _launch_keys(
@@ -289,3 +329,82 @@ def _common(
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
+
+
+def _launch_near_keys(
+    inputs: SelectedInputs, options: SelectedOptions, chosen: tiles.Tiles, operands: dict[str, Any]
+) -> None:
+    """Gradients of keys from the queries that they are near, zeros where there are none."""
+    none = SelectedInputs(*inputs[:3], inputs.selected[..., :0], *inputs[4:])
+    _launch_keys(none, options, chosen, operands)
+
+
+def _launch_entries(
+    inputs: SelectedInputs,
+    options: SelectedOptions,
+    BM: int,
+    tile: tiles.Tile,
+    operands: dict[str, Any],
+    merged: Merged,
+    wide: list[Tensor],
+) -> None:
+    """Adds to `wide`, dk and dv in float32, what the entries of the lists have. BM: rows of the
+    tiles whose lists are merged."""
+    plan, block, (rows, G, W) = _plan(inputs), options.block, merged.entries.shape
+    entries = inputs.selected.numel()
+    if not entries:
+        return
+    q, k, v = inputs[:3]
+    device, HKV, total = q.device, k.shape[2], _key_tiles(inputs, block)
+    of = plan.rows(BM, 32)
+    counts = merged.counts.flatten()
+    offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    live = torch.arange(W, device=device) < merged.counts[..., None]
+    ids = merged.entries + _first_blocks(inputs, options, rows, of["QT"])[:, None, None]
+    ids += torch.arange(G, device=device, dtype=torch.int32)[:, None] * total
+    ids = ids.masked_fill_(~live, 2147483647).flatten()
+    by_block, order = ids.sort(stable=True)
+    bounds = torch.arange(G * total + 1, dtype=torch.int32, device=device)
+    starts = torch.searchsorted(by_block, bounds, out_int32=True)
+    places = offsets[:-1, None] + torch.arange(W, dtype=torch.int32, device=device)
+    named = places.flatten().index_select(0, order)
+    del live, ids, by_block, order, places
+    upcoming = starts[:-1].view(G, 1, total).repeat(1, plan.units // G, 1)
+    width = k.shape[-1] + v.shape[-1]
+    dtype = q.dtype if q.dtype == torch.bfloat16 else torch.float32
+    each = plan.units // G * block * width * dtype.itemsize
+    most = max(min(q.numel() * q.element_size() // each, entries), 1)
+    most = -(-most // SPAN) * SPAN
+    sums = q.new_empty(plan.units // G * most * block * width, dtype=dtype)
+    common = _common(inputs, options, plan, tile)
+    adds = {x: common[x] for x in _ADDS} | {"num_warps": 4}
+    cu_k, lengths = inputs.cu_k, inputs.lengths
+    given = {**operands, "sums_ptr": sums, "merged_ptr": merged.entries, "bits_ptr": merged.bits}
+    given |= {"offsets_ptr": offsets, "W": W, "total": rows * G, "most": most, "SPAN": SPAN}
+    given |= {"tiles": rows if inputs.cu_q is not None else rows // inputs.sequences}
+    given |= {"list_steps": (rows * G - 1).bit_length(), "BN": tile.BN}
+    adds |= {"sums_ptr": sums, "dk_ptr": wide[0], "dv_ptr": wide[1], "named_ptr": named}
+    adds |= {"starts_ptr": starts, "next_ptr": upcoming, "total": total, "most": most}
+    adds |= {"offsets_ptr": offsets, "lists": rows * G}
+    adds |= {"tiles": total if cu_k is not None else total // inputs.sequences}
+    adds |= {"cu_k_ptr": cu_k, "lengths_ptr": lengths, "ROWS": 16}
+    given |= of
+    for first in range(0, entries, most):
+        now = {"first": first, "until": min(first + most, entries)}
+        grid = (most // SPAN, plan.units // G)
+        cached(triton_entries.selected_entries_grad_kernel)[grid](**given, **now, **common)
+        cached(triton_entries.selected_add_entries_kernel)[(total, HKV)](**now, **adds)
+
+
+def _first_blocks(inputs: SelectedInputs, options: SelectedOptions, rows: int, QT: int) -> Tensor:
+    """int32 [rows]: how many blocks of keys are before those of a tile of queries' sequence."""
+    device, N = inputs.q.device, inputs.sequences
+    row = torch.arange(rows, device=device)
+    if inputs.cu_q is None:
+        n = row // (rows // N)
+    else:
+        before = inputs.cu_q[1:].clamp(min=0) // QT + torch.arange(1, N + 1, device=device)
+        n = torch.searchsorted(before, row, right=True).clamp(max=N - 1)
+    if inputs.cu_k is None:
+        return (n * -(-inputs.k.shape[1] // options.block)).int()
+    return (inputs.cu_k[:-1].clamp(min=0)[n] // options.block + n).int()

@@ -59,7 +59,8 @@ def _kind(inputs: arguments.SelectedInputs, options: arguments.SelectedOptions) 
     window = options.left + options.right >= 0 and "window"
     by_head = inputs.selected.shape[2] > inputs.k.shape[2] and "by head"
     sizes = inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1], options.block
-    return ("selected_attention.triton", *sizes, window, by_head, *flags)
+    sm90 = arguments.takes_sm90(inputs, options) and inputs.q.shape[2] // inputs.k.shape[2]
+    return ("selected_attention.triton", *sizes, window, by_head, *flags, sm90)
 
 
 def _mismatch(inputs: arguments.SelectedInputs, options: arguments.SelectedOptions) -> str | None:

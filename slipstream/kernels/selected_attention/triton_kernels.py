@@ -22,8 +22,8 @@ from slipstream.kernels.attention.triton.scores import (
 from slipstream.kernels.primitives.device import LN2, LOG2E
 
 _STRIDES = [f"stride_{x}{i}" for x in "qkv" for i in "bth"]
-_SIZES = ["T", "S", "H", "G", "N", "W", "units", "share", "tiles", "search_steps", "total"]
-UNSPECIALIZED = ["factor", "scale", "left", "right", *_SIZES, *_STRIDES]
+SIZES = ["T", "S", "H", "G", "N", "W", "units", "share", "tiles", "search_steps", "total"]
+UNSPECIALIZED = ["factor", "scale", "left", "right", *SIZES, *_STRIDES]
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _is_near(
 
 
 @triton.jit
-def _seen(
+def seen(
     b_p,
     b_s,
     b_listed,
@@ -95,7 +95,7 @@ def _near_range(
 
 
 @triton.jit
-def _keys_of(
+def keys_of(
     merged_ptr, bits_ptr, e, end, o_n, IS_NEAR: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr
 ):
     """Positions and bits of BN keys from e on, in a list's order; end: behind its last key."""
@@ -113,7 +113,7 @@ def _keys_of(
 
 
 @triton.jit
-def _rows(p, m_r, o_c, C: tl.constexpr, BC: tl.constexpr):
+def rows_at(p, m_r, o_c, C: tl.constexpr, BC: tl.constexpr):
     """[rows, BC] at pointers p [rows], zero where there is no row or column."""
     if C != BC:
         return tl.load(p[:, None] + o_c[None, :], mask=m_r[:, None] & (o_c < C)[None, :], other=0.0)
@@ -205,7 +205,7 @@ def selected_queries_kernel(
     k_ptr += (i_kb * stride_kb + i_u // share * stride_kh) * UNIT + begin_k * stride_kt
     v_ptr += (i_kb * stride_vb + i_u // share * stride_vh) * UNIT + begin_k * stride_vt
     i_t = begin + row + o_q
-    b_q = _rows(
+    b_q = rows_at(
         q_ptr + (i_b * stride_qb + i_t * stride_qt + i_h * stride_qh) * UNIT, m_m, o_d, D, BD
     )
     i_o = (i_b * T + i_t) * H + i_h
@@ -214,7 +214,7 @@ def selected_queries_kernel(
         b_l = tl.zeros((BM,), tl.float32)
         b_o = tl.zeros((BM, BV), tl.float32)
     else:
-        b_do = _rows(do_ptr + i_o * DV, m_m, o_v, DV, BV)
+        b_do = rows_at(do_ptr + i_o * DV, m_m, o_v, DV, BV)
         # base (lse in base 2) and delta, in rows of a multiple of 4
         i_r = (i_b * H + i_h) * (tl.cdiv(T, 4) * 4) + i_t
         b_base = tl.load(base_ptr + i_r, mask=m_m, other=float("inf"))
@@ -234,19 +234,19 @@ def selected_queries_kernel(
             start = row * 0
             end = tl.load(counts_ptr + i_l) * BLOCK
         # an entry is there a turn before its keys are wanted: their loads need not wait for it
-        b_s, b_bits = _keys_of(merged_ptr, bits_ptr, start, end, o_n, loop == 0, BLOCK, BN)
+        b_s, b_bits = keys_of(merged_ptr, bits_ptr, start, end, o_n, loop == 0, BLOCK, BN)
         for i in range(tl.cdiv(end - start, BN)):
             o_e = start + i * BN + o_n
             b_s0, b_bits0 = b_s, b_bits
-            b_s, b_bits = _keys_of(
+            b_s, b_bits = keys_of(
                 merged_ptr, bits_ptr, start + i * BN + BN, end, o_n, loop == 0, BLOCK, BN
             )
             m_n = (o_e < end) & (b_s0 < keys)
             at = b_s0.to(tl.int64)
-            b_k = _rows(k_ptr + at * stride_kt, m_n, o_d, D, BD)
+            b_k = rows_at(k_ptr + at * stride_kt, m_n, o_d, D, BD)
             b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
             b_listed = (b_bits0[None, :] >> o_q[:, None]) & 1 != 0
-            m_x = _seen(
+            m_x = seen(
                 b_p,
                 b_s0[None, :],
                 b_listed,
@@ -260,7 +260,7 @@ def selected_queries_kernel(
                 HAS_WINDOW,
             )
             b_x = tl.where(m_x, b_x, float("-inf"))
-            b_v = _rows(v_ptr + at * stride_vt, m_n, o_v, DV, BV)
+            b_v = rows_at(v_ptr + at * stride_vt, m_n, o_v, DV, BV)
             if do_ptr is None:
                 b_top = tl.maximum(b_m, tl.max(b_x, 1) * factor)
                 b_w = tl.exp2(b_x * factor - finite(b_top)[:, None])
@@ -378,9 +378,9 @@ def selected_keys_grad_kernel(
     k_ptr += (i_kb * stride_kb + i_kv * stride_kh) * UNIT + (begin_k + row) * stride_kt
     v_ptr += (i_kb * stride_vb + i_kv * stride_vh) * UNIT + (begin_k + row) * stride_vt
     m_n = row + o_n < keys
-    b_k = _rows(k_ptr + o_n * stride_kt, m_n, o_d, D, BD)  # [BN, BD]
+    b_k = rows_at(k_ptr + o_n * stride_kt, m_n, o_d, D, BD)  # [BN, BD]
     if HAS_DK:
-        b_v = _rows(v_ptr + o_n * stride_vt, m_n, o_v, DV, BV)  # [BN, BV]
+        b_v = rows_at(v_ptr + o_n * stride_vt, m_n, o_v, DV, BV)  # [BN, BV]
         b_dk = tl.zeros((BD, BN), tl.float32)
     if HAS_DV:
         b_dv = tl.zeros((BV, BN), tl.float32)
@@ -431,15 +431,15 @@ def selected_keys_grad_kernel(
                     b_next = tl.load(named_ptr + o_e + QT, mask=o_e + QT < end, other=0)
                 i_t = begin + b_t
                 p_q = q_ptr + (i_b * stride_qb + i_t * stride_qt + i_h * stride_qh) * UNIT
-                b_q = _rows(p_q, m_m, o_d, D, BD)  # [BM, BD]
-                b_do = _rows(do_ptr + ((i_b * T + i_t) * H + i_h) * DV, m_m, o_v, DV, BV)
+                b_q = rows_at(p_q, m_m, o_d, D, BD)  # [BM, BD]
+                b_do = rows_at(do_ptr + ((i_b * T + i_t) * H + i_h) * DV, m_m, o_v, DV, BV)
                 i_r = (i_b * H + i_h) * (tl.cdiv(T, 4) * 4) + i_t
                 b_base = tl.load(base_ptr + i_r, mask=m_m, other=float("inf"))
                 # a row's numbers are few in a thread where rows are queries, as gathers want it
                 b_x = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
                 b_p = (b_t + shift)[:, None]
                 b_listed = (b_bits[:, None] >> o_bit[None, :]) & 1 != 0
-                m_x = _seen(
+                m_x = seen(
                     b_p,
                     b_s,
                     b_listed,
