@@ -1,4 +1,4 @@
-"""Softmax attention beside torch's kernels.
+"""Softmax attention beside torch's kernels, and FlashAttention-4's (flash-attn-4) where installed.
 
     python bench/attention.py            shapes beside cuDNN and flash, packed lengths, caches
     python bench/attention.py --only ' causal'        of shapes: "4,4096,16,128 causal"
@@ -11,8 +11,9 @@ cache: one new token against a cache (B,S,H/HKV,D and the size of a page); laten
 latents of MLA with absorbed projections (512 + 64 wide, B,S,H). Both from a CUDA graph.
 """
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ RANK, ROPE = 512, 64
 
 
 def providers(causal: bool, D: int) -> dict[str, Callable[..., Tensor]]:
-    """By name; torch's last. On a CPU ours is what it is there, under its kernels' names. sm90: of
+    """By name. On a CPU ours is what it is there, under its kernels' names. sm90: of
     heads wider than 256 what is chosen, its forward and portable gradients."""
     found: dict[str, Callable[..., Tensor]] = {}
     for name, impl in (("sm90", "sm90" if D <= 256 else None), ("portable", "triton")):
@@ -69,7 +70,19 @@ def providers(causal: bool, D: int) -> dict[str, Callable[..., Tensor]]:
     found["flash"] = sdpa(causal, SDPBackend.FLASH_ATTENTION)
     if D > 256:  # which the others refuse
         found["efficient"] = sdpa(causal, SDPBackend.EFFICIENT_ATTENTION)
+    elif (fa4 := flash_attention_4()) is not None:
+        found["fa4"] = lambda q, k, v: fa4(q, k, v, causal=causal)[0]
     return found
+
+
+@cache
+def flash_attention_4() -> Callable[..., tuple[Tensor, ...]] | None:
+    """Its function, which returns the output and log-sum-exps, or None."""
+    try:
+        return importlib.import_module("flash_attn.cute").flash_attn_func
+    except ImportError as e:
+        print(f"fa4 is left out: {e}")
+        return None
 
 
 def speeds(
@@ -120,7 +133,7 @@ def shape_row(B: int, T: int, H: int, D: int, causal: bool, report: Report) -> d
     flops = 4 * shape.B * shape.H * shape.T**2 * shape.K / (2 if causal else 1)
     found = speeds(named, dict.fromkeys(named, flops), report)
     row |= {name: round(x) for name, x in found.items()}
-    for mine, other in (("sm90", "cudnn"), ("portable", "flash")):
+    for mine, other in (("sm90", "cudnn"), ("portable", "flash"), ("sm90", "fa4")):
         if found and {mine, other} <= set(named):
             row |= {
                 f"{mine}/{other} {way}": round(found[f"{mine} {way}"] / found[f"{other} {way}"], 3)
