@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.kernels.conv.inputs import ConvInputs
 from slipstream.kernels.conv.op import convolution
+from slipstream.kernels.elementwise import mamba_terms
 from slipstream.kernels.elementwise.copy_states import copy_states
 from slipstream.kernels.elementwise.place_tokens import place_tokens
 from slipstream.kernels.linear.context_states import LocalSegments
@@ -331,8 +332,13 @@ LAYER_SAMPLES = [
              "query=D residuals=9BTD rms_weight=D:one output_rms_weight=D:one"),
     _flagged("rms_norm", "residual", f"{NORM} residual=BTD",
              options={"prenorm": True, "zero_centered": True}),
-    _flagged("rms_norm_gated", "mamba2", GATE,
+    _flagged("rms_norm_gated", "mamba2", f"{GATE} residual=BTD",
              options={"norm_before_gate": False, "group_size": 64}),
+    *[
+        LayerSample("mamba_terms", f"u=BTGV dt=BTG A_log=G dt_bias=G{D}", variant=variant,
+                    tested=False, grouped=False, function=mamba_terms.mamba_terms)
+        for variant, D in (("", " D=GV"), ("again", ""))
+    ],
     _flagged("short_convolution", "residual", "x=BTD weight=DW bias=D residual=BTD", "NDW",
              options={"activation": "silu"}),
     _flagged("short_convolution_update", "bias", "x=TD state=TDW weight=DW bias=D residual=TD",

@@ -333,19 +333,22 @@ class Mixer(nn.Module):
         self,
         o: Tensor,
         gate: Tensor | None = None,
+        residual: Tensor | None = None,
         *,
         norm_before_gate: bool = True,
         group_size: int | None = None,
     ) -> Tensor:
-        """rms_norm, or with a gate rms_norm_gated with silu, of o [B, T, channels], by norm_weight
-        and norm_eps; over the channels of all ranks where these have a part of the heads each."""
+        """rms_norm, or with a gate rms_norm_gated with silu, of o + residual [B, T, channels], by
+        norm_weight and norm_eps; over the channels of all ranks where these have a part of the
+        heads each."""
         own: Any = self
         weight, eps, shard = self.norm_weight, own.norm_eps, self.head_shard
         if shard is None or not self.norms_across:
             if gate is None:
-                return norm.rms_norm(o, weight, eps=eps)
+                return norm.rms_norm(o, weight, residual=residual, eps=eps)
             order: dict[str, Any] = {"norm_before_gate": norm_before_gate, "group_size": group_size}
-            return norm.rms_norm_gated(o, gate, weight, eps=eps, **order)
+            return norm.rms_norm_gated(o, gate, weight, eps=eps, residual=residual, **order)
+        o = o if residual is None else o + residual
         y = o if gate is None or norm_before_gate else _fp32.widen(o) * F.silu(_fp32.widen(gate))
         y = context_exchange.norm_of_parts(y, eps, shard)
         y = y if weight is None else y * weight

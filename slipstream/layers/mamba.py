@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.kernels.elementwise.mamba_terms import mamba_terms
 from slipstream.layers.base import Mixer, ShortConvolution, assign, heads_of_inner, reset_decay
 from slipstream.layers.call import Mixed, MixerCall, State
-from slipstream.nn import decoding, projections, recompute
+from slipstream.nn import decoding, linear, projections, recompute
 from slipstream.ops import _fp32, norm
 from slipstream.ops.mamba import chunk_mamba3, fused_recurrent_mamba3
 from slipstream.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
@@ -94,26 +95,35 @@ class Mamba2(Mixer):
 
     def _mix_tokens(self, x: Tensor, call: MixerCall) -> Mixed:
         groups = self.n_groups * self.state_size
-        z, xbc, dt = self.in_proj(x).split(
-            [self.inner, self.inner + 2 * groups, self.num_heads], dim=-1
+        z, xbc, dt = linear.linear_in_parts(
+            x, self.in_proj, (self.inner, self.inner + 2 * groups, self.num_heads)
         )
         sizes, conv = (self.inner, groups, groups), None
-        step, g = self._step(dt)
         convolve, elements = call.convolution_in_parts(self.conv, xbc, sizes)
+        heads = self.num_heads, self.inner // self.num_heads
+        A_log, dt_bias, D = self.A_log, self.dt_bias, self.D.view(heads[0], -1).expand(heads)
+        others: tuple[Tensor, ...] | None = None
 
         def prepare() -> list[Tensor]:
-            nonlocal conv
+            nonlocal conv, others
             # as the kernels want it, here, so that the copy is not kept
             inner = xbc.contiguous() if xbc.is_cuda else xbc
             (u, b, c), conv = convolve(inner)
-            u = u.unflatten(-1, (self.num_heads, -1))  # [B, T, H, P]
-            return [inner, u, b, c, u * step.to(u.dtype)[..., None]]
+            # the backward, which calls this once more, reads v alone
+            once = D if others is None else None
+            v, *rest = mamba_terms(
+                u.unflatten(-1, heads), dt, A_log, dt_bias, once, self.dt_limit
+            )  # [B, T, H, P]
+            others = (*rest,) if others is None else ()
+            return [inner, u, b, c, v]
 
-        with recompute.Recompute(prepare, elements) as (_, u, b, c, v):
+        with recompute.Recompute(prepare, elements) as (_, _, b, c, v):
+            assert others is not None
+            (skip, g), others = others, ()
             b, c = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (b, c))
             o, recurrent = self._scan(x, call, c, b, v, g, scale=1.0)
-            o = torch.addcmul(o, u, self._skip(u.dtype)).flatten(-2)
-        return self.out_proj(self._gated(o, z)), call.new_state(recurrent=recurrent, conv=conv)
+        y = self.out_proj(self._gated(o, z, skip))
+        return y, call.new_state(recurrent=recurrent, conv=conv)
 
     def decode(
         self, x: Tensor, state: State, positions: Tensor | None = None, **options: Any
@@ -131,8 +141,7 @@ class Mamba2(Mixer):
         step, g = self._step(dt)
         v = u * step.to(u.dtype)[..., None]
         o = decoding.recurrence(c, b, v, state, g=g, scale=1.0)
-        o = torch.addcmul(o, u, self._skip(u.dtype)).flatten(-2)
-        return self.out_proj(self._gated(o, z))
+        return self.out_proj(self._gated(torch.addcmul(o, u, self._skip(u.dtype)), z))
 
     def _skip(self, dtype: torch.dtype) -> Tensor:
         """D as [H, 1] or [H, P]."""
@@ -179,12 +188,14 @@ class Mamba2(Mixer):
         )
         return projections.projected(y, self.out_proj, residual)
 
-    def _gated(self, o: Tensor, z: Tensor) -> Tensor:
+    def _gated(self, o: Tensor, z: Tensor, skip: Tensor | None = None) -> Tensor:
+        """The norm of o + skip [B, T, H, P] with its gate z [B, T, H P]."""
+        o, skip = o.flatten(-2), None if skip is None else skip.flatten(-2)
         if self.norm_weight is None:
-            return o * F.silu(z)
-        return self._norm_of_all_heads(
-            o, z, norm_before_gate=self.norm_before_gate, group_size=self.inner // self.n_groups
-        )
+            return (o if skip is None else o + skip) * F.silu(z)
+        group = self.inner // self.n_groups
+        options = {"norm_before_gate": self.norm_before_gate, "group_size": group}
+        return self._norm_of_all_heads(o, z, skip, **options)
 
     def _step(self, dt: Tensor) -> tuple[Tensor, Tensor]:
         """The step and the log decay over it, both [B, T, H]."""

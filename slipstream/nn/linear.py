@@ -149,6 +149,15 @@ def _linears(x: Tensor, layers: Sequence[Any]) -> Sequence[Tensor]:
     return [layer(x) for layer in layers]
 
 
+def linear_in_parts(x: Tensor, layer: nn.Module, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """layer(x), whose features come as tensors of so many. Where it is trained each is a product of
+    its own: what follows then reads it without a copy, and gradients are not joined."""
+    own: Any = layer
+    if _adds_up(x, [layer]) and autograd.needs_autograd(x, own.weight):
+        return _Linears.apply(x, *own.weight.split(sizes))
+    return layer(x).split(sizes, dim=-1)
+
+
 def _adds_up(x: Tensor, layers: Sequence[Any]) -> bool:
     """Whether a Function may multiply x by the layers' weights in the place of their calls."""
     return (

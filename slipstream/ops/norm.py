@@ -216,6 +216,7 @@ def rms_norm_gated(
     activation: str = "silu",
     norm_before_gate: bool = True,
     group_size: int | None = None,
+    residual: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Root mean square norm and an output gate.
@@ -231,18 +232,19 @@ def rms_norm_gated(
         activation: f, "silu" (also "swish") or "sigmoid".
         norm_before_gate: which of the two formulas.
         group_size: normalise groups of this many features separately, a divisor of D; None is D.
+        residual: shape of x, is added to x first; None is 0.
         impl: as rms_norm.
 
     Returns:
         y in x's shape and dtype.
 
     Raises:
-        ValueError: gate, weight or bias does not fit x, group_size does not divide D, or the
-            activation is unknown. TypeError: not floating.
+        ValueError: gate, weight, bias or residual does not fit x, group_size does not divide D, or
+            the activation is unknown. TypeError: not floating.
 
     Cost: on CUDA 3 reads or writes of x's size forward and 5 backward, elsewhere about twice that.
     """
-    _check(x, weight, bias, None, eps)
+    _check(x, weight, bias, residual, eps)
     if not _fits(gate, x, x.shape):
         checks.expect_shape("gate", gate, x.shape)
         checks.expect_floating({"gate": gate})
@@ -257,7 +259,7 @@ def rms_norm_gated(
     n = NormOptions(
         eps, groups=groups, activation=ACTIVATIONS[activation], gate_first=not norm_before_gate
     )
-    return run(NormInputs(x, weight, bias, gate), n, impl)[0]
+    return run(NormInputs(x, weight, bias, gate, residual), n, impl)[0]
 
 
 def _check(

@@ -28,6 +28,7 @@ AXES = {
     "elementwise/triton/copy_states": "tiles of a state",
     "elementwise/triton/decay_gate": "blocks of channels",
     "elementwise/triton/embedding": "blocks of channels",
+    "elementwise/triton/mamba_terms": "blocks of heads",
     "elementwise/triton/place_tokens": "rows, cut",
     "elementwise/triton/rotary": "blocks of heads",
     "elementwise/triton/token_shift": "blocks of channels",

@@ -113,7 +113,7 @@ def test_launches_of_layers_by_sizes() -> None:
     """Of what layers and engines ask operators for beside."""
     samples = script("tools/layer_samples").LAYER_SAMPLES
     found = chain.from_iterable(launches(x, samples) for x in sorted({x.op for x in samples}))
-    assert crc32("".join(found).encode()) == 3615877650
+    assert crc32("".join(found).encode()) == 1587717259
 
 
 def test_every_operator_has_a_digest() -> None:
@@ -195,7 +195,7 @@ CHOSEN: dict[str, int] = {
     "kernels.indexer": 2582478817,
     "kernels.attnres": 3097749144,
     "kernels.conv": 2897563404,
-    "kernels.elementwise": 1110047534,
+    "kernels.elementwise": 3557748907,
     "kernels.gated_scan": 2427354428,
     "kernels.linear": 2604988070,
     "kernels.loss": 332573137,

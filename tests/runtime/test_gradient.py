@@ -17,6 +17,7 @@ from slipstream.kernels.elementwise import (
     erase,
     glu,
     log_probs,
+    mamba_terms,
     rotary,
     rotation,
     token_shift,
@@ -169,6 +170,11 @@ ROWS: dict[str, tuple] = {
         decay_gate._forward,
         lambda: (rand(1, 4, 2), rand(2), rand(2), None, "eager"),
         1,
+    ),
+    "mamba_terms": (
+        mamba_terms._forward,
+        lambda: (rand(1, 4, 2, 3), rand(1, 4, 2), *rand(2, 2), rand(2, 3), 0.0, 1e9, "eager"),
+        3,
     ),
     "rwkv7_terms": (
         rwkv7._terms,

@@ -112,6 +112,10 @@ CASES: dict[str, tuple[str, str]] = {
     "elementwise.decay_gate:_kind": ("x=[1,5,2] A_log=[2] dt_bias=[2]", "x=[1,5,2,8] dt_bias=None"),
     "elementwise.embedding:_kind": ("input_ids=[3]:int64 weight=[9,8]", "weight=[9,16]"),
     "elementwise.erase:_kind": ("g=[1,5,2,8] k=[1,5,2,8] b=[1,5,2,8]", "b=None"),
+    "elementwise.mamba_terms:_kind": (
+        "u=[1,5,2,8] dt=[1,5,2] A_log=[2] dt_bias=[2] D=[2,8]",
+        "u=[1,5,2,16] D=None",
+    ),
     "gated_scan.op:kind": ("x=[1,5,8] g=[1,5,8]", ""),
     "linear.plan:kind": (
         "q=[1,9,2,8] k=[1,9,2,8] v=[1,9,2,8]",

@@ -10,7 +10,13 @@ from torch import Tensor
 from slipstream import ops
 from slipstream.kernels.attention import latent
 from slipstream.kernels.attention import op as attention_op
-from slipstream.kernels.elementwise import copy_states, decay_gate, embedding, place_tokens
+from slipstream.kernels.elementwise import (
+    copy_states,
+    decay_gate,
+    embedding,
+    mamba_terms,
+    place_tokens,
+)
 from slipstream.kernels.elementwise import erase as erase_op
 from slipstream.kernels.elementwise import rotation as rotation_op
 from slipstream.kernels.linear import gated_delta_product, gsa
@@ -113,6 +119,13 @@ def inputs_of_blocks() -> list[Tensor]:
 def decay_gates() -> list[Tensor]:
     x, A_log, dt_bias = leaf(1, 20, 2, 8), leaf(2), leaf(16)
     return gradients(decay_gate.decay_gate(x, A_log, dt_bias, None), x, A_log, dt_bias)
+
+
+def terms_of_mamba() -> list[Tensor]:
+    u, dt, A_log, dt_bias, D = leaf(1, 20, 2, 8), leaf(1, 20, 2), leaf(2), leaf(2), leaf(2, 8)
+    inputs = u, dt, A_log, dt_bias, D
+    outs = mamba_terms.mamba_terms(*inputs)
+    return [*outs, *torch.autograd.grad(outs, inputs, [torch.randn_like(x) for x in outs])]
 
 
 def erased() -> list[Tensor]:

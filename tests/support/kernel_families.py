@@ -170,6 +170,7 @@ FAMILIES = [
         },
     ),
     paired("decay_gate", calls.decay_gates, "elementwise.decay_gate"),
+    paired("mamba_terms", calls.terms_of_mamba, "elementwise.mamba_terms"),
     paired("erase", calls.erased, "elementwise.erase"),
     paired("rotation", calls.rotations, "elementwise.rotation"),
     paired("running_mean", calls.running_means, "running_mean.op"),

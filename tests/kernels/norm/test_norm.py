@@ -86,7 +86,7 @@ def check_uneven() -> None:
         check(n, ("bias",), single, single, D)
         for first in (False, True):
             gated = n._replace(activation="silu", gate_first=first)
-            check(gated, ("gate", *affine), single, single, D)
+            check(gated, ("gate", "residual", *affine), single, single, D)
         check(n._replace(keep_h=True), ("residual", "weight"), single, single, D)
         check(n._replace(groups=3), affine, single, single, 3 * D)
     check(NormOptions(1e-6, l2=True), (), single, single, 20)
