@@ -269,26 +269,25 @@ def zaya(
     q, k = self.q_proj(x), self.k_proj(x)
     mixed, window = _convolved(self, torch.cat([q, k], -1), window, rows)
     q, k = q.unflatten(-1, heads), k.unflatten(-1, heads)
-    q = (q + k.repeat_interleave(self.num_key_value_groups, -2)) * 0.5
-    k = q.unflatten(-2, (-1, self.num_key_value_groups)).mean(-2)
-    wide = q.shape[-2] * self.head_dim
-    q, k = mixed[..., :wide].unflatten(-1, heads) + q, mixed[..., wide:].unflatten(-1, heads) + k
-    delayed = self.v_proj_delayed(x)
+    q = (q.unflatten(-2, (-1, self.num_key_value_groups)) + k[..., None, :]) * 0.5
+    k, q = q.mean(-2), q.flatten(-3, -2)
+    k, q = k + mixed[..., q.shape[-2] :, :], q + mixed[..., : q.shape[-2], :]
+    delayed, bias = self.v_proj_delayed(x), self.v_proj_delayed.bias
     # the token before the first is zeros, of which the projection makes its bias
-    bias = self.v_proj_delayed.bias
-    if rows.cuts is None and before is not None:
-        start = before
-    else:
-        bias = delayed.new_zeros(delayed.shape[-1]) if bias is None else bias.to(delayed.dtype)
+    start = before
+    if start is None or rows.cuts is not None:
         number = len(x) if rows.cuts is None else len(rows.cuts) - 1
+        bias = delayed.new_zeros(delayed.shape[-1]) if bias is None else bias.to(delayed.dtype)
         start = rows.enter(None if before is None else before - bias)
         start = bias.expand(number, -1) if start is None else start + bias
-    late, last = start[:, None], delayed[:, 0]
-    if not rows.one:
+    late, last = start[:, None], delayed[:, -1]
+    if rows.cuts is not None:
         start = start.contiguous()
         late, last = token_shift(
             delayed, initial_state=start, output_final_state=True, cu_seqlens=rows.cuts
         )
+    elif not rows.one:
+        late = torch.cat([late, delayed[:, :-1]], 1)
     v = torch.cat([self.v_proj_current(x), late], -1).unflatten(-1, heads)
     if cache is not None:
         cache.update_conv_state(window, self.layer_idx)
@@ -297,13 +296,20 @@ def zaya(
 
 
 def _convolved(self: Any, x: Tensor, window: Tensor | None, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Both convolutions of x [B, T, D] as packed, and the last W inputs of each row [B, D, W];
-    window: those of the call before. They, or zeros, come before each sequence."""
-    width, at = self.conv_kernel_size, None
-    if window is None:
-        window = x.new_zeros(rows.size[0], x.shape[-1], width)
-    if rows.cuts is None:
-        wide = torch.cat([window.mT, x], 1)
+    """Both convolutions of x [B, T, D] as packed, by heads [B, T, H, K], and the last W inputs of
+    each row [B, D, W]; window: those of the call before. They, or zeros, come before each
+    sequence."""
+    width, at, depthwise = self.conv_kernel_size, None, self.conv_qk_depthwise
+    begin = depthwise.kernel_size[0] - 1
+    alone = window is None and rows.cuts is None and x.shape[1] > max(begin, 1)
+    before: Any = window
+    if window is None and not alone:
+        before = x.new_zeros(rows.size[0], x.shape[-1], width)
+    if alone:  # whose zeros before the first convolution are its own
+        wide, begin = F.pad(x, (0, 0, width - begin, 0)), 0
+        window = wide[:, -width:]
+    elif rows.cuts is None:
+        wide = torch.cat([before.mT, x], 1)
         window = wide[:, -width:]
     else:
         number, n = x.shape[1], len(rows.cuts) - 1
@@ -313,17 +319,25 @@ def _convolved(self: Any, x: Tensor, window: Tensor | None, rows: Rows) -> tuple
         begins = rows.cuts + width * torch.arange(n + 1, device=x.device)
         given = (begins[rows.first][:, None] + gap).flatten()
         wide = x.new_zeros(1, number + width * n, x.shape[-1])
-        wide = wide.index_copy(1, given, window.mT.reshape(1, -1, x.shape[-1]))
+        wide = wide.index_copy(1, given, before.mT.reshape(1, -1, x.shape[-1]))
         wide = wide.index_copy(1, at, x)
         window = wide[0, begins[rows.last + 1][:, None] - width + gap]
-    depthwise = self.conv_qk_depthwise
     if rows.one:
-        y = depthwise(wide.mT)
-    else:
-        y = conv.short_convolution(wide, depthwise.weight[:, 0], depthwise.bias)[0]
-        y = y[:, depthwise.kernel_size[0] - 1 :].mT
-    y = self.conv_qk_grouped(y).mT
+        y = self.conv_qk_grouped(depthwise(wide.mT)).mT.unflatten(-1, (-1, self.head_dim))
+        return y, window.mT
+    y = conv.short_convolution(wide, depthwise.weight.flatten(1), depthwise.bias)[0]
+    y = _grouped(self.conv_qk_grouped, y if begin == 0 else y[:, begin:])
     return y if at is None else y[:, at - width], window.mT
+
+
+def _grouped(conv: Any, x: Tensor) -> Tensor:
+    """A convolution of groups of channels, x [B, T + W - 1, D] -> [B, T, groups, D / groups]: one
+    product for all, of channels that lie beside each other, which cuDNN would move."""
+    taps = x.unfold(1, conv.kernel_size[0], 1).unflatten(2, (conv.groups, -1)).flatten(-2)
+    weight = conv.weight.unflatten(0, (conv.groups, -1)).flatten(2)
+    bias = conv.bias.view(conv.groups, 1, -1)
+    y = torch.baddbmm(bias, taps.flatten(0, 1).transpose(0, 1), weight.mT)
+    return y.transpose(0, 1).unflatten(0, taps.shape[:2])
 
 
 def mlstm(
@@ -347,38 +361,60 @@ def mlstm(
     n is a last column of C, for a v of one. Both are scaled by exp(-m), the running maximum of the
     gates' sums, which only the eps of transformers' divisor can see.
     """
+    states = c_initial, n_initial, m_initial
     q, k, v, i, f = (x.transpose(1, 2) for x in (query, key, value, igate, fgate))
     rows = rows_of({}, q)
+    if rows.one and all(x is not None for x in states):
+        h, states = _mlstm_step(query, key, value, igate, fgate, *states, self.config.eps)
+        return (h, states) if _returns_states(self, mode, return_last_states) else h
     q, k, v, i, f = map(rows.pack, (q, k, v, i, f))
     before = None if m_initial is None else widen(m_initial).flatten(1)
-    f, i = F.logsigmoid(widen(f)), widen(i)
+    f = F.logsigmoid(widen(f))
     wide = f.dtype
-    if rows.one and before is not None:
-        m_before, m = before[:, None], torch.maximum(before[:, None] + f, i)
-        last = m[:, 0]
-    else:
-        f, i = f.double(), i.double()
-        m, m_before, last = _running_max(f, i, before, rows)
+    f, i = f.double(), i.double()
+    m, m_before, last = _running_max(f, i, before, rows)
     shift = m.detach()  # scales what is divided and the divisor alike
     decay = (f + m_before.detach() - shift).to(wide)
     weight = torch.exp(i - shift).to(wide)[..., None]
     v = (F.pad(v, (0, 1), value=1.0) * weight).to(q.dtype)
     state = None
     if c_initial is not None and n_initial is not None:
-        state = torch.cat([widen(c_initial), widen(n_initial)[..., None]], -1)
+        state = torch.cat([c_initial, n_initial[..., None]], -1)
     o, state = _scalar_decay(q, k.to(q.dtype), v, decay, state, rows, q.shape[-1] ** -0.5)
-    over, under = widen(o[..., :-1]), widen(o[..., -1:])
+    o = widen(o)
+    over, under = o[..., :-1], o[..., -1:]
     divisor = torch.maximum(under.abs(), torch.exp(-shift).to(wide)[..., None])
     eps = self.config.eps
     if m.requires_grad:
         eps = eps * torch.exp(m - shift).to(wide)[..., None]
     o = over / (divisor + eps)
     h = rows.unpack(o.to(query.dtype)).transpose(1, 2)
-    if return_last_states is None:
-        return_last_states = self.config.return_last_states
-    if "train" in (self.config.mode if mode is None else mode) and not return_last_states:
+    if not _returns_states(self, mode, return_last_states):
         return h
     return h, (state[..., :-1], state[..., -1], rows.leave(last)[..., None].to(wide))
+
+
+def _returns_states(self: Any, mode: str | None, return_last_states: bool | None) -> bool:
+    if return_last_states is None:
+        return_last_states = self.config.return_last_states
+    return "train" not in (self.config.mode if mode is None else mode) or bool(return_last_states)
+
+
+def _mlstm_step(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Any, n: Any, m: Any, eps: float
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """mLSTM of one token, [B, H, 1, ...], in few operations: the host launches them one by one."""
+    q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
+    f = F.logsigmoid(widen(f)) + m
+    m = torch.maximum(f, i)
+    old, new = torch.exp(f - m), torch.exp(i - m)
+    k = k * new
+    c = torch.addcmul(k[..., None] * v[..., None, :], old[..., None], c)
+    n = torch.addcmul(k, old, n)
+    scaled = widen(q) * q.shape[-1] ** -0.5
+    under = (scaled * n).sum(-1, keepdim=True).abs()
+    o = (scaled[..., None, :] @ c)[..., 0, :] / (torch.maximum(under, torch.exp(-m)) + eps)
+    return o.to(q.dtype)[:, :, None], (c, n, m)
 
 
 def _running_max(
