@@ -85,7 +85,7 @@ def launches(op: str, samples: list[Sample] = SAMPLES) -> list[str]:
 DIGESTS = {
     "attention flash_attn_with_kvcache latent_attention": 90773271,
     "attnres rotary_embedding": 3769369005,
-    "mhc_pre mhc_post": 3451431210,
+    "mhc_pre mhc_post": 897301976,
     "index": 3342301806,
     "rms_norm rms_norm_gated layer_norm group_norm l2_norm": 2998257323,
     "short_convolution short_convolution_update": 1521534201,

@@ -2,9 +2,9 @@
 
 Before a layer the streams are read twice each way: forward for the products with M weights, by many
 tokens of one stream a program, and for the collapse, by one token a program; backward for dpre, by
-one token, and for dx and the weights' gradients, by some features of one stream, whose weights stay
-in registers. After a layer a program has one token. Factors beside bf16 are two numbers of it.
-Sums over tokens are each over a fixed share, so that bits stay the same.
+one token, and for dx and the weights' gradients, by some features of one stream or of all, whose
+weights stay in registers. After a layer a program has one token. Factors beside bf16 are two
+numbers of it. Sums over tokens are each over a fixed share, so that bits stay the same.
 """
 
 import torch
@@ -207,36 +207,65 @@ def mhc_pre_bwd_kernel(
 def mhc_streams_bwd_kernel(
     x_ptr, w_ptr, half_ptr, of_x_ptr, dy_ptr, dx_ptr, dw_ptr,
     R, N: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BM: tl.constexpr, HALVES: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, G: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N ceil(D / BK), P). dx [R, N, D]; dw [P HALVES, M / HALVES, N D]: the sums of rstd dp x
-    of every P-th tile of tokens."""
+    """Grid (N / G ceil(D / BK), P): of G streams, which read dy and half once. dx [R, N, D]; dw
+    [P HALVES, M / HALVES, N D]: the sums of rstd dp x of every P-th tile of tokens."""
     tiles: tl.constexpr = (D + BK - 1) // BK
-    i_n, i_p, o_m = tl.program_id(0) // tiles, tl.program_id(1), tl.arange(0, BM)
+    i_n, i_p, o_m = tl.program_id(0) // tiles * G, tl.program_id(1), tl.arange(0, BM)
     o_d = tl.program_id(0) % tiles * BK + tl.arange(0, BK)
-    m_d, m_m = o_d < D, o_m < M
-    m_w, p_x = m_m[:, None] & m_d[None, :], of_x_ptr + i_n
-    o_w = (o_m // HALVES * N + i_n)[:, None] * D + o_d[None, :]
-    # of both halves of a gradient the same weight, rounded as dx is
-    b_w = tl.load(w_ptr + o_w, mask=m_w, other=0.0).to(half_ptr.dtype.element_ty)
-    b_dw = tl.zeros([BM, BK], tl.float32)
+    m_d, w, dw = o_d < D, (), ()
+    m_w = (o_m < M)[:, None] & m_d[None, :]
+    for n in tl.static_range(G):
+        o_w = (o_m // HALVES * N + i_n + n)[:, None] * D + o_d[None, :]
+        # of both halves of a gradient the same weight, rounded as dx is
+        w += (tl.load(w_ptr + o_w, mask=m_w, other=0.0).to(half_ptr.dtype.element_ty),)
+        dw += (tl.zeros([BM, BK], tl.float32),)
     for i in tl.range(i_p, tl.cdiv(R, BT), tl.num_programs(1), num_stages=STAGES):
         o_t = i * BT + tl.arange(0, BT).to(tl.int64)
-        m_t, o_x = o_t < R, (o_t * N + i_n)[:, None] * D + o_d[None, :]
+        m_t, sums = o_t < R, ()
         m_x = m_t[:, None] & m_d[None, :]
-        b_x = tl.load(x_ptr + o_x, mask=m_x, other=0.0)
+        # once for all streams: they take more of the L2 cache's bandwidth than x does otherwise
         b_dy = tl.load(dy_ptr + o_t[:, None] * D + o_d[None, :], mask=m_x, other=0.0)
         b_half = tl.load(half_ptr + o_t[:, None] * BM + o_m[None, :], mask=m_t[:, None], other=0.0)
-        b_of_dy = tl.load(p_x + o_t * (N + 1), mask=m_t, other=0.0)
         b_of_x = tl.load(of_x_ptr + o_t * (N + 1) + N, mask=m_t, other=0.0)
-        # the gradients of these weights need these features alone, of all tokens
-        b_dw = tl.dot(tl.trans(b_half), b_x.to(b_half.dtype), b_dw, input_precision=PRECISION)
-        b_dx = b_of_dy[:, None] * b_dy.to(tl.float32) - b_of_x[:, None] * b_x.to(tl.float32)
-        b_dx = tl.dot(b_half, b_w, b_dx, input_precision=PRECISION)
-        tl.store(dx_ptr + o_x, b_dx.to(dx_ptr.dtype.element_ty), mask=m_x)
+        for n in tl.static_range(G):
+            o_x = (o_t * N + i_n + n)[:, None] * D + o_d[None, :]
+            b_x = tl.load(x_ptr + o_x, mask=m_x, other=0.0)
+            b_of_dy = tl.load(of_x_ptr + o_t * (N + 1) + i_n + n, mask=m_t, other=0.0)
+            # the gradients of these weights need these features alone, of all tokens
+            b_new, b_t = b_x.to(b_half.dtype), tl.trans(b_half)
+            sums += (tl.dot(b_t, b_new, dw[n], input_precision=PRECISION),)
+            b_dx = b_of_dy[:, None] * b_dy.to(tl.float32) - b_of_x[:, None] * b_x.to(tl.float32)
+            b_dx = tl.dot(b_half, w[n], b_dx, input_precision=PRECISION)
+            tl.store(dx_ptr + o_x, b_dx.to(dx_ptr.dtype.element_ty), mask=m_x)
+        dw = sums
     i_w = (i_p.to(tl.int64) * HALVES + o_m % HALVES) * (M // HALVES) + o_m // HALVES
-    p_dw = dw_ptr + (i_w * N + i_n)[:, None] * D + o_d[None, :]
-    tl.store(p_dw, b_dw, mask=m_w)
+    for n in tl.static_range(G):
+        tl.store(dw_ptr + (i_w * N + i_n + n)[:, None] * D + o_d[None, :], dw[n], mask=m_w)
+
+
+@triton.jit(do_not_specialize=["R"])
+def mhc_sums_bwd_kernel(
+    dl_ptr, p_ptr, of_l_ptr, R, N: tl.constexpr, M: tl.constexpr, BM: tl.constexpr,
+    BT: tl.constexpr,
+):  # fmt: skip
+    """Grid (P). of_l [P, M + 3], of every P-th tile of tokens: of dl [R, M], and of dl p over the
+    weights of pre, post and comb."""
+    o_m, i_p = tl.arange(0, BM), tl.program_id(0)
+    b_dl, b_dlp = tl.zeros([BT, BM], tl.float32), tl.zeros([BT, BM], tl.float32)
+    for i in range(i_p, tl.cdiv(R, BT), tl.num_programs(0)):
+        o_t = i * BT + tl.arange(0, BT).to(tl.int64)
+        o, m = o_t[:, None] * M + o_m[None, :], (o_t < R)[:, None] & (o_m < M)[None, :]
+        b_g = tl.load(dl_ptr + o, mask=m, other=0.0)
+        b_dl += b_g
+        b_dlp += b_g * tl.load(p_ptr + o, mask=m, other=0.0)
+    p_s, b_dlp = of_l_ptr + i_p * (M + 3), tl.sum(b_dlp, 0)
+    tl.store(p_s + o_m, tl.sum(b_dl, 0), mask=o_m < M)
+    part = tl.minimum(o_m // N, 2)
+    for i in tl.static_range(3):
+        tl.store(p_s + M + i, tl.sum(tl.where(part == i, b_dlp, 0.0), 0))
 
 
 @triton.jit
@@ -267,34 +296,50 @@ def mhc_post_fwd_kernel(
 @triton.jit
 def mhc_post_bwd_kernel(
     do_ptr, x_ptr, y_ptr, post_ptr, comb_ptr, dx_ptr, dy_ptr, dpost_ptr, dcomb_ptr,
-    N: tl.constexpr, D: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Grid (R). dpost [R, N] and dcomb [R, N, N] float32; without comb dx is not written."""
-    i_t, o_n = tl.program_id(0).to(tl.int64), tl.arange(0, NP)
-    o_i, o_j, o = o_n[:, None, None], o_n[None, :, None], i_t * N
-    # sums are made once, after the loop: a sum over threads in each turn would hold it up
-    b_dpost, b_dcomb = tl.zeros([1, NP, BD], tl.float32), tl.zeros([NP, NP, BD], tl.float32)
-    b_post = tl.load(post_ptr + o + o_j, mask=o_j < N, other=0.0).to(tl.float32)
-    o_c, m_c = (o + o_i) * N + o_j, (o_i < N) & (o_j < N)
+    o = tl.program_id(0).to(tl.int64) * N
+    # eight features a thread, whose sum takes one register and no other thread
+    o_8 = tl.arange(0, BD // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    zero = tl.zeros([BD // 8], tl.float32)
+    post, dpost, comb, dcomb = (), (), (), ()
+    for j in tl.static_range(N):
+        post += (tl.load(post_ptr + o + j).to(tl.float32),)
+        dpost += (zero,)
     if comb_ptr is not None:
-        b_comb = tl.load(comb_ptr + o_c, mask=m_c, other=0.0).to(tl.float32)
+        for i in tl.static_range(N * N):
+            comb += (tl.load(comb_ptr + o * N + i).to(tl.float32),)
+            dcomb += (zero,)
     for d in range(0, D, BD):
-        o_d = d + tl.arange(0, BD)[None, None, :]
+        o_d = d + o_8
         m_d = o_d < D
-        b_y = tl.load(y_ptr + i_t * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-        p_do, m_do = do_ptr + (o + o_j) * D + o_d, (o_j < N) & m_d
-        b_do = tl.load(p_do, mask=m_do, other=0.0).to(tl.float32)
-        b_dpost += b_y * b_do
-        b_dy = tl.sum(b_post * b_do, 1)[:, None, :]
-        tl.store(dy_ptr + i_t * D + o_d, b_dy.to(dy_ptr.dtype.element_ty), mask=m_d)
+        b_y = tl.load(y_ptr + o // N * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_dy = tl.zeros_like(b_y)
+        outs, sums = (), ()
+        for j in tl.static_range(N):
+            b_do = tl.load(do_ptr + (o + j) * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+            outs += (b_do,)
+            sums += (dpost[j] + tl.sum(b_y * b_do, 1),)
+            b_dy += post[j] * b_do
+        dpost = sums
+        tl.store(dy_ptr + o // N * D + o_d, b_dy.to(dy_ptr.dtype.element_ty), mask=m_d)
         if comb_ptr is not None:
-            o_x, m_x = (o + o_i) * D + o_d, (o_i < N) & m_d
-            b_dcomb += tl.load(x_ptr + o_x, mask=m_x, other=0.0).to(tl.float32) * b_do
-            b_dx = tl.sum(b_comb * b_do, 1)[:, None, :]
-            tl.store(dx_ptr + o_x, b_dx.to(dx_ptr.dtype.element_ty), mask=m_x)
-    tl.store(dpost_ptr + o + o_j, tl.sum(b_dpost, 2)[:, :, None], mask=o_j < N)
+            sums = ()
+            for n in tl.static_range(N):
+                o_x, b_dx = (o + n) * D + o_d, tl.zeros_like(b_y)
+                b_x = tl.load(x_ptr + o_x, mask=m_d, other=0.0).to(tl.float32)
+                for j in tl.static_range(N):
+                    sums += (dcomb[n * N + j] + tl.sum(b_x * outs[j], 1),)
+                    b_dx += comb[n * N + j] * outs[j]
+                tl.store(dx_ptr + o_x, b_dx.to(dx_ptr.dtype.element_ty), mask=m_d)
+            dcomb = sums
+    # sums over threads come once, at the end
+    for j in tl.static_range(N):
+        tl.store(dpost_ptr + o + j, tl.sum(dpost[j], 0))
     if comb_ptr is not None:
-        tl.store(dcomb_ptr + o_c, tl.sum(b_dcomb, 2)[:, :, None], mask=m_c)
+        for i in tl.static_range(N * N):
+            tl.store(dcomb_ptr + o * N + i, tl.sum(dcomb[i], 0))
 
 
 def _halves(x: Tensor) -> tuple[int, torch.dtype]:
@@ -305,7 +350,7 @@ def _halves(x: Tensor) -> tuple[int, torch.dtype]:
 
 def _tile(x: Tensor, M: int, kernel: str) -> dict[str, int]:
     """Of the kernels with products. M: of weights or of halves."""
-    tiles = {"scores": (128, 64, 4, 8), "streams": (64, 64, 3, 4)}
+    tiles = {"scores": (64, 128, 3, 4), "streams": (64, 64, 3, 4)}
     (R, N, D), (BT, BK, stages, warps) = x.shape, tiles[kernel]
     BM = max(triton.next_power_of_2(M), 16)
     # few tokens are divided among as many programs as there can be
@@ -326,9 +371,9 @@ def _row(x: Tensor, M: int) -> dict[str, int]:
     """Of the kernels with a token a program before a layer."""
     (_, N, D), BM = x.shape, max(triton.next_power_of_2(M), 16)
     NP, halves = triton.next_power_of_2(N), _halves(x)[0]
-    BD = min(triton.next_power_of_2(D), max(2048 // NP, 256))
+    BD = min(triton.next_power_of_2(D), max(1024 // NP, 128))
     row = {"N": N, "D": D, "M": M, "NP": NP, "BM": BM, "BD": BD, "HALVES": halves}
-    return row | {"num_warps": 2}
+    return row | {"num_warps": 1}
 
 
 def pre(
@@ -376,8 +421,14 @@ def pre_backward(
     tile = _tile(x, halves * row["BM"], "streams") | {"M": halves * M}
     dx, dl, half = torch.empty_like(x), torch.zeros_like(p), x.new_empty(R, tile["BM"], dtype=dtype)
     of_x = x.new_empty(R, N + 1, dtype=torch.float32)
-    columns = N * triton.cdiv(D, tile["BK"])
-    shares = max(min(4 * backends.sm_count(x.get_device()) // columns, R // 512), 1)
+    # in shares, so that bits stay the same
+    of_l = p.new_empty(min(triton.cdiv(R, 32), backends.sm_count(x.get_device())), M + 3)
+    # all streams in one program, of which a multiprocessor with much shared memory has one
+    wide = halves == 2 and tile["BM"] * N <= 256 <= 4 * tile["BK"]
+    G = N if wide and backends.shared_memory_bytes(x.get_device()) >= 3 << 16 else 1
+    columns, each = N // G * triton.cdiv(D, tile["BK"]), 4 if G == 1 else 1
+    tile["num_warps"] = tile["num_warps"] if G == 1 else 8
+    shares = max(min(each * backends.sm_count(x.get_device()) // columns, R // 512), 1)
     dw = (x.new_empty if R else x.new_zeros)(shares * halves, M, N * D, dtype=torch.float32)
     if R > 0:
         launch_cache.cached(mhc_pre_bwd_kernel)[(R,)](
@@ -388,10 +439,13 @@ def pre_backward(
         )  # fmt: skip
         launch_cache.cached(mhc_streams_bwd_kernel)[(columns, shares)](
             x_ptr=x, w_ptr=weight, half_ptr=half, of_x_ptr=of_x, dy_ptr=dy, dx_ptr=dx,
-            dw_ptr=dw, R=R, **tile, HALVES=halves, PRECISION=backends.fp32_dot_precision(),
+            dw_ptr=dw, R=R, G=G, **tile, HALVES=halves, PRECISION=backends.fp32_dot_precision(),
         )  # fmt: skip
-    parts = (dl * p).sum(0).split([N, N, N * N][: len(scale)])
-    grads = dw.sum(0), dl.sum(0), torch.stack([part.sum() for part in parts])
+        launch_cache.cached(mhc_sums_bwd_kernel)[(len(of_l),)](
+            dl_ptr=dl, p_ptr=p, of_l_ptr=of_l, R=R, N=N, M=M, BM=row["BM"], BT=32, num_warps=4
+        )
+    of_l = of_l.sum(0)
+    grads = dw.sum(0), of_l[:M], of_l[M : M + len(scale)]
     return [dx, *(g.to(t.dtype) for g, t in zip(grads, (weight, base, scale)))]
 
 
@@ -414,11 +468,9 @@ def post_backward(
     dx, dy = torch.empty_like(x) if comb is not None else do.clone(), torch.empty_like(y)
     weights = [w for w in (post, comb) if w is not None]
     grads = [torch.empty_like(w, dtype=torch.float32) for w in weights]
-    NP = triton.next_power_of_2(N)
     if R > 0:
         launch_cache.cached(mhc_post_bwd_kernel)[(R,)](
             do_ptr=do, x_ptr=x, y_ptr=y, post_ptr=post, comb_ptr=comb, dx_ptr=dx, dy_ptr=dy,
-            dpost_ptr=grads[0], dcomb_ptr=grads[-1], N=N, D=D, NP=NP,
-            BD=min(triton.next_power_of_2(D), 8192 // max(NP, 4) ** 2), num_warps=2,
+            dpost_ptr=grads[0], dcomb_ptr=grads[-1], N=N, D=D, BD=256, num_warps=1,
         )  # fmt: skip
     return [dx, dy, *(g.to(w.dtype) for g, w in zip(grads, weights))]

@@ -82,14 +82,17 @@ def test_kernels_equal_formulas_interpreted() -> None:
 
 @interpreted
 def test_numbers_in_two_halves_interpreted() -> None:
-    """As beside bf16, which the interpreter has not; without either half 2^-9 is missing."""
+    """As beside bf16, which the interpreter has not; without either half 2^-9 is missing. Programs
+    of one stream, and of all where shared memory is large."""
     from slipstream.kernels.hyper_connection import triton_kernels
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_kernels, "_halves", lambda x: (2, torch.float32))
-        for *sizes, iterations in SIZES:
-            given = _given(*sizes, dtype=torch.float32)
-            _expect_formula(given, 1e-5, "triton", iterations=iterations)
+        for large in (1 << 16, 1 << 18):
+            patch.setattr(triton_kernels.backends, "shared_memory_bytes", lambda _, n=large: n)
+            for *sizes, iterations in SIZES if large == 1 << 16 else [(2, 64, 65, 3, 3), SIZES[4]]:
+                given = _given(*sizes, dtype=torch.float32)
+                _expect_formula(given, 1e-5, "triton", iterations=iterations)
 
 
 @interpreted
