@@ -79,6 +79,33 @@ ZAYA: dict[str, Any] = {
     "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 128,
     "num_key_value_heads": 2, "num_experts": 2, "moe_intermediate_size": 1408,
 }  # fmt: skip
+# four layers of those with hyper-connections
+_MLA: dict[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 512, "kv_lora_rank": 256,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "moe_intermediate_size": 1408, "hc_mult": 4,
+    "n_routed_experts": 2, "num_experts_per_tok": 1, "mlp_layer_types": ["dense"] * 4,
+    "index_topk": 512, "index_head_dim": 64, "index_n_heads": 4,
+}  # fmt: skip
+HY_V4: dict[str, Any] = {**_MLA, "qk_rope_head_dim": 64, "indexer_types": ["full"] * 4}
+GLM5_NEXT: dict[str, Any] = {
+    **_MLA, "qk_rope_head_dim": 0, "linear_head_dim": 128, "linear_num_heads": 8,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"], "indexer_types": ["full"] * 4,
+}  # fmt: skip
+DEEPSEEK_V4: dict[str, Any] = {
+    "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 128,
+    "num_key_value_heads": 1, "q_lora_rank": 512, "o_groups": 2, "o_lora_rank": 256, "hc_mult": 4,
+    "moe_intermediate_size": 1408, "n_routed_experts": 2, "num_experts_per_tok": 1,
+    "layer_types": ["sliding_attention"] * 4, "mlp_layer_types": ["moe"] * 4,
+}  # fmt: skip
+QWEN4_EXP: dict[str, Any] = {
+    "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 128,
+    "num_key_value_heads": 2, "linear_num_key_heads": 8, "linear_num_value_heads": 16,
+    "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 1408, "num_experts": 2,
+    "num_experts_per_tok": 1, "hc_count": 4, "hc_lowrank": 64, "indexer_n_heads": 4,
+    "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 512,
+    "indexer_compress_ratio": 64,
+}  # fmt: skip
 MODELS = {
     "qwen3_next": ("Qwen3Next", QWEN3_NEXT),
     "kimi_linear": ("KimiLinear", KIMI_LINEAR),
@@ -88,6 +115,10 @@ MODELS = {
     "rwkv": ("Rwkv", RWKV),
     "xlstm": ("xLSTM", XLSTM),
     "zaya": ("Zaya", ZAYA),
+    "deepseek_v4": ("DeepseekV4", DEEPSEEK_V4),
+    "hy_v4": ("HYV4", HY_V4),
+    "glm5_next": ("Glm5Next", GLM5_NEXT),
+    "qwen4_exp": ("Qwen4Exp", QWEN4_EXP),
 }
 COMMON: dict[str, Any] = {"vocab_size": 32000, "tie_word_embeddings": True, "pad_token_id": 0}
 COMMON |= {"bos_token_id": 1, "eos_token_id": 2}
@@ -161,11 +192,18 @@ def model_of(kind: str, way: str, small: bool, dtype: torch.dtype, **other: Any)
         **(SMALL | SMALL_OWN.get(kind, {}) if small else {}),
         **other,
     }
-    config = getattr(transformers, f"{prefix}Config")(**sizes)
-    model = getattr(transformers, f"{prefix}ForCausalLM")
+    model: Any = getattr(transformers, f"{prefix}ForCausalLM", None)
+    if model is None:  # with images, of which a model of text makes no use
+        model = getattr(transformers, f"{prefix}ForConditionalGeneration")
+        sizes = {"text_config": sizes, "vision_config": {"depth": 1}}
+    config = model.config_class(**sizes)
     if way == "patched" or model._supports_sdpa:
         config._attn_implementation = "slipstream" if way == "patched" else "sdpa"
     return model(config).to(DEVICE, dtype)
+
+
+def vocabulary(model: Any) -> int:
+    return model.config.get_text_config().vocab_size
 
 
 def made(kind: str, way: str, small: bool) -> Any:
@@ -196,7 +234,7 @@ class Training:
 
     def __init__(self, model: Any, tokens: int) -> None:
         self.model = model.train()
-        self.ids = torch.randint(3, model.config.vocab_size, (1, tokens), device=DEVICE)
+        self.ids = torch.randint(3, vocabulary(model), (1, tokens), device=DEVICE)
         self.optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
         self.autocast = model.config.model_type == "xlstm" and DEVICE.type == "cuda"
 
@@ -209,7 +247,7 @@ class Training:
 
 
 def prompts(model: Any, B: int) -> Tensor:
-    return torch.randint(3, model.config.vocab_size, (B, PROMPT), device=DEVICE)
+    return torch.randint(3, vocabulary(model), (B, PROMPT), device=DEVICE)
 
 
 @torch.no_grad()
@@ -269,7 +307,7 @@ def child(kind: str, way: str, mode: str, tunes: bool) -> None:
     tell(**cells)
     model.eval()
     if not note:
-        ids = torch.randint(3, model.config.vocab_size, (1, tokens), device=DEVICE)
+        ids = torch.randint(3, vocabulary(model), (1, tokens), device=DEVICE)
         prefill = torch.no_grad()(partial(model, ids, use_cache=True))
         prefill()
         cells = {"prefill ms": round(1e3 * statistics.median(repeated(prefill, *STEPS)), 2)}

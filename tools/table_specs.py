@@ -315,7 +315,8 @@ TABLES: dict[str, Table] = {
         "bench/convergence.py",
     ),
     "transformers_models": Table(
-        "SELECT * FROM transformers_models WHERE NOT instr(note, 'host shared') ORDER BY n",
+        """SELECT * FROM transformers_models
+           WHERE NOT instr(note, 'host shared') AND NOT instr(note, 'in turns') ORDER BY n""",
         "device, model",
         {"torch / fla / patched": "{model}, {gpu}", **WAYS,
          "step, torch / patched": "{torch@train ms:4 ~ patched@train ms:4}",
