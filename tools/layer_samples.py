@@ -29,6 +29,7 @@ from slipstream.kernels.time_mix.rwkv7_step import LowRankInputs
 from slipstream.kernels.time_mix.token_mix import mixed_projections
 from slipstream.runtime.consistent import BLOCK
 from slipstream.runtime.dispatch import TRITON_OR_EAGER
+from slipstream.runtime.rows import row_sums
 from slipstream.tools.catalog import (
     ATTENTION,
     EVERY,
@@ -192,6 +193,17 @@ def _write_states(rows: Tensor, states: Tensor, slots: Tensor, impl: str | None 
     return states
 
 
+def _row_sums(x: Tensor, impl: str | None = None) -> Tensor:
+    """Windows of rows, and their gradients into the rows."""
+    rows, windows = x[0][:, None], x.new_empty(2, x.shape[2], 4)
+    index = torch.zeros(8, dtype=torch.int64, device=x.device)
+    starts = torch.zeros(x.shape[1] + 1, dtype=torch.int64, device=x.device)
+    row_sums(rows, index, None, None, windows.mT, impl=impl)
+    row_sums(windows.mT, index, index[:2], index[:1], rows, add=True, impl=impl)
+    row_sums(rows, index, starts, None, torch.empty_like(rows), impl=impl)
+    return windows
+
+
 def _block_inputs(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, counts: Tensor, impl: str = ""
 ) -> block_inputs.Blocks:
@@ -270,6 +282,7 @@ LAYER_SAMPLES = [
     _of_layer("delta_rule_across_ranks", _delta_across_ranks, f"{UNIT} g=BTG:gate beta=BTG:beta"),
     _of_layer("place_tokens", _place_tokens, "q=BHK g=BG qs=BTHK gs=BTG counts=B:prefixes"),
     _of_layer("read_states", _read_states, "states=MGVK slots=B:rows"),
+    _of_layer("row_sums", _row_sums, "x=BTD"),
     _of_layer("write_states", _write_states, "rows=BGKV:state states=MGVK slots=B:rows"),
     _of_layer(
         "block_inputs", _block_inputs, "q=BHK k=BHK v=BGV g=BG beta=BG:beta counts=B:prefixes"

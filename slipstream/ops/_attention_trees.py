@@ -22,7 +22,8 @@ from slipstream.kernels.attention.inputs import Asked, AttentionInputs, Attentio
 from slipstream.kernels.attention.run import _checked_of_rank, run
 from slipstream.runtime import autograd
 from slipstream.runtime.consistent import consistent_scope
-from slipstream.runtime.prefix_tree import PrefixTree, Rows
+from slipstream.runtime.prefix_tree import PrefixTree
+from slipstream.runtime.rows import Rows, flat
 from slipstream.runtime.tree_keys import Above, above, copies_paths, paths
 
 
@@ -85,7 +86,7 @@ def _forward(call: _Call, terms: AttentionInputs) -> tuple[Tensor, Tensor]:
     wide, begin = o.to(lse.dtype), 0
     for count in more.counts:
         rows, begin = slice(begin, begin + count), begin + count
-        at = _tokens(more, rows, o.device)
+        at = more.q.index_on(o.device)[rows]
         sums = torch.logaddexp(before := lse[:, :, at], lse_above[:, :, rows])
         lower = (before - sums).exp().mT[..., None] * wide[:, at]
         upper = (lse_above[:, :, rows] - sums).exp().mT[..., None] * o_above[:, rows]
@@ -93,17 +94,11 @@ def _forward(call: _Call, terms: AttentionInputs) -> tuple[Tensor, Tensor]:
     return wide.to(o.dtype), lse
 
 
-def _tokens(more: Above, rows: slice, device: torch.device) -> Any:
-    """Where queries of the second call lie in the row."""
-    if more.q is None:
-        return slice(more.first_q + rows.start, more.first_q + rows.stop)
-    return more.q.index_on(device)[rows]
-
-
 def _second(
     terms: AttentionInputs, options: AttentionOptions, more: Above
 ) -> tuple[AttentionInputs, AttentionOptions]:
-    q, k, v = more.queries(terms.q), more.keys(terms.k), more.keys(terms.v)
+    pairs = (more.q, terms.q), (more.k, terms.k), (more.k, terms.v)
+    q, k, v = (rows.taken(x.flatten(0, 1))[None] for rows, x in pairs)
     return AttentionInputs(q, k, v, cu_q=more.cu_q, cu_k=more.cu_k), options._replace(right=-1)
 
 
@@ -144,20 +139,15 @@ class _Joined(autograd.Function):
         if more is not None:
             second, options = _second(terms, options, more)
             _, backward = dispatch.plan_across_ranks(second, options, impl)
-            rows_o = [None if x is None else more.queries(x).contiguous() for x in (o, do)]
-            sums = [None if x is None else more.queries(x.mT).mT.contiguous() for x in (lse, dlse)]
+            rows_o = [None if x is None else more.q.taken(x[0])[None] for x in (o, do)]
+            heads = (None if x is None else more.q.taken(x[0].mT) for x in (lse, dlse))
+            sums = [None if x is None else x.mT[None].contiguous() for x in heads]
             results = rows_o[0], sums[0], rows_o[1], sums[1]
             grads = op.call_backward(*second, *results, *options, backward)
             # in one order: of the row's own tokens, then depth by depth
-            begin = 0
-            for count in more.counts:
-                rows, begin = slice(begin, begin + count), begin + count
-                at = _tokens(more, rows, o.device)
-                dq[:, at] += grads[0][:, rows]
-            keys = slice(more.first_k, more.first_k + more.total_k)
-            at = keys if more.k is None else more.k.index_on(o.device)
-            dk[:, at] += grads[1]
-            dv[:, at] += grads[2]
+            rows = more.q, more.k, more.k
+            given = zip(rows, (dq, dk, dv), grads)
+            dq, dk, dv = (to.added(x[0], flat(dx[0]))[None] for to, x, dx in given)
         rest = dsinks[0] if dsinks else None
         return None, dq, dk, dv, None, rest, *(None,) * (len(args) - 5)
 

@@ -55,13 +55,13 @@ class Size(NamedTuple):
 # Tokens of a sequence, and of all sequences together how many heads there are at most. The numbers
 # of heads are the last before something changes: half of an H200's 132 multiprocessors, the fused
 # backward of the delta rule (96), the same of so few packed sequences that all wait for the longest
-# (115), and where sequences are cut into 2 to 8 segments.
+# (115), where sequences are cut into 2 to 8 segments, and a scan's channels a thread (2, 4, 8).
 STEPS = (
     (1, (1, 1024)),
     (12, (1,)),
     (100, (1, 66, 95, 115, arch.named("sm_90").units)),
     (256, (1,)),
-    (1024, (1, 33)),
+    (1024, (1, 2, 4, 8, 33)),
     (2048, (1, 16, 24, 33, 66)),
     (8192, (1, 16)),
     (40000, (1,)),

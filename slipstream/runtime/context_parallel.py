@@ -332,13 +332,13 @@ class ContextParallel:
         self.eagerly: Callable[..., Any] = torch.compiler.disable(_call)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if lengths is not None:
-            lengths = _integers("lengths", lengths)
+            lengths = integers("lengths", lengths)
             if len(lengths) != self.size or min(lengths) < 0:
                 raise ValueError(
                     f"lengths: want {self.size} numbers of tokens, a rank each, got {lengths}"
                 )
         if segment_tokens is not None:
-            (segment_tokens,) = _integers("segment_tokens", [segment_tokens])
+            (segment_tokens,) = integers("segment_tokens", [segment_tokens])
             if segment_tokens < 1:
                 raise ValueError(f"segment_tokens: want at least 1, got {segment_tokens}")
         self.segment_tokens = segment_tokens
@@ -354,7 +354,7 @@ class ContextParallel:
     def _set_offsets(self, cu_seqlens: Tensor | Sequence[int]) -> None:
         given = cu_seqlens
         if not isinstance(given, Tensor):
-            given = torch.tensor(_integers("cu_seqlens", given), dtype=torch.int64, device="cpu")
+            given = torch.tensor(integers("cu_seqlens", given), dtype=torch.int64, device="cpu")
         checks.expect_cu_seqlens(given, 1, 0)
         if given.is_meta:
             raise ValueError("cu_seqlens: want offsets, got a tensor on the meta device")
@@ -461,7 +461,7 @@ def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return function(*args, **options)
 
 
-def _integers(name: str, given: Iterable[Any]) -> tuple[int, ...]:
+def integers(name: str, given: Iterable[Any]) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, given))
     except TypeError:

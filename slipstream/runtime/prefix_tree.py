@@ -13,7 +13,6 @@ of the nodes: the same bits each run.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,126 +23,8 @@ from torch._compile import _disable_dynamo
 
 from slipstream.common import checks
 from slipstream.runtime import autograd
-from slipstream.runtime.context_parallel import ContextParallel, Share, copied
-
-
-class Rows:
-    """Rows of a tensor to copy, a negative one for zeros, and for gradients the way back.
-
-    index: int64 [M], on a CPU.
-    """
-
-    def __init__(self, index: Tensor) -> None:
-        self.index = index
-        self._there: dict[tuple[str, torch.device], tuple[Tensor, ...]] = {}
-
-    def copy(self, x: Tensor) -> Tensor:
-        """x[index], of x [S, ...], with its gradient."""
-        return _Copy.apply(x, self)
-
-    def index_on(self, device: torch.device) -> Tensor:
-        return self._on("rows", device, self._rows)[0]
-
-    def taken(self, x: Tensor) -> Tensor:
-        """Without a gradient."""
-        index, absent = self._on("rows", x.device, self._rows)
-        y = x.index_select(0, index) if x.shape[0] else x.new_zeros(index.shape[0], *x.shape[1:])
-        return y.index_fill_(0, absent, 0) if absent.shape[0] else y
-
-    def returned(self, grad: Tensor, size: int) -> Tensor:
-        """The gradient of x [size, ...], each row's in the order of the index."""
-        sums, rows = self._sums(grad, size)
-        if sums.shape[0] == size:
-            return sums
-        return grad.new_zeros(size, *grad.shape[1:]).index_copy_(0, rows, sums)
-
-    def added(self, to: Tensor, grad: Tensor) -> Tensor:
-        """to [S, ...] and `returned`. to is overwritten where it is on a GPU."""
-        sums, rows = self._sums(grad, 0)
-        to = to if to.is_cuda and to.is_contiguous() else to.clone()
-        return to.index_add_(0, rows, sums)
-
-    def _sums(self, grad: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """The sum of each row that has copies, and the rows; of all `size` rows where that costs
-        less than to put these in their places."""
-        order, rows, starts = self._on("back", grad.device, self._back)
-        sums = grad if self._in_order else grad.index_select(0, order)
-        count = rows.shape[0]
-        if count == order.shape[0]:
-            return sums, rows
-        if 0 < size <= 2 * count:
-            starts = self._on(str(size), grad.device, lambda: (self._starts(size),))[0]
-            count = size
-        inner = sums.shape[1:]
-        wide = checks.widen(sums).reshape(sums.shape[0], math.prod(inner))
-        options: Any = {"offsets": starts, "axis": 0, "unsafe": True, "initial": 0}
-        if wide.numel():
-            wide = torch.segment_reduce(wide, "sum", **options)
-        return wide[:count].to(grad.dtype).view(count, *inner), rows
-
-    def _on(
-        self, name: str, device: torch.device, make: Callable[[], tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
-        if (name, device) not in self._there:
-            self._there[name, device] = tuple(copied(x, device) for x in make())
-        return self._there[name, device]
-
-    def _rows(self) -> tuple[Tensor, ...]:
-        return self.index.clamp(min=0), (self.index < 0).nonzero()[:, 0]
-
-    def _back(self) -> tuple[Tensor, ...]:
-        """Places of the copies, sorted by row; the rows; where each one's copies begin."""
-        found, order = self.index.sort(stable=True)
-        absent = int((found < 0).sum())
-        rows, counts = found[absent:].unique_consecutive(return_counts=True)
-        return order[absent:], rows, torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-
-    def _starts(self, size: int) -> Tensor:
-        """The last of these, of all rows."""
-        counts = torch.bincount(self.index[self.index >= 0], minlength=size)
-        return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-
-    @cached_property
-    def _in_order(self) -> bool:
-        """Whether the copies are sorted by row, none absent."""
-        return bool((self.index[:1] >= 0).all() and (self.index.diff() >= 0).all())
-
-
-class _Copy(autograd.Function):
-    operator = "slipstream::copy_rows"
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
-        ctx.rows, ctx.size = rows, x.shape[0]
-        autograd.save(ctx, *autograd.anchors(x))
-        return rows.taken(x)
-
-    @staticmethod
-    @autograd.once_differentiable
-    def backward(ctx: Any, saved: autograd.Saved, grad: Tensor) -> Any:
-        return ctx.rows.returned(grad, ctx.size), None
-
-
-class _Windows(autograd.Function):
-    """x and rows of it, whose gradient goes into that of x: no zeros for all others."""
-
-    operator = "slipstream::windows"
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        ctx.rows, ctx.shape = rows, x.shape
-        ctx.set_materialize_grads(False)
-        autograd.save(ctx, *autograd.anchors(x))
-        return x.view_as(x), rows.taken(x.flatten(0, 1))
-
-    @staticmethod
-    @autograd.once_differentiable
-    def backward(ctx: Any, saved: autograd.Saved, dx: Tensor | None, grad: Tensor | None) -> Any:
-        if grad is None:
-            return dx, None
-        if dx is None:
-            return ctx.rows.returned(grad, math.prod(ctx.shape[:2])).view(ctx.shape), None
-        return ctx.rows.added(dx.flatten(0, 1), grad).view(ctx.shape), None
+from slipstream.runtime.context_parallel import ContextParallel, Share, copied, integers
+from slipstream.runtime.rows import Rows, Windows, rows_of
 
 
 class Level(NamedTuple):
@@ -288,7 +169,7 @@ class PrefixTree(ContextParallel):
     @cached_property
     def to_levels(self) -> Rows | None:
         """The tokens level by level; None where the row has them so."""
-        return order_of([self.own(n) for nodes in self.by_level for n in nodes])
+        return _order_of([self.own(n) for nodes in self.by_level for n in nodes])
 
     @cached_property
     def from_levels(self) -> Rows | None:
@@ -302,7 +183,7 @@ class PrefixTree(ContextParallel):
 
     @cached_property
     def states_to_levels(self) -> Rows | None:
-        return order_of([range(n, n + 1) for nodes in self.by_level for n in nodes])
+        return _order_of([range(n, n + 1) for nodes in self.by_level for n in nodes])
 
     def own(self, n: int) -> range:
         return range(*self.offsets[n : n + 2])
@@ -348,12 +229,13 @@ class Nodes(Share):
         is zeros."""
         tokens, before = self._rows_before(width)
         if autograd.needs_autograd(x):
-            x, found = _Windows.apply(x, tokens)
+            x, found = Windows.apply(x, tokens, width)
         else:
-            found = tokens.taken(x.flatten(0, 1))
+            found = tokens.windows(x[0], width)
         if states is not None:
-            found = found + before.copy(states.to(x.dtype).mT.flatten(0, 1))
-        return x, found.view(self.sequences, width, x.shape[2]).mT, None
+            rows = before.copy(states.to(x.dtype).mT.flatten(0, 1))
+            found = found + rows.unflatten(0, (-1, width)).mT
+        return x, found, None
 
     def _rows_before(self, width: int) -> tuple[Rows, Rows]:
         """Of each node's last inputs: tokens, and places in states, -1 where it is the other."""
@@ -396,12 +278,10 @@ class Nodes(Share):
         return self.tree.before(h)
 
 
-def order_of(ranges: Sequence[range], first: int = 0) -> Rows | None:
-    """Rows of the tokens of these; None where they are all from the first on."""
-    none = torch.zeros(0, dtype=torch.int64, device="cpu")
-    order = torch.cat([none, *(torch.arange(x.start, x.stop, device="cpu") for x in ranges)])
-    row = torch.arange(first, first + len(order), device="cpu")
-    return None if torch.equal(order, row) else Rows(order)
+def _order_of(ranges: Sequence[range]) -> Rows | None:
+    """Rows of these; None where they are all in order."""
+    rows = rows_of(ranges)
+    return None if torch.equal(rows.index, torch.arange(len(rows.index), device="cpu")) else rows
 
 
 def _inverse(order: Rows | None) -> Rows | None:
@@ -413,10 +293,7 @@ def _parents(given: Tensor | Sequence[int]) -> tuple[int, ...]:
         checks.expect_rank("parents", given, 1, "[N]")
         checks.expect_index("parents", given)
         given = given.tolist()
-    try:
-        return tuple(map(int, given))
-    except (TypeError, ValueError):
-        raise TypeError(f"parents: want integers, got {given!r}") from None
+    return integers("parents", given)
 
 
 def _call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.runtime.consistent import BLOCK
-from slipstream.runtime.prefix_tree import PrefixTree, Rows
+from slipstream.runtime.prefix_tree import PrefixTree
+from slipstream.runtime.rows import Rows
 
 
 class Blocks(NamedTuple):

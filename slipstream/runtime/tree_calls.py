@@ -53,7 +53,7 @@ def run_in_tree(
     first = next(iter(given.values()))
     tree.share(first.shape[1])
     terms = terms._replace(cu_seqlens=tree.offsets_on(first.device))
-    if len(tree.levels) < 2:
+    if not tree.levels:
         return run(terms, options)
     consistent = options.consistent or consistent_scope.on
     blocks = in_blocks(tree) if consistent and not ways.given["recurrent"] else None
@@ -68,11 +68,11 @@ def run_in_tree(
     places = [*map(terms._fields.index, names)]
     state, offsets = map(terms._fields.index, ("initial_state", "cu_seqlens"))
     with torch.no_grad():
-        hows = _hows(plan, terms, options, tree, places)
+        hows, blank = _hows(plan, terms, options, tree, places)
     plain = lambda how, *own: ways.forward(*own, *how)  # noqa: E731
     final = options.output_final_state
     if hows is not None:
-        call = TreeCall(tree, ways.function, hows, plain, places, state, offsets, final)
+        call = TreeCall(tree, ways.function, hows, plain, places, state, blank, offsets, final)
         return call.run(*terms)
 
     def through_modes(output_final_state: bool, **level: Any) -> Any:
@@ -88,9 +88,10 @@ def _hows(
     options: Any,
     tree: PrefixTree,
     places: Sequence[int],
-) -> list[Any] | None:
-    """The `how` of each depth, by shapes and dtypes alone; None where one goes through modes."""
-    hows, state = [], terms.initial_state
+) -> tuple[list[Any] | None, Tensor]:
+    """The `how` of each depth, by shapes and dtypes alone, None where one goes through modes; and a
+    tensor like the states of the roots."""
+    hows, state, first = [], terms.initial_state, None
     for depth, level in enumerate(tree.levels):
         own = [*terms]
         for i in places:
@@ -100,14 +101,14 @@ def _hows(
         shape, dtype = like.state_shape, terms.dtype
         if not depth and state is not None:
             shape, dtype = (shape[0], *state.shape[1:]), state.dtype
-        if depth or state is not None:
-            blank = like.q.new_empty((), dtype=dtype).expand(shape)
-            like = like._replace(initial_state=blank)
-        found, how = plan(like, options)
+        blank = like.q.new_empty((), dtype=dtype).expand(shape)
+        first = blank if first is None else first
+        found, how = plan(like._replace(initial_state=blank), options)
         if found.modes or found.run is not None:
-            return None
+            return None, first
         hows.append(how)
-    return hows
+    assert first is not None
+    return hows, first
 
 
 class TreeCall(NamedTuple):
@@ -118,6 +119,8 @@ class TreeCall(NamedTuple):
         hows: of the depths.
         plain: the same without gradients, of how and args.
         tokens, state, offsets: places among args.
+        blank: like the states of the roots. Where none are given these are zeros: so all trees take
+            the same kernels, whatever their depth.
         final: whether final states are asked for.
     """
 
@@ -127,6 +130,7 @@ class TreeCall(NamedTuple):
     plain: Callable[..., tuple[Tensor, Tensor]]
     tokens: Sequence[int]
     state: int
+    blank: Tensor
     offsets: int
     final: bool
 
@@ -137,7 +141,8 @@ class TreeCall(NamedTuple):
         return self.forward(args, self.plain)
 
     def depths(self, args: Sequence[Any]) -> Iterator[list[Any]]:
-        """The args of each depth, without states."""
+        """The args of each depth, without states. They want gradients where args do, by which
+        kernels are compiled ahead."""
         given = [i for i in self.tokens if args[i] is not None]
         columns = [split_levels(args[i], self.tree) for i in given]
         for depth, row in enumerate(zip(*columns)):
@@ -145,15 +150,21 @@ class TreeCall(NamedTuple):
             found[self.state] = None
             found[self.offsets] = self.tree.offsets_of_level(depth, row[0].device)
             for i, x in zip(given, row):
-                found[i] = x
+                found[i] = x.requires_grad_() if args[i].requires_grad and x.is_leaf else x
             yield found
+
+    def before(self, depth: int, above: Tensor | None) -> Tensor:
+        """The states that a depth starts from, of those after the one above or of the given."""
+        if above is None:
+            return self.blank.new_zeros(self.blank.shape)
+        return self.tree.levels[depth].before.taken(above)
 
     def forward(
         self, args: Sequence[Any], run: Callable[..., tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor | None]:
         tree, state, outputs, finals = self.tree, args[self.state], [], []
-        for how, level, own in zip(self.hows, tree.levels, self.depths(args)):
-            own[self.state] = None if state is None else level.before.taken(state)
+        for depth, (how, own) in enumerate(zip(self.hows, self.depths(args))):
+            own[self.state] = self.before(depth, state)
             o, state = run(how, *own)
             outputs.append(o)
             finals.append(state)
@@ -219,9 +230,11 @@ class _InTree(autograd.Function):
             if dstate is not None:
                 below = tree.levels[depth + 1].before.returned(dstate, nodes)
                 dafter = below if dafter is None else dafter + below
+            elif dafter is None and not depth:  # so that kernels are those of deeper trees
+                dafter = call.before(0, None)
             tensors = [*saved[end - size : end]]
             if places:
-                state = tree.levels[depth].before.taken(saved[depth])
+                state = call.before(depth, saved[depth])
                 for i in places:
                     tensors[i] = state
             stub = _Depth(how, None, ctx.needs_input_grad)
@@ -229,24 +242,24 @@ class _InTree(autograd.Function):
             _, *grads = backward(stub, tuple(tensors), douts[depth], dafter)
             by_depth.append(grads)
             dstate, last, end = grads[call.state], last - nodes, end - size
-        return None, *_whole_gradients(call, by_depth[::-1])
+        return None, *_whole_gradients(call, by_depth[::-1], saved[0] is not None)
 
 
-def _whole_gradients(call: TreeCall, by_depth: list[list[Any]]) -> list[Tensor | None]:
-    """Of the args. A depth that no gradient has come to has none."""
+def _whole_gradients(call: TreeCall, by_depth: list[list[Any]], given: bool) -> list[Tensor | None]:
+    """Of the args, `given` a state. A depth that no gradient has come to has none."""
     tree, results = call.tree, []
     for i, grads in enumerate(zip(*by_depth)):
         known = [x for x in grads if x is not None]
         if not known:
             results.append(None)
         elif i == call.state:
-            first = grads[0]
+            first = grads[0] if given else None
             rows = tree.levels[0].before
             results.append(None if first is None else rows.returned(first, len(tree.parents)))
         elif i in call.tokens:
             like, zeros = known[0], known[0].new_zeros
-            given = zip(grads, tree.levels)
-            made = [zeros(1, y.tokens, *like.shape[2:]) if x is None else x for x, y in given]
+            pairs = zip(grads, tree.levels)
+            made = [zeros(1, y.tokens, *like.shape[2:]) if x is None else x for x, y in pairs]
             whole = torch.cat(made, 1)
             rows = tree.from_levels
             results.append(whole if rows is None else rows.taken(whole[0])[None])

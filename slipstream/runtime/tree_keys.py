@@ -6,35 +6,22 @@ import torch
 from torch import Tensor
 
 from slipstream.runtime.context_parallel import copied
-from slipstream.runtime.prefix_tree import PrefixTree, Rows, order_of
+from slipstream.runtime.prefix_tree import PrefixTree
+from slipstream.runtime.rows import Rows, rows_of
 
 
 class Above(NamedTuple):
     """Queries on the tokens of their ancestors: a packed call.
 
-    q, k: the tokens of its queries and keys, None where the row has them so from the first of them
-    on. first_q, first_k: that one. counts: queries of each depth, of which no token comes twice.
+    q, k: the tokens of its queries and keys. counts: queries of each depth, of which no token comes
+    twice.
     """
 
-    q: Rows | None
-    k: Rows | None
-    first_q: int
-    first_k: int
+    q: Rows
+    k: Rows
     counts: list[int]
-    total_k: int
     cu_q: Tensor
     cu_k: Tensor
-
-    def queries(self, x: Tensor) -> Tensor:
-        """Of x [1, T, ...]."""
-        if self.q is None:
-            return x[:, self.first_q : self.first_q + sum(self.counts)]
-        return self.q.taken(x.flatten(0, 1))[None]
-
-    def keys(self, x: Tensor) -> Tensor:
-        if self.k is None:
-            return x[:, self.first_k : self.first_k + self.total_k]
-        return self.k.taken(x.flatten(0, 1))[None]
 
 
 def above(tree: PrefixTree, device: torch.device) -> Above | None:
@@ -60,10 +47,8 @@ def _above(tree: PrefixTree, device: torch.device) -> Above | None:
     if not k:
         return None
     offsets = [_offsets([sum(map(len, x)) for x in q]), _offsets([len(x) for x in k])]
-    flat = [x for ranges in q for x in ranges]
-    q_rows, k_rows = order_of(flat, flat[0].start), order_of(k, k[0].start)
-    cu = (copied(x, device) for x in offsets)
-    return Above(q_rows, k_rows, flat[0].start, k[0].start, counts, sum(map(len, k)), *cu)
+    queries = rows_of([x for ranges in q for x in ranges])
+    return Above(queries, rows_of(k), counts, *(copied(x, device) for x in offsets))
 
 
 def _offsets(counts: list[int]) -> Tensor:
@@ -76,9 +61,8 @@ def paths(tree: PrefixTree, last: int | None, device: torch.device) -> tuple[Row
     if key not in tree.plans:
         ranges = [[*tree.path(n, last), tree.own(n)] for n in range(len(tree.parents))]
         counts = [sum(map(len, node)) for node in ranges]
-        index = [torch.arange(x.start, x.stop, device="cpu") for node in ranges for x in node]
-        none = torch.zeros(0, dtype=torch.int64, device="cpu")
-        tree.plans[key] = Rows(torch.cat([none, *index])), copied(_offsets(counts), device)
+        rows = rows_of([x for node in ranges for x in node])
+        tree.plans[key] = rows, copied(_offsets(counts), device)
     return tree.plans[key]
 
 

@@ -14,8 +14,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from slipstream.common import checks
+from slipstream.runtime.context_exchange import tie
 from slipstream.runtime.context_parallel import ContextParallel
 from slipstream.runtime.prefix_tree import PrefixTree, eagerly
 from slipstream.runtime.tree_blocks import each, in_blocks
@@ -159,8 +161,8 @@ def _by_levels(run: Callable[..., Any], given: dict[str, Any]) -> Any:
     odd = any(x.shape[0] != 1 or x.shape[1] % max(tree.tokens, 1) for x in tokens.values())
     each = states if isinstance(states, tuple) else () if states is None else (states,)
     odd |= any(x is not None and x.shape[:1] != (tree.sequences,) for x in each)
-    if first is None or odd or len(tree.levels) < 2:
-        # nothing goes on anywhere; or it says what does not fit
+    if first is None or odd or not tree.levels:
+        # there is nothing, or it says what does not fit
         there = tree.cu_seqlens if first is None else tree.offsets_on(first.device)
         return run(**given, initial_state=states, cu_seqlens=there)
     wanted = given.pop("output_final_state")
@@ -191,11 +193,13 @@ def level_by_level(
         o, states = run(
             **{n: x[depth] for n, x in pieces.items()},
             initial_state=states,
-            output_final_state=final or depth + 1 < len(tree.levels),
+            output_final_state=True,
             cu_seqlens=tree.offsets_of_level(depth, device),
         )
         outputs.append(o)
         finals.append(states)
+    # all states have gradients, zeros or not, so that trees of any depth take the same kernels
+    outputs[-1] = tie(outputs[-1], *tree_leaves(states))
     o = torch.cat(outputs, 1)
     if tree.from_levels is not None:
         o = tree.from_levels.copy(o.flatten(0, 1))[None]

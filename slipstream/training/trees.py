@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from slipstream.ops.loss import linear_log_probs
-from slipstream.runtime.prefix_tree import PrefixTree, Rows
+from slipstream.runtime.prefix_tree import PrefixTree
+from slipstream.runtime.rows import Rows
 from slipstream.runtime.token_ids import IGNORED
 
 

@@ -31,6 +31,7 @@ AXES = {
     "elementwise/triton/mamba_terms": "blocks of heads",
     "elementwise/triton/place_tokens": "rows, cut",
     "elementwise/triton/rotary": "blocks of heads",
+    "elementwise/triton/row_sums": "blocks of columns",
     "elementwise/triton/token_shift": "blocks of channels",
     "hyper_connection/triton_kernels": "streams, eight at most; blocks of features; shares",
     "indexer/triton_kernels": "lists of a query",

@@ -21,7 +21,6 @@ from tests.support.context_runs import CALLS, CUTS, MODEL_CUTS, RANKS, SHORT_CUT
 from tests.support.language_models import INDEXED
 from tests.support.operators import Size, packed
 from tests.support.processes import in_processes, own_group
-from tests.support.small_layers import D, make
 
 pytestmark = wants.collectives
 
@@ -100,18 +99,6 @@ def test_model_across_ranks_equals_one_rank(tmp_path: Path) -> None:
     """Loss and gradients of every mixer, packed and in rows."""
     mixers = [x for x in MIXERS if x not in INDEXED]
     assert in_processes(RANKS, tmp_path, context_runs.compare_models, mixers, MODEL_CUTS) == []
-
-
-@own_group()
-@pytest.mark.parametrize("name", ["DSA", "MSA", "QSA"])
-def test_selections_refuse_a_context(name: str) -> None:
-    """Keys that a list names are on other ranks."""
-    plan, q = ContextParallel(None, [0, 4, 10]), torch.randn(1, 10, 2, 8)
-    lists = torch.zeros(1, 10, 1, 2, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match=r"^context: is not implemented with selected"):
-        ops.attention(q, q, q, selected=lists, context=plan)
-    with pytest.raises(NotImplementedError, match=rf"^context, parents: {name} has neither"):
-        make(name)(torch.randn(1, 10, D), context=plan)
 
 
 def test_shares_partition_every_batch() -> None:

@@ -33,6 +33,7 @@ from slipstream.kernels.running_mean import op as running_mean_op
 from slipstream.kernels.running_mean.inputs import MeanInputs
 from slipstream.kernels.selective_scan import eager as selective_eager
 from slipstream.kernels.time_mix import rwkv7, rwkv7_step, token_mix
+from slipstream.runtime import rows
 from slipstream.tools.catalog import OPERATORS, Shape
 from tests.support import rwkv7_steps as rwkv7_args
 
@@ -100,6 +101,14 @@ def copied_states() -> list[Tensor]:
     pool, rows = torch.randn(5, 2, 7, 3), torch.empty(3, 2, 3, 7)
     copy_states.copy_states(pool, rows.mT, source_indices=torch.tensor([4, -1, 2]))
     return [rows]
+
+
+def summed_rows() -> list[Tensor]:
+    x, y, index = torch.randn(3, 7, 2).mT, torch.randn(4, 1, 7), torch.tensor([5, 0, -1, 2, 1])
+    starts, windows = torch.tensor([0, 2, 2, 5]), torch.empty(2, 7, 2)
+    rows.row_sums(x, index, starts, torch.tensor([3, 0, 1]), y, add=True)
+    rows.row_sums(y, index[1:] - 1, None, None, windows.mT)
+    return [y, windows]
 
 
 def inputs_of_blocks() -> list[Tensor]:

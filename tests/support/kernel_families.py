@@ -16,7 +16,7 @@ from slipstream.kernels.matmul import op as matmul_eager
 from slipstream.kernels.mixer_step import block_inputs
 from slipstream.kernels.projection_step import op as projection_eager
 from slipstream.kernels.selective_scan import eager as selective_eager
-from slipstream.runtime import backends, dispatch
+from slipstream.runtime import backends, dispatch, rows
 from slipstream.runtime.kernel_pair import KernelPair
 from tests.support import kernel_calls as calls
 
@@ -195,6 +195,12 @@ FAMILIES = [
     ),
     paired("place_tokens", calls.placed_tokens, "elementwise.place_tokens"),
     paired("copy_states", calls.copied_states, "elementwise.copy_states"),
+    Family(
+        "row_sums.triton",
+        calls.summed_rows,
+        launches={"elementwise.triton.row_sums:row_sums": rows._plain},
+        chooses="runtime.rows",
+    ),
     Family("gated_scan.triton", calls.sampled("chunk_hgrn"), "gated_scan.op"),
     Family(
         "selective_scan.triton",

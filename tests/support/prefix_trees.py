@@ -1,5 +1,7 @@
 """A row of prefix trees."""
 
+from random import Random
+
 import torch
 from torch import Tensor
 
@@ -25,3 +27,14 @@ def root_of(n: int) -> int:
 
 def leaves() -> list[int]:
     return [n for n in range(len(PARENTS)) if n not in PARENTS]
+
+
+def random_tree(random: Random) -> tuple[tuple[int, ...], list[int]]:
+    """Up to 40 nodes, 6 deep, in no order of their depths."""
+    parents, depths = [-1], [0]
+    for _ in range(random.randrange(39)):
+        parent = random.randrange(-1, len(parents))
+        if parent < 0 or depths[parent] < 5:
+            parents.append(parent)
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+    return tuple(random.choice((1, 30, 300)) for _ in parents), parents

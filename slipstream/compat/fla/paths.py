@@ -8,7 +8,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from slipstream.compat.fixed import missing_names
-from slipstream.compat.fla import adaptor, functions, operators, selected
+from slipstream.compat.fla import adaptor, functions, operators
 
 ROOT = "slipstream.compat.fla"
 
@@ -17,11 +17,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ops.attn.decoding": functions.attn_decoding_one_step,
     "ops.attnres.fused": functions.fused_attnres,
     "ops.common.gate": functions.fused_beta_sigmoid,
-    "ops.dsa.naive": selected.naive_dsa,
     "ops.gated_delta_rule.gate": functions.fused_gdn_gate,
     "ops.gsa.gate": functions.fused_additive_gate,
     "ops.kda.gate": functions.fused_kda_gate,
-    "ops.nsa.parallel": selected.parallel_nsa,
     "ops.rwkv4.fused_recurrent": functions.fused_recurrent_rwkv4,
     "ops.rwkv7.channel_mixing": functions.channel_mixing_rwkv7,
     "ops.rwkv7.fused_addcmul": functions.fused_addcmul_rwkv7,
@@ -107,7 +105,7 @@ MISSING: dict[str, tuple[str, ...]] = {
         "fused_recurrent_gated_oja_rule", "fused_recurrent_iplr_delta_rule",
         "fused_recurrent_lightnet", "fused_recurrent_momentum_delta_rule",
         "fused_recurrent_precond_gated_delta_rule", "fused_recurrent_precond_kda", "parallel_based",
-        "parallel_parallax", "parallel_path_attn", "parallel_rebased",
+        "parallel_nsa", "parallel_parallax", "parallel_path_attn", "parallel_rebased",
         "parallel_stickbreaking_attn",
         "parallel_wall_attn", "parallel_wall_attn_decode",
     ),
