@@ -5,13 +5,13 @@
     python bench/trees.py --only chunk_kda      an operator, forward and backward
 
 group: 16 completions of 1024 tokens on a prompt of 16384. deep: 200 nodes, 6 deep, of 32768 tokens.
-ours_ms: of the tree. rows_ms: of the samples as rows, one after the other, with gradients added up
-and one step of the optimizer. peer: the same tokens as one sequence, or as packed sequences without
+ours_ms: of the tree. rows_ms: of the samples as rows, one after the other, in steps with gradients
+added up and one step of the optimizer. peer: the same tokens as one row, or packed without
 parents. Steps are medians of the clock, operators of the device, providers in turns.
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from harness import (
 )
 
 from slipstream.runtime.prefix_tree import PrefixTree
-from slipstream.tools.catalog import OPERATORS, Shape
+from slipstream.tools.catalog import OPERATORS, Sample, Shape
 
 MODELS = ("hybrid group", "hybrid deep")
 # all that take trees, in chunks
@@ -124,27 +124,43 @@ def sizes(tree: PrefixTree) -> dict[str, int]:
     return {"unique tokens": tree.tokens, "row tokens": sum(map(len, rows_of(tree)))}
 
 
-def operator(name: str, kind: str, report: Report) -> Row:
+def operator(name: str, kind: str, report: Report) -> Iterable[Row]:
+    """Forward and backward."""
     tree = tree_of(kind, report.options.small)
     lengths = tuple(y - x for x, y in zip(tree.offsets, tree.offsets[1:]))
     sample = next(x for x in OPERATORS if x.op == name and not x.variant)
     shape = report.shape(Shape(B=1, H=8, K=128, V=128, D=2048, lengths=lengths))
     tree = tree if shape.lengths == lengths else tree_with(shape.lengths or (), tree)
     args = sample.inputs(shape, DEVICE)
-    cu = args.pop("cu_seqlens")
-    options = dict(sample.options)
-    both = {
-        "ours": Provider(partial(sample.fn, **options, context=tree), args),
-        "packed": Provider(partial(sample.fn, **options, cu_seqlens=cu), args),
+    cu, fn = args.pop("cu_seqlens"), partial(sample.fn, **sample.options)
+    alone = [Provider(fn, row_of(sample, args, row)) for row in rows_of(tree)]
+    calls: dict[str, Call] = {
+        "ours": Provider(partial(fn, context=tree), args).gradients,
+        "packed, no parents": Provider(partial(fn, cu_seqlens=cu), args).gradients,
+        "one row": Provider(fn, args).gradients,
+        "rows": lambda: [x.gradients() for x in alone],
     }
-    times = report.times({who: x.gradients for who, x in both.items()}, 10)
-    return {
-        "case": f"{name} {kind}",
-        **sizes(tree),
-        "ours_ms": round(times.get("ours", 0), 3),
-        "peer": "packed, no parents",
-        "peer_ms": round(times.get("packed", 0), 3),
-    }
+    times = {who: round(x, 3) for who, x in report.times(calls, 10).items()}
+    for peer in list(calls)[1:3]:
+        yield {
+            "case": f"{name} {kind}",
+            **sizes(tree),
+            "ours_ms": times.get("ours", 0),
+            "rows_ms": times.get("rows", 0),
+            "peer": peer,
+            "peer_ms": times.get(peer, 0),
+        }
+
+
+def row_of(sample: Sample, args: Mapping[str, Any], row: Sequence[int]) -> dict[str, Any]:
+    """The arguments of one sample alone."""
+    index, found = torch.tensor(row, device=DEVICE), dict(args)
+    for name, letters in sample.dims.items():
+        if letters[1:2] == "T":
+            found[name] = args[name][:, index]
+        elif letters[1:2] == "R":  # two steps a token
+            found[name] = args[name][:, torch.stack([2 * index, 2 * index + 1], 1).flatten()]
+    return found
 
 
 def tree_with(lengths: Sequence[int], like: PrefixTree) -> PrefixTree:

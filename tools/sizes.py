@@ -44,7 +44,7 @@ CONSTANTS = 325
 TEST_LINES = 61_961
 # statements that the formatter leaves as they are, such as tables whose columns line up: a limit on
 # lines is no reason for one
-UNFORMATTED = {"slipstream": 458, "tests": 130}
+UNFORMATTED = {"slipstream": 459, "tests": 130}
 # comments for tools
 DIRECTIVES = ("# fmt:", "# noqa", "# pyright:")
 
