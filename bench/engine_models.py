@@ -208,7 +208,9 @@ class Engine:
 
         params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
         given = [{"prompt_token_ids": x} for x in prompts]
-        return [list(x.outputs[0].token_ids) for x in self.llm.generate(given, params, False)]
+        return [
+            list(x.outputs[0].token_ids) for x in self.llm.generate(given, params, use_tqdm=False)
+        ]
 
     def force(self, prompts: list[list[int]], tokens: Tensor) -> Tensor:
         """Logits [N, T, VOCAB] of the steps that choose the tokens."""
