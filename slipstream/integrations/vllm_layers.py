@@ -206,18 +206,20 @@ LAYERS = (
         "_forward_core",
         vllm_steps.delta_net_step,
     ),
-    *(
-        Layer(
-            module,
-            name,
-            {**_CONVOLUTION, **_DELTA_ATTENTION},
-            "_forward",
-            vllm_steps.delta_attention_step,
-        )
-        for module, name in (
-            (f"{_MAMBA}.gdn.kimi_gdn_linear_attn", "KimiGatedDeltaNetAttention"),
-            ("models.bailing_moe_v3", "BailingMoeV3KimiDeltaAttention"),
-        )
+    Layer(
+        f"{_MAMBA}.gdn.kimi_gdn_linear_attn",
+        "KimiGatedDeltaNetAttention",
+        {**_CONVOLUTION, **_DELTA_ATTENTION},
+        "_forward",
+        vllm_steps.delta_attention_step,
+        vllm_steps.delta_attention,
+    ),
+    Layer(
+        "models.bailing_moe_v3",
+        "BailingMoeV3KimiDeltaAttention",
+        {**_CONVOLUTION, **_DELTA_ATTENTION},
+        "_forward",
+        vllm_steps.delta_attention_step,
     ),
     Layer(
         f"{_MAMBA}.mamba_mixer2",

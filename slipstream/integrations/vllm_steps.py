@@ -3,7 +3,8 @@ vLLM's pools, the convolution in it, and the norm where vLLM's operator has its 
 """
 
 import dataclasses
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +16,6 @@ from slipstream.ops import mixer_step, rms_norm_gated
 from slipstream.runtime.guarded_launch import is_capturing
 
 PROMPT = 64  # tokens of a prompt that warms up
-GATHERED = 256  # rows, at most, whose channels one launch puts in order
 _WARM: set[Any] = set()  # kinds of layers that have had theirs
 forward_context: Any = import_module("vllm.forward_context")
 mamba_utils: Any = import_module("vllm.model_executor.layers.mamba.mamba_utils")
@@ -112,28 +112,25 @@ def _decodes(metadata: Any) -> bool:
 def _step(
     layer: Any,
     slots: Tensor,
-    channels: Tensor,
+    parts: Sequence[Tensor],
     heads: tuple[int, int, int, int],
     weight: Tensor,
     bias: Tensor | None,
     activation: str | None,
     **options: Any,
 ) -> None:
-    """mixer_step of channels [N, C], of heads H, HV, K, V, on the layer's pools."""
+    """mixer_step of q, k and v, [N, channels] each, of heads H, HV, K, V, on the layer's pools."""
     if activation not in vllm_calls.ACTIVATIONS:
         raise NotImplementedError(f"activation: got {activation!r}")
     windows, states = layer.kv_cache[:2]
     windows = windows if mamba_utils.is_conv_state_dim_first() else windows.mT
     weight = weight.view(-1, weight.shape[-1])
-    (H, HV, K, V), order = heads, options.get("channel_order", "qkv")
-    widths = {"q": H * K, "k": H * K, "v": HV * V}
-    parts = dict(zip(order, channels.split([widths[x] for x in order], -1), strict=True))
-    q, k = (parts[x].unflatten(-1, (H, K))[:, None] for x in ("q", "k"))
+    (H, HV, K, V), (q, k, v) = heads, parts
     # block 0 is of no sequence: it is below the pool that begins behind it
     mixer_step(
-        q,
-        k,
-        parts["v"].unflatten(-1, (HV, V))[:, None],
+        q.unflatten(-1, (H, K))[:, None],
+        k.unflatten(-1, (H, K))[:, None],
+        v.unflatten(-1, (HV, V))[:, None],
         state=states[1:],
         state_indices=slots - 1,
         conv_state=windows[1:, :, : weight.shape[1] - 1],
@@ -155,7 +152,7 @@ def delta_net_step(
     _step(
         layer,
         metadata.non_spec_state_indices_tensor[:n],
-        mixed_qkv[:n],
+        mixed_qkv[:n].split([H * K, H * K, HV * V], -1),
         (H, HV, K, V),
         layer.conv1d.weight,
         layer.conv1d.bias,
@@ -184,16 +181,18 @@ def delta_attention_step(
     k_proj_states: Tensor | None = None,
     v_proj_states: Tensor | None = None,
 ) -> None:
-    """Of Kimi's and Bailing's KDA. With q, k and v apart beta is made, and so are Bailing's gates;
-    the convolution has three weights."""
+    """Of Kimi's and Bailing's KDA. With q, k and v apart the convolution has three weights; beta is
+    made, and so are Bailing's gates, but for a layer that norms_in_core, whose z is in
+    core_attn_out."""
     n, (H, D) = metadata.num_actual_tokens, core_attn_out.shape[-2:]
-    is_apart = mixed_qkv is None
+    is_apart, in_core = mixed_qkv is None, getattr(layer, "norms_in_core", False)
     if is_apart:
+        parts: Any = q_proj_states, k_proj_states, v_proj_states
         convolutions = [layer.q_conv1d, layer.k_conv1d, layer.v_conv1d]
-        channels = torch.cat([q_proj_states, k_proj_states, v_proj_states], -1)  # type: ignore[list-item]
-        weight, bias = torch.cat([x.weight for x in convolutions]), convolutions[0].bias
+        weight, bias = _behind_each_other([x.weight for x in convolutions]), convolutions[0].bias
     else:
-        channels, weight, bias = mixed_qkv, layer.conv1d.weight, layer.conv1d.bias
+        parts = mixed_qkv.split(H * D, -1)  # type: ignore[union-attr]
+        weight, bias = layer.conv1d.weight, layer.conv1d.bias
     if bias is not None:
         raise NotImplementedError("conv1d.bias: want none")
     options: dict[str, Any] = {}
@@ -201,25 +200,36 @@ def delta_attention_step(
         bound = getattr(layer, "gate_lower_bound", None)
         options |= {"A_log": layer.A_log.reshape(-1), "dt_bias": layer.dt_bias.reshape(-1)}
         options["lower_bound"] = bound
-    if g2 is not None:
+    z = core_attn_out if in_core else g2
+    if z is not None:
         norm = layer.o_norm
-        options |= {"z": g2.view(-1, H, D)[:n, None], "z_activation": norm.activation}
+        options |= {"z": z.view(-1, H, D)[:n, None], "z_activation": norm.activation}
         options |= {"norm_weight": norm.weight, "norm_eps": norm.eps}
     _step(
         layer,
         metadata.non_spec_state_indices_tensor[:n],
-        channels[:n],
+        [x[:n] for x in parts],
         (H, H, D, D),
         weight,
         None,
         "silu",
         g=g1[0, :n, None],
         beta=beta[0, :n, None],
-        use_beta_sigmoid_in_kernel=not is_apart,
+        use_beta_sigmoid_in_kernel=in_core or not is_apart,
         use_qk_l2norm_in_kernel=True,
         out=core_attn_out[0, :n, None],
         **options,
     )
+
+
+def _behind_each_other(weights: list[Tensor]) -> Tensor:
+    """[C, W] of all of them, without a copy where they are parts of one tensor."""
+    taps, at = weights[0].shape[-1], weights[0].data_ptr()
+    for x in weights:
+        if x.data_ptr() != at or not x.is_contiguous():
+            return torch.cat(weights).view(-1, taps)
+        at += x.nbytes
+    return weights[0].as_strided((sum(x.shape[0] for x in weights), taps), (taps, 1))
 
 
 def _mamba2_step(layer: Any, metadata: Any, projected_states: Tensor, output: Tensor) -> None:
@@ -230,7 +240,8 @@ def _mamba2_step(layer: Any, metadata: Any, projected_states: Tensor, output: Te
         raise NotImplementedError("ReplaySSM, or blocks to read that are not those to write")
     P, S = layer.kv_cache[1].shape[-2:]
     inner, HV = layer.tped_intermediate_size, layer.tped_dt_size
-    gate, channels, dt = projected_states[:n].split([inner, layer.tped_conv_size, HV], -1)
+    keys = (layer.tped_conv_size - inner) // 2
+    gate, v, k, q, dt = projected_states[:n].split([inner, inner, keys, keys, HV], -1)
     norm: dict[str, Any] = {}
     if layer.norms_in_core:
         norm = {"z": gate.unflatten(-1, (HV, P))[:, None], "norm_before_gate": False}
@@ -239,8 +250,8 @@ def _mamba2_step(layer: Any, metadata: Any, projected_states: Tensor, output: Te
     _step(
         layer,
         slots[:n],
-        channels,
-        ((layer.tped_conv_size - inner) // (2 * S), HV, S, P),
+        (q, k, v),
+        (q.shape[-1] // S, HV, S, P),
         layer.conv1d.weight,
         layer.conv1d.bias,
         layer.activation,
@@ -266,7 +277,6 @@ def delta_net(base: Any, module: Any) -> type:
             norm = self.norm
             is_whole = norm.group_size in (None, norm.weight.numel())
             self.norms_in_core = norm.norm_before_gate and is_whole
-            self._orders: tuple[Tensor, Tensor] | None = None
             exporter = getattr(module, "MambaPrefillCheckpointExporter", None)
             # as vLLM's with FlashInfer's backend, for which its metadata has a plan
             if exporter is None or self.cache_config.mamba_cache_mode != "align":
@@ -281,16 +291,18 @@ def delta_net(base: Any, module: Any) -> type:
             """What is projected as q, k, v and z, one behind the other, and b and a."""
             if not self.gqa_interleaved_layout:
                 return qkvz, *self.split_ba(ba)
-            if qkvz.shape[0] > GATHERED:
-                *parts, b, a = self.fix_query_key_value_ordering(qkvz, ba)
-                return torch.cat([x.flatten(1) for x in parts], -1), b, a
-            if self._orders is None:
-                numbers = (torch.arange(x.shape[1], device=x.device)[None] for x in (qkvz, ba))
-                *parts, b, a = self.fix_query_key_value_ordering(*numbers)
-                self._orders = torch.cat([x.flatten() for x in parts]), torch.cat([b[0], a[0]])
-            of_qkvz, of_ba = self._orders
-            b, a = ba.index_select(1, of_ba).chunk(2, -1)
-            return qkvz.index_select(1, of_qkvz), b, a
+            n, H = qkvz.shape[0], self.num_k_heads // self.tp_size
+            ordered = torch.empty_like(qkvz)
+            # of each head of keys: q and k, then its values and their z
+            keys = 2 * self.head_k_dim
+            for x, y in zip(
+                qkvz.unflatten(-1, (H, -1)).tensor_split([keys], -1),
+                ordered.tensor_split([H * keys], -1),
+                strict=True,
+            ):
+                y.view(n, 2, H, -1).copy_(x.unflatten(-1, (2, -1)).transpose(1, 2))
+            b, a = ba.view(n, H, 2, -1).transpose(1, 2).reshape(n, 2, -1).unbind(1)
+            return ordered, b, a
 
         def forward_cuda(self, hidden_states: Tensor) -> Tensor:
             if getattr(self, "enable_fused_gdn_spec_decode", False) or not self.norms_in_core:
@@ -298,7 +310,8 @@ def delta_net(base: Any, module: Any) -> type:
             qkvz, _ = self.in_proj_qkvz(hidden_states)
             ba, _ = self.in_proj_ba(hidden_states)
             heads = self.num_v_heads // self.tp_size
-            out = hidden_states.new_zeros(hidden_states.shape[0], heads, self.head_v_dim)
+            # the operator writes all of it
+            out = hidden_states.new_empty(hidden_states.shape[0], heads, self.head_v_dim)
             torch.ops.vllm.qwen_gdn_attention_core(
                 qkvz, ba, ba, out,
                 layer_name=module._encode_layer_name(self.prefix), use_aiter=True,
@@ -325,7 +338,9 @@ def delta_net(base: Any, module: Any) -> type:
             z = z.view_as(core_attn_out)
             options = {"norm_weight": norm.weight, "norm_eps": norm.eps, "z": z}
             if stepped(self, step, *given, **options, z_activation=norm.activation):
+                core_attn_out[_metadata(self).num_actual_tokens :].zero_()
                 return
+            core_attn_out.zero_()
             super()._forward_core(qkv, b.contiguous(), a.contiguous(), core_attn_out)
             if _metadata(self) is not None:
                 y = rms_norm_gated(
@@ -334,6 +349,50 @@ def delta_net(base: Any, module: Any) -> type:
                 core_attn_out.copy_(y)
 
     return QwenGatedDeltaNetAttention
+
+
+def delta_attention(base: Any, module: Any) -> type:
+    """Kimi's layer: where q, k and v are apart, beta's sigmoid and the norm are part of vLLM's
+    operator, whose output has the norm's gates in it before."""
+    if "q_proj_states" not in inspect.signature(base._forward).parameters:
+        return base
+    step = counted("KimiGatedDeltaNetAttention", delta_attention_step)
+
+    class KimiGatedDeltaNetAttention(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.norms_in_core = True
+            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+            whole = torch.cat([x.weight.data for x in convolutions])
+            for x, part in zip(convolutions, whole.chunk(3), strict=True):
+                x.weight.data = part
+
+        def forward(self, hidden_states: Tensor, positions: Tensor, output: Tensor) -> None:
+            q, k, v, beta = (getattr(self, f"{x}_proj")(hidden_states)[0] for x in "qkvb")
+            gates, z = (
+                getattr(self, f"{x}_b_proj")(getattr(self, f"{x}_a_proj")(hidden_states)[0])[0]
+                for x in "fg"
+            )
+            g1, out = (x.unflatten(-1, (-1, self.head_dim))[None] for x in (gates, z))
+            torch.ops.vllm.kda_attention(q, k, v, g1, beta[None], out, self.prefix)
+            output[:] = self.o_proj(out[0].flatten(-2))[0]
+
+        def _forward(self, g1: Tensor, beta: Tensor, core_attn_out: Tensor, **parts: Tensor) -> Any:
+            given = {"g1": g1, "beta": beta, "core_attn_out": core_attn_out, **parts}
+            warm_up(self, self._forward, **given)
+            if stepped(self, step, **given):
+                core_attn_out[:, _metadata(self).num_actual_tokens :].zero_()
+                return
+            z = core_attn_out.clone()
+            core_attn_out.zero_()
+            super()._forward(**{**given, "beta": beta.float().sigmoid()})
+            norm = self.o_norm
+            y = rms_norm_gated(
+                core_attn_out, z, norm.weight, eps=norm.eps, activation=norm.activation
+            )
+            core_attn_out.copy_(y)
+
+    return KimiGatedDeltaNetAttention
 
 
 def mamba2(base: Any, module: Any) -> type:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from slipstream.integrations import report, vllm, vllm_calls
 from tests.support.engine_plugins import forget_vllm
 from tests.support.engines import loaded, signatures
-from tests.support.vllm_layers import HV, KINDS, D, DeltaNet, H, K, Kind, V
+from tests.support.vllm_layers import HV, KINDS, D, DeltaAttention, DeltaNet, H, K, Kind, V
 from tests.support.vllm_steps import Row, Scheduler, Sequence, W, common_metadata, conv_update
 
 pytestmark = pytest.mark.slow
@@ -245,13 +245,84 @@ def test_random_drafts(engine: Engine, kind: type[Kind]) -> None:
 
 
 @pytest.mark.parametrize("engine", RELEASES, indirect=True)
-def test_few_rows_are_ordered_as_many(engine: Engine) -> None:
-    """Qwen3-Next's projections, whose heads lie in turns: by one launch, or by vLLM's method."""
+def test_interleaved_heads_are_ordered(engine: Engine) -> None:
+    """Qwen3-Next's projections, whose heads lie in turns, as vLLM's method takes them apart."""
     layer: Any = DeltaNet(engine).layer
-    layer.gqa_interleaved_layout, layer._orders = True, None
-    qkvz, ba = torch.randn(300, 2 * (H * K + HV * V)), torch.randn(300, 2 * HV)
-    for got, want in zip(layer._ordered(qkvz[:5], ba[:5]), layer._ordered(qkvz, ba), strict=True):
-        assert torch.equal(got, want[:5])
+    layer.gqa_interleaved_layout = True
+    qkvz, ba = torch.randn(5, 2 * (H * K + HV * V)), torch.randn(5, 2 * HV)
+    *parts, b, a = layer.fix_query_key_value_ordering(qkvz, ba)
+    wants = torch.cat([x.flatten(1) for x in parts], -1), b, a
+    for got, want in zip(layer._ordered(qkvz, ba), wants, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("engine", RELEASES, indirect=True)
+def test_rows_without_a_token_are_zero(engine: Engine) -> None:
+    """Of a batch that decodes in a padded graph, and of a run without a batch."""
+    kind = DeltaNet(engine)
+    rows = [Row(Sequence([block], 9, 20, done=9), 1) for block in (3, 5)]
+    kind.pools.windows.zero_()
+    kind.pools.states.zero_()
+    x = kind.inputs(4)
+    qkvz, ba = x["qkvz"], torch.cat([x["b"], x["a"]], -1)
+    for metadata, filled in (({"layer": engine.metadata(kind, rows)}, 2), (None, 0)):
+        engine.context.attn_metadata = metadata
+        kind.layer._prefill_kernels_warmed_up = True
+        out = torch.full((4, HV, V), torch.nan)
+        kind.layer._forward_core_rocm(qkvz, ba, ba, out)
+        assert torch.isfinite(out).all() and out[:filled].any() == (filled > 0)
+        assert not out[filled:].any()
+
+
+@pytest.mark.parametrize("engine", ["vllm-0.26.0"], indirect=True)
+def test_kimis_whole_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forward hands on the gates of the norm in the operator's output."""
+    kind = DeltaAttention(engine)
+    layer, x = kind.layer, kind.inputs(2)
+    rows = [Row(Sequence([block], 9, 20, done=9), 1) for block in (3, 5)]
+    engine.context.attn_metadata = {"layer": engine.metadata(kind, rows)}
+    projected = dict(zip(("q", "k", "v"), x["qkv"].split(HV * K, -1), strict=True))
+    projected |= {"b": x["beta"], "f_b": x["g"], "g_b": x["z"]}
+    for name, y in projected.items():
+        setattr(layer, f"{name}_proj", lambda _, y=y: (y.clone(), None))
+    layer.f_a_proj = layer.g_a_proj = layer.o_proj = lambda y: (y, None)
+
+    def operator(*given: torch.Tensor) -> None:
+        names = *(f"{n}_proj_states" for n in "qkv"), "g1", "beta", "core_attn_out"
+        layer._forward(**dict(zip(names, given[:6], strict=True)))
+
+    monkeypatch.setattr(torch.ops, "vllm", SimpleNamespace(kda_attention=operator), raising=False)
+    wants, out = [], torch.full((2, HV * K), torch.nan)
+    for run in (lambda: kind.run(x, 2).flatten(1), lambda: layer.forward(out, out, out) or out):
+        kind.pools.windows.zero_()
+        kind.pools.states.zero_()
+        wants.append(run().clone())
+    assert torch.isfinite(out).all() and torch.equal(*wants)
+
+
+@pytest.mark.parametrize("engine", ["vllm-0.26.0"], indirect=True)
+def test_kimis_convolutions_are_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are loaded later are those of the step, which copies none."""
+    from slipstream.integrations import vllm_steps
+
+    made: Any = type(DeltaAttention(engine).layer)
+
+    def begin(self: Any) -> None:
+        torch.nn.Module.__init__(self)
+        for name in "qkv":
+            weight = torch.nn.Parameter(torch.randn(D, 1, W), requires_grad=False)
+            setattr(self, f"{name}_conv1d", SimpleNamespace(weight=weight))
+
+    monkeypatch.setattr(made.__mro__[1], "__init__", begin)
+    layer = made.__new__(made)
+    layer.__init__()
+    weights = [getattr(layer, f"{name}_conv1d").weight for name in "qkv"]
+    whole = vllm_steps._behind_each_other(weights)
+    weights[1].data.copy_(torch.ones(D, 1, W))
+    assert torch.equal(whole, torch.cat(weights)[:, 0])
+    assert whole.data_ptr() == weights[0].data_ptr()
+    apart = [x.clone() for x in weights]
+    assert torch.equal(vllm_steps._behind_each_other(apart), whole)
 
 
 @pytest.mark.parametrize("engine", RELEASES, indirect=True)

@@ -363,7 +363,7 @@ def test_vllm_steps(
         head_k_dim=keys,
         norm=norm,
         o_norm=norm,
-        norms_in_core=normed,
+        norms_in_core=normed and kind in ("mamba2", "kda apart"),
         name="BailingMoeV3KimiDeltaAttention" if kind == "bailing" else "Kimi",
         A=A,
         D=D,
@@ -392,9 +392,12 @@ def test_vllm_steps(
         else:
             names = [f"{x}_proj_states" for x in "qkv"]
             apart = dict(zip(names, parts)) if kind != "kda" else {"mixed_qkv": x}
-            rates = b.sigmoid() if kind != "kda" else b
+            in_out = layer.norms_in_core  # beta is raw, and the gates are in the output
+            rates = b if in_out or kind == "kda" else b.sigmoid()
+            if in_out:
+                out[:n] = z[:n]
             given = (-F.softplus(a) if kind == "bailing" else a)[None], rates[None], out[None]
-            gates = z.flatten(1) if normed else None
+            gates = z.flatten(1) if normed and not in_out else None
             vllm_steps.delta_attention_step(layer, metadata, *given, g2=gates, **apart)
     finally:
         forget_vllm()

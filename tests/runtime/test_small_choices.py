@@ -102,30 +102,25 @@ def test_sharded_models_save_a_tied_head_once(tied: bool) -> None:
     assert [*saved.call_args.kwargs["state_dict"]] == names
 
 
-def test_vllm_projections_are_put_in_order_by_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_projections_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("forward_context", "model_executor.layers.mamba.mamba_utils"):
         monkeypatch.setitem(sys.modules, f"vllm.{name}", SimpleNamespace())
     forget_vllm()
     try:
         from slipstream.integrations import vllm_steps
 
-        class Base(nn.Module):
-            gqa_interleaved_layout, _orders = True, None
-
-            def fix_query_key_value_ordering(self, x: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
-                q, z, k, v = x.unflatten(1, (2, -1)).chunk(4, -1)
-                b, a = ba.unflatten(1, (2, -1)).chunk(2, -1)
-                return q, k, v, z, b.flatten(1), a.flatten(1)
-
-        cls: Any = vllm_steps.delta_net(Base, None)
+        cls: Any = vllm_steps.delta_net(nn.Module, None)
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        x, ba = torch.randn(3, 16), torch.randn(3, 4)
-        got = cls._ordered(layer, x, ba)
-        *parts, b, a = layer.fix_query_key_value_ordering(x, ba)
-        torch.testing.assert_close(
-            got, (torch.cat([t.flatten(1) for t in parts], 1), b, a), rtol=0, atol=0
-        )
+        layer.gqa_interleaved_layout, layer.tp_size = True, 1
+        layer.num_k_heads, layer.head_k_dim = 2, 3
+        # of each head of keys: q, k, two heads of 4 values, and their z; two of b, two of a
+        x, ba = torch.randn(5, 2 * 22), torch.randn(5, 2 * 4)
+        parts = x.unflatten(1, (2, -1)).split([3, 3, 8, 8], -1)
+        b, a = ba.unflatten(1, (2, -1)).chunk(2, -1)
+        wants = torch.cat([t.flatten(1) for t in parts], 1), b.flatten(1), a.flatten(1)
+        for got, want in zip(layer._ordered(x, ba), wants, strict=True):
+            assert torch.equal(got, want)
     finally:
         forget_vllm()
 

@@ -163,26 +163,30 @@ class DeltaAttention(Kind):
         layer.head_dim, layer.local_num_heads, layer.local_projection_size = K, HV, HV * K
         layer.A_log, layer.dt_bias = self.normal(HV), self.normal(HV * K)
         layer.gate_lower_bound = self.bound
+        layer.norms_in_core = self.is_apart and self.norms_in_core
         layer.o_norm = Norm(self.normal(K))
         weights = layer.conv1d.weight.split(HV * K)
         for name, weight in zip("qkv", weights, strict=True):
             setattr(layer, f"{name}_conv1d", SimpleNamespace(weight=weight, bias=None))
 
+    norms_in_core = True
+
     @property
     def is_apart(self) -> bool:
-        """In 0.26 q, k and v come apart, beta is made, and the norm is outside."""
+        """In 0.26 q, k and v come apart, and the output has the norm's gates in it."""
         return self.engine.release == "vllm-0.26.0"
 
     def run(self, x: Token, n: int) -> Tensor:
-        out = torch.zeros(1, n, HV, K)
+        z = x["z"].view(1, -1, HV, K)
+        out = z.clone() if self.is_apart and self.norms_in_core else torch.zeros_like(z)
+        beta = x["beta"] if self.norms_in_core else x["beta"].sigmoid()
         given = {"g1": x["g"].view(1, -1, HV, K), "core_attn_out": out}
         if self.is_apart:
             parts = zip("qkv", x["qkv"].split(HV * K, -1), strict=True)
             given |= {f"{n}_proj_states": part.contiguous() for n, part in parts}
-            self.layer._forward(**given, beta=x["beta"].sigmoid()[None])
         else:
-            given |= {"mixed_qkv": x["qkv"], "g2": x["z"].view(-1, HV, K)}
-            self.layer._forward(**given, beta=x["beta"][None])
+            given |= {"mixed_qkv": x["qkv"], "g2": z[0]}
+        self.layer._forward(**given, beta=beta[None])
         return out[0]
 
     def oracle(self, memory: Any, x: Token) -> tuple[Tensor, Any]:
@@ -194,7 +198,7 @@ class DeltaAttention(Kind):
 
     def gated(self, o: Tensor, z: Tensor) -> Tensor:
         norm = self.layer.o_norm
-        return o if self.is_apart else rms_norm(o, norm.weight, norm.eps) * z.sigmoid()
+        return rms_norm(o, norm.weight, norm.eps) * z.sigmoid() if self.norms_in_core else o
 
     def gate(self, g: Tensor) -> Tensor:
         rate = self.layer.A_log.double().exp()[:, None]
@@ -208,11 +212,12 @@ class BoundedDeltaAttention(DeltaAttention):
 
 
 class BailingDeltaAttention(DeltaAttention):
-    """Bailing's, which has the gates made."""
+    """Bailing's, which has beta and the gates made, and its norm outside."""
 
     name = "BailingMoeV3KimiDeltaAttention"
     releases = ("vllm-0.33.0",)
     is_apart = True  # type: ignore[assignment]
+    norms_in_core = False
 
     def make(self, layer: Any) -> None:
         super().make(layer)
