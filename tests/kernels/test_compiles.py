@@ -65,7 +65,12 @@ STACK = {
     # pointers, mostly outside of the inner loops; 256: dk and dv of the widest heads
     "softmax_dkv_kernel": 768,
     "softmax_queries_kernel": 256,
-    "selected_keys_grad_kernel": 136,  # 12.7 ms on an H200, tiles of 64 queries 21.8
+    # 12.7 ms on an H200, tiles of 64 queries 21.8; 400: dk and dv of the widest heads
+    "selected_keys_grad_kernel": 400,
+    # 14.3 ms of 128 rows and heads of 256, 17.7 by 64 rows, which spill nothing
+    "selected_queries_kernel": 160,
+    "selected_entries_grad_kernel": 24,
+    # blocks of 64 keys
     "selected_fwd_sm90_kernel": 24,
     # with every option
     "softmax_fwd_sm90_kernel": 16,

@@ -110,7 +110,11 @@ def backward(
     operands = {"do_ptr": do, "base_ptr": base, "delta_ptr": delta}
     chosen, of_entries = _tiles_of(inputs, options)
     merged = _launch_queries(inputs, options, chosen.dq, {**operands, "dq_ptr": dq})
-    if options.block > BY_ENTRY_UP_TO:
+    # wider rows of queries and their gradients fit beside keys on sm_90 in 16 bits alone
+    size = q.element_size()
+    narrow = max(q.shape[-1], v.shape[-1]) * size <= 256
+    fits = narrow or (size == 2 and tiles.family_of(q.device) == "sm_90")
+    if options.block > BY_ENTRY_UP_TO or not fits:
         del merged
         _launch_keys(inputs, options, chosen, {**operands, "dk_ptr": dk, "dv_ptr": dv})
     else:
