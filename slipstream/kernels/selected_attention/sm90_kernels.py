@@ -105,6 +105,7 @@ def load_partition(
         upcoming = gl.load(p_merged, mask=count > 0, other=0)
         row_q = (at.i_n * sizes.T + at.row) * sizes.H + at.i_u * R
         for c in gl.static_range(NC):
+            # boxes of R rows, one a query, arrive at one barrier, which counts their bytes
             mbarrier.wait(empty[0].index(c), (units_done & 1) ^ 1)
             mbarrier.expect(full[0].index(c), desc_q.block_type.nbytes * PANELS * QT)
             for j in gl.static_range(QT):
@@ -123,6 +124,7 @@ def load_partition(
                 row_k, col_k = common.tile_coords(strides_k, at.i_n, at.i_u // sizes.share, key)
                 row_v, col_v = common.tile_coords(strides_v, at.i_n, at.i_u // sizes.share, key)
                 stage = i_step % ST
+                # keys are returned before values are, and so are waited for apart
                 common.wait_empty(empty[1], i_step, ST)
                 mbarrier.expect(full[1].index(stage), desc_k.block_type.nbytes * PANELS)
                 for i in gl.static_range(PANELS):
@@ -146,6 +148,7 @@ def _weights(s, m, mask, key, factor):
     if key + s.shape[1] > inner:
         o_n = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         s = common.where_below(s, (key + o_n)[None, :], high[:, None])
+    # a maximum that lags spares acc a product; rows that do not name the tile keep theirs
     top = forward._row_max(s, m) * factor
     top = gl.where(listed & (top > m + forward.SLACK), top, m)
     base = gl.where(top == float("-inf"), 0.0, top)
@@ -175,6 +178,7 @@ def _step(
             is_async=True,
         )
     s = sm90.warpgroup_mma_wait(0, deps=(s,))
+    # the next keys come while weights are made
     mbarrier.arrive(empty[1].index(stage))
     p, m, shrink = _weights(s, m, mask, key, factor)
     l = l * shrink + gl.sum(p, 1)
@@ -182,6 +186,7 @@ def _step(
     p = forward.operand(p, acc, bufs_q.dtype)
     common.wait_full(full[2], i_step, ST)
     v = bufs_v.index(stage)
+    # behind the last value there may be NaN, which a weight of 0 does not take away
     common.zero_tail_rows((v,), mask[3] - key, i_step, bufs_v.shape[1], bufs_v.shape[2])
     acc = warpgroup_mma(p, v, acc, is_async=True)
     acc = sm90.warpgroup_mma_wait(0, deps=(acc,))
@@ -200,6 +205,7 @@ def _finish(out, sums, at, sizes, row, i_h, HAS_SINKS: gl.constexpr):
     if HAS_SINKS:
         m, l, shrink = forward.with_sink(m, l, gl.load(sinks_ptr + i_h).to(gl.float32) * LOG2E)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+    # a query without keys: o is 0, lse is -inf
     has_no_key = l == 0.0
     l = gl.where(has_no_key, 1.0, l)
     lse = gl.where(has_no_key, float("-inf"), (m + gl.log2(l)) * LN2)
@@ -283,7 +289,7 @@ def _attend(
                         factor,
                         NC,
                     )
-                else:
+                else:  # phases of a barrier come one by one, for blocks of others too
                     mbarrier.arrive(empty[1].index(i_step % ST))
                     common.wait_full(full[2], i_step, ST)
                     mbarrier.arrive(empty[2].index(i_step % ST))
