@@ -83,7 +83,7 @@ def launches(op: str, samples: list[Sample] = SAMPLES) -> list[str]:
 
 
 DIGESTS = {
-    "attention flash_attn_with_kvcache latent_attention": 90773271,
+    "attention flash_attn_with_kvcache latent_attention": 222322655,
     "attnres rotary_embedding": 3769369005,
     "mhc_pre mhc_post": 897301976,
     "index": 3342301806,
