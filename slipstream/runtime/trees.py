@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from slipstream.common import checks
 from slipstream.runtime.context_exchange import tie
@@ -198,7 +199,7 @@ def level_by_level(
         outputs.append(o)
         finals.append(states)
     # all states have gradients, zeros or not, so that trees of any depth take the same kernels
-    outputs[-1] = tie(outputs[-1], *torch.utils._pytree.tree_leaves(states))
+    outputs[-1] = tie(outputs[-1], *tree_leaves(states))
     o = torch.cat(outputs, 1)
     if tree.from_levels is not None:
         o = tree.from_levels.copy(o.flatten(0, 1))[None]

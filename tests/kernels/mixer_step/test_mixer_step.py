@@ -63,6 +63,7 @@ def check_wide_heads(impl: str) -> None:
     """A head has several programs, which share the window of q and k, and the norm."""
     check("gated_deltanet", impl, Sizes(H=1, HV=1, K=130, V=150))
     check("gla", impl, Sizes(H=1, HV=2, K=20, V=300, T=2), v_first=True)
+    check("mamba2 of engines", impl, Sizes(H=1, HV=2, K=100, V=40, T=2), v_first=True)
 
 
 def check_groups_of_heads(impl: str) -> None:
@@ -357,6 +358,18 @@ def test_v_first_states_share_sums_among_few_lanes(pool: torch.dtype) -> None:
     wide = re.findall(r"ld\.global\S*\.v4", got.ptx)
     assert len(wide) == (32 if pool == torch.float32 else 16)
     assert got.ptx.count("shfl.sync") <= 120
+
+
+@wants.triton
+@pytest.mark.parametrize(
+    ("kind", "v_first", "tile"),
+    [("linear_attn", True, (16, 1)), ("linear_attn", False, (128, 4)), ("gla", True, (128, 4))],
+)
+def test_plain_steps_v_first_have_narrow_tiles(kind: str, v_first: bool, tile: tuple) -> None:
+    """gla has a norm, which programs of narrow tiles would share."""
+    job = job_of(kind, replace(LARGE, pool_dtype=torch.float32), state_v_first=v_first)
+    assert (job.constants["BV"], job.warps) == tile
+    assert job.compile().stack == 0
 
 
 @wants.triton

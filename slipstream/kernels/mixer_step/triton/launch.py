@@ -40,12 +40,14 @@ TILES = {
     512: StepTile(32, 8),
     1024: StepTile(16, 8),
 }
+# V first, without a convolution and a norm, for which programs of narrow tiles would share work
+PLAIN_TILES = TILES | {128: StepTile(16, 1)}
 
 
-def tile_of(K: int, V: int) -> tuple[int, StepTile]:
+def tile_of(K: int, V: int, plain: bool = False) -> tuple[int, StepTile]:
     """BK, and the tile cut to V."""
     BK = max(16, 1 << (K - 1).bit_length())
-    tile = TILES[BK]
+    tile = (PLAIN_TILES if plain else TILES)[BK]
     BV = min(tile.BV, max(16, 1 << (V - 1).bit_length()))
     return BK, StepTile(BV, max(tile.warps * BV // tile.BV, 1), tile.registers)
 
@@ -220,7 +222,8 @@ def _in_words(inputs: StepInputs, BV: int) -> bool:
 def _tokens(common: dict[str, Any], inputs: StepInputs, options: StepOptions) -> None:
     """One token after another."""
     B, T, H, HV, K, V = inputs.sizes
-    BK, tile = tile_of(K, V)
+    plain = options.state_v_first and inputs.conv_state is None and options.norm_eps is None
+    BK, tile = tile_of(K, V, plain)
     scratch, y = None, common["y_ptr"]
     if _shares_norm(inputs, options):
         scratch = torch.empty(y.shape, dtype=torch.float32, device=y.device)
