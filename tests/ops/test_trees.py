@@ -165,6 +165,8 @@ def test_trees_refuse_other_options() -> None:
         ops.token_shift(x, parents=parents, cu_seqlens=cu, context=tree())
     with pytest.raises(TypeError, match="parents: want int32 or int64"):
         ops.token_shift(x, parents=parents.float(), cu_seqlens=cu)
+    with pytest.raises(TypeError, match="parents: want a sequence of integers"):
+        ops.PrefixTree([0, 4, 6], [-1, 0.5])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="initial_state"):
         ops.chunk_hgrn(x, -x.abs(), initial_state=x[:, 0], cu_seqlens=cu, parents=parents)
 
