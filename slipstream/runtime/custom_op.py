@@ -295,7 +295,7 @@ class KernelOp(DirectCall):
         probe: a Probe, several of them, or a Mismatch (runtime/kernel_pair.py). A Probe is run by
             the operator and its gradient, whichever of their kernels is probed.
         forward: of a gradient, the operator it belongs to, whose probe is its own too.
-        replay, at_sizes: as DirectCall has them.
+        replay, at_sizes, max_operations: as DirectCall has them; the last for the gradient, too.
     """
 
     def __init__(
@@ -314,6 +314,7 @@ class KernelOp(DirectCall):
         forward: "KernelOp | None" = None,
         replay: bool = False,
         at_sizes: compile_ahead.InOtherSizes | None = None,
+        max_operations: int | None = call_replay.MAX_OPERATIONS,
     ) -> None:
         _LIBRARY.define(f"_{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(getattr(torch.ops, NAMESPACE), f"_{name}").default
@@ -327,7 +328,7 @@ class KernelOp(DirectCall):
             )
             fake = fake or impl.in_torch
         assert fake is not None
-        super().__init__(impl, replay=replay, at_sizes=at_sizes)
+        super().__init__(impl, replay=replay, at_sizes=at_sizes, max_operations=max_operations)
         self.name, self.fake, self._names, self._overload = name, fake, names, self.overload
         self._kind, self._probe, self._packed = kind, probe, packed
         self._forward: KernelOp = forward or self
@@ -390,6 +391,7 @@ class KernelOp(DirectCall):
             packed={x: t for x, t in self._packed.items() if t._fields[0] in taken},
             forward=self,
             replay=self._replay,
+            max_operations=self._max_operations,
         )
         return gradient.autograd_function(self, self.backward, results=results, wrt=wrt, **fixed)
 

@@ -293,7 +293,7 @@ def test_families_have_digests_of_what_their_kernels_are() -> None:
     assert {"linear", "attention", "norm", "core"} <= set(found) and len(set(found.values())) > 5
     assert compiler_state.family_of("slipstream.kernels.attention.sm90.forward") == "attention"
     # kernels in Gluon change nothing where they are not taken
-    gluon = {"linear", "attention", "matmul", "mixer_step", "selective_scan"}
+    gluon = {"linear", "attention", "selected_attention", "matmul", "mixer_step", "selective_scan"}
     portable = compiler_state.families(False)
     alike = {name for name, digest in found.items() if portable[name] == digest}
     assert set(portable) == set(found) and alike == set(found) - gluon

@@ -59,8 +59,9 @@ def _kind(inputs: arguments.SelectedInputs, options: arguments.SelectedOptions) 
     window = options.left + options.right >= 0 and "window"
     by_head = inputs.selected.shape[2] > inputs.k.shape[2] and "by head"
     sizes = inputs.q.dtype, inputs.q.shape[-1], inputs.v.shape[-1], options.block
-    sm90 = arguments.takes_sm90(inputs, options) and inputs.q.shape[2] // inputs.k.shape[2]
-    return ("selected_attention.triton", *sizes, window, by_head, *flags, sm90)
+    if arguments.takes_sm90(inputs, options):
+        flags.append(f"sm_90 {inputs.q.shape[2] // inputs.k.shape[2]}")
+    return ("selected_attention.triton", *sizes, window, by_head, *flags)
 
 
 def _mismatch(inputs: arguments.SelectedInputs, options: arguments.SelectedOptions) -> str | None:
@@ -100,6 +101,7 @@ _forward = custom_op.KernelOp(
     probe=_mismatch,
     packed=_PACKED,
     replay=True,
+    max_operations=64,  # a backward by entries has 49, beside 46 launches
 )
 _Selected = _forward.with_gradient(
     f"({_TENSORS}, Tensor o, Tensor lse, Tensor? do, Tensor? dlse, {_NUMBERS}, str impl) "
