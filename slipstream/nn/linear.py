@@ -150,8 +150,8 @@ def _linears(x: Tensor, layers: Sequence[Any]) -> Sequence[Tensor]:
 
 
 def linear_in_parts(x: Tensor, layer: nn.Module, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """layer(x), whose features come as tensors of so many. Where it is trained each is a product of
-    its own: what follows then reads it without a copy, and gradients are not joined."""
+    """Splits layer(x) into tensors of `sizes` features. In training each is a product of its own:
+    what follows then reads it without a copy, and gradients are not joined."""
     own: Any = layer
     if _adds_up(x, [layer]) and autograd.needs_autograd(x, own.weight):
         return _Linears.apply(x, *own.weight.split(sizes))

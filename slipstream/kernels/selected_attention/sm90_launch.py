@@ -37,7 +37,7 @@ def forward(
     """o [B, T, H, DV] and lse [B, H, T].
 
     Args:
-        merge: makes the lists of so many queries one, as selected_merge_kernel leaves them.
+        merge: joins the lists of that many neighbouring queries (selected_merge_kernel).
     """
     q, k, v = inputs[:3]
     q = q.contiguous()
