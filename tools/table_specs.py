@@ -7,17 +7,42 @@ LINEAR = (
     "delta_rule A", "gated_delta_rule Q1", "gated_delta_product P", "comba A", "kda A",
     "dplr_delta_rule A", "rwkv7 A", "gdn2 A", "mamba3 A",
 )  # fmt: skip
-# Older rows do not say how fla was tuned, but a first call that tried all configurations took more
-# than 100 s; and until 25 November peak_GiB counted the inputs. A row beside fla tuned in full
-# counts before others, then one beside fla.
+# Ours of the newest row of each. Of fla the newest that was tuned in full on that card, else tuned
+# in part, else on the other; its error and memory, which are the same on both, of the newest row
+# that has them. Older rows do not say how fla was tuned, but a first call that tried all took more
+# than 100 s; and until 25 November peak_GiB counted the inputs.
 BESIDE_FLA = """
-    WITH known AS (SELECT *, is_number("fla fwd") AS beside, is_number("fla first_s")
-                      AND "fla first_s" + 0 < 100 AS quick FROM linear_gpu_peers)
-    SELECT *, iif(date < '2026-11-25', '', peak_GiB) AS peak_GiB,
-        iif(date < '2026-11-25', '', "fla peak_GiB") AS "fla peak_GiB",
-        CASE WHEN NOT beside THEN '' WHEN "fla tuned" <> '' THEN "fla tuned"
-             WHEN quick THEN 'few' ELSE 'full' END AS tuned
-    FROM known ORDER BY tuned = 'full', beside, n"""
+    WITH known AS (
+        SELECT *, is_number("fla fwd") AS beside,
+            CASE WHEN "fla tuned" <> '' THEN "fla tuned"
+                 WHEN is_number("fla first_s") AND "fla first_s" + 0 < 100 THEN 'few'
+                 ELSE 'full' END AS tuned,
+            iif(date < '2026-11-25', '', peak_GiB) AS ours_GiB,
+            iif(date < '2026-11-25', '', "fla peak_GiB") AS fla_GiB FROM linear_gpu_peers),
+    newest AS (SELECT *, max(n) FROM known GROUP BY operator, shape),
+    pairs AS (
+        SELECT newest.n AS mine, fla.n AS other, row_number() OVER (
+            PARTITION BY newest.n ORDER BY fla.device = newest.device DESC,
+                fla.tuned = 'full' DESC, fla.n DESC) AS place
+        FROM newest LEFT JOIN known AS fla
+            ON fla.beside AND (fla.operator, fla.shape) = (newest.operator, newest.shape)),
+    last AS (
+        SELECT operator, shape, max(iif(fla_GiB <> '', n, 0)) AS of_GiB,
+            max(iif("fla error" <> '', n, 0)) AS of_error
+        FROM known GROUP BY operator, shape)
+    SELECT newest.*, newest.ours_GiB AS peak_GiB, fla."fla fwd" AS "fla fwd",
+        fla."fla both" AS "fla both", fla.tuned || iif(fla.n = newest.n, '',
+            iif(fla.device = newest.device, ', ', ', ' || substr(fla.device, 8, 4) || ', ')
+            || CAST(strftime('%d', fla.date) AS INTEGER) || ' '
+            || substr('JanFebMarAprMayJunJulAugSepOctNovDec', 3 * strftime('%m', fla.date) - 2, 3)
+        ) AS tuned,
+        (SELECT fla_GiB FROM known WHERE n = of_GiB) AS "fla peak_GiB",
+        (SELECT "fla error" FROM known WHERE n = of_error) AS "fla error",
+        (SELECT group_concat(source, ' ') FROM known
+         WHERE n IN (newest.n, fla.n, of_GiB, of_error)) AS source
+    FROM newest JOIN pairs ON mine = newest.n AND place = 1
+        JOIN last USING (operator, shape) LEFT JOIN known AS fla ON fla.n = other
+    ORDER BY newest.n"""
 
 # of each work its newest run (rows one after another) that has the most providers
 BLOCKS = """
@@ -239,7 +264,7 @@ TABLES: dict[str, Table] = {
         "operator, gates, kernels",
         {"operator": "{operator}", "gates": "{gates}", "kernels": "{kernels}",
          "[-0.1,0], ms": "{[-0.1,0]@fwd:4} / {[-0.1,0]@both:4}", **STRENGTHS},
-        by="strength",
+        "bench/gates.py", by="strength",
     ),
     "kda_peers": Table(
         """SELECT *, gates || ' ' || who AS way, max(error) OVER (PARTITION BY shape, who) AS worst
