@@ -239,6 +239,13 @@ KDA_BESIDE_CUDNN = {
     for short, gates in (("[-0.1,0]", "[-0.1,0]"), ("-1", "-1 sigmoid"), ("-5", "-5 sigmoid"))
     for who, name in (("", "slipstream"), ("cuDNN, ", "cudnn"))
 }
+GDN = ("[-0.1,0] slipstream", "[-0.1,0] flashinfer")
+GDN_PEERS = {
+    f"{who}{gates}": f"{{{gates} {name}@forward_ms:3}}{both}"
+    for gates in ("[-0.1,0]", "-1 sigmoid")
+    for who, name, both in (("", "slipstream", f" / {{{gates} slipstream@both_ms:3}}"),
+                            ("FlashInfer, ", "flashinfer", ""))
+}  # fmt: skip
 WORKS = (
     "rms_norm 32768x2048", "l2_norm 262144x128",
     "cross_entropy 16384x32000", "cross_entropy 8192x151936", "linear_ce 16384x32000",
@@ -273,6 +280,13 @@ TABLES: dict[str, Table] = {
         | {"largest error": "{-5 sigmoid slipstream@worst!}",
            "cuDNN's error": "{-5 sigmoid cudnn@worst!}"},
         "bench/delta.py --peers cudnn", by="way",
+    ),
+    "gdn_peers": Table(
+        "SELECT *, gates || ' ' || who AS way FROM gdn_peers ORDER BY n", "shape",
+        {"shape": "{shape}"} | {x.replace(" sigmoid", ""): y for x, y in GDN_PEERS.items()}
+        | {"ours / FlashInfer": f"{{{GDN[0]}@forward_ms:3 ~ {GDN[1]}@forward_ms:3}}",
+           "measured": f"{{{GDN[0]}@measured}}"},
+        "bench/delta.py --peers flashinfer", by="way",
     ),
     "flash_qla": Table(
         DELTA_PEERS, "shape",
