@@ -1,7 +1,7 @@
 """Mixers that are classes of transformers' models with loops of their own, on our operators.
 
 patch() puts the functions of FORWARDS in the place of forward of the classes of these names, and
-METHODS into classes that lack them. A function has the arguments of the forward, by its names.
+METHODS into classes that define none. A function has the arguments of the forward, by its names.
 
 rows_of() says what is packed and what is padding; a mixer packs what it reads by it and unpacks
 what it returns, so that sequences stay apart and states pass padding by, on either side.
@@ -250,6 +250,20 @@ def _reorder_xlstm(self: Any, beam_idx: Tensor) -> None:
     self.rnn_state = {layer: _moved(state, beam_idx) for layer, state in self.rnn_state.items()}
 
 
+def _minimax_length(self: Any, layer_idx: int = 0) -> int:
+    """Tokens of a layer; of one that keeps a state those of the layers with keys, where
+    transformers' cache says 0."""
+    one = slice(layer_idx, layer_idx + 1)
+    keeps_state = any(isinstance(x, Tensor) for x in self.linear_cache[one])
+    layers = self.layers if keeps_state else self.layers[one]
+    return max((x.get_seq_length() for x in layers), default=0)
+
+
+def _minimax_mask_sizes(self: Any, query_length: int, layer_idx: int) -> tuple[int, int]:
+    """Keys that a mask has, and the first of them."""
+    return self.get_seq_length(layer_idx) + query_length, 0
+
+
 def zaya(
     self: Any,
     hidden_states: Tensor,
@@ -451,6 +465,8 @@ FORWARDS: dict[str, Callable] = {
 }
 # class, method and function of what a class lacks
 METHODS: tuple[tuple[str, str, Callable], ...] = (
+    ("MiniMaxCache", "get_seq_length", _minimax_length),
+    ("MiniMaxCache", "get_mask_sizes", _minimax_mask_sizes),
     ("RwkvForCausalLM", "_reorder_cache", _reorder_rwkv),
     ("xLSTMCache", "reorder_cache", _reorder_xlstm),
 )

@@ -125,7 +125,7 @@ def _patch_module(module: ModuleType) -> list[str]:
             replaced.append(f"{cls.__name__}.forward")
     for name, attribute, method in class_mixers.METHODS:
         cls = vars(module).get(name)
-        if mixers and cls is not None and not hasattr(cls, attribute):
+        if mixers and cls is not None and attribute not in vars(cls):
             setattr(method, ORIGINAL, None)
             setattr(cls, attribute, method)
             replaced.append(f"{name}.{attribute}")

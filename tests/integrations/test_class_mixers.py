@@ -219,6 +219,33 @@ def test_generated_tokens_equal_those_without_a_cache(name: str, beams: int) -> 
     assert beams > 1 or last == got.sequences[1, -1]
 
 
+@pytest.mark.parametrize("positions", [True, False])
+@torch.no_grad()
+def test_minimax_of_states_first_counts_its_keys(positions: bool) -> None:
+    """transformers asks the first layer, which has no keys, how many a mask and positions count."""
+    cls, config, _, inputs, _ = tiny("MiniMaxForCausalLM")
+    config.num_hidden_layers = 3
+    config.layer_types = ["linear_attention", "full_attention", "linear_attention"]
+    patch()
+    model, ids = build(cls, config, NAME, None), inputs["input_ids"]
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.normal_(0, 0.3)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    given = {"position_ids": mask.cumsum(1).sub(1).clamp(min=0)} if positions else {}
+    want = model(ids, use_cache=False, **given, **({"attention_mask": mask} if positions else {}))
+    cache, got = None, []
+    for a, b in ((0, 7), (7, 8), (8, 12)):
+        part = {name: x[:, a:b] for name, x in given.items()}
+        part |= {"attention_mask": mask[:, :b]} if positions else {}
+        out = model(ids[:, a:b], use_cache=True, past_key_values=cache, **part)
+        cache = out.past_key_values
+        got.append(out.logits)
+    live = mask.bool() | (not positions)
+    _assert_near(torch.cat(got, 1)[live], want.logits[live])
+
+
 @pytest.mark.parametrize("shift", [-12.0, 0.0, 12.0])
 def test_mlstm_of_strong_gates(shift: float) -> None:
     """Outputs, states and gradients, where the running maximum is far from 0, and eps counts."""
