@@ -4,10 +4,14 @@
 
     msa   64 query heads on 4, 128 wide, each of the 4 with lists of 16 blocks of 128 keys
     qsa   24 query heads on 2, 256 wide, one list of 512 blocks of 4 keys, and the open block
+    dsa   128 heads, 192 and 128 wide, one list of 2,048 keys; latents: as 576 and 512 numbers of
+          one key, forward
 
 local: an entry is drawn again every 6 queries, each at its own turn, so that 8 queries' lists have
 about twice the keys of one, as trained indexers' have (selected_overlap.csv). random: every query.
 share: TFLOP/s on the pairs that are seen, over those of our dense causal attention in the same run.
+memory: the peak of a forward with backward over what is alive: q, k, v, o, their gradients, the
+lists and as much for their inverse.
 errors: of o and dq of the last queries, against float64, relative.
 """
 
@@ -23,10 +27,18 @@ from slipstream import ops
 from slipstream.kernels.attention import reference
 from slipstream.kernels.selected_attention.inputs import SelectedOptions, visible
 
-# H, HKV, D, lists' heads, entries, block, tail
-KINDS = {"msa": (64, 4, 128, 4, 16, 128, False), "qsa": (24, 2, 256, 1, 512, 4, True)}
-LENGTHS = (8192, 32768, 65536, 131072)
+# H, HKV, D, DV, lists' heads, entries, block, tail
+KINDS = {
+    "msa": (64, 4, 128, 128, 4, 16, 128, False),
+    "qsa": (24, 2, 256, 256, 1, 512, 4, True),
+    "dsa": (128, 128, 192, 128, 1, 2048, 1, False),
+    "dsa latents": (128, 1, 576, 512, 1, 2048, 1, False),
+}
+LENGTHS = (32768, 65536, 131072, 8192, 262144)
 SLICE = 64
+FLEX = ("flex", "msa", 32768)
+MOST_DENSE = 131072  # tokens: later it takes half a minute
+DENSE: dict[tuple[str, int], tuple[float, float]] = {}  # pairs a millisecond
 
 
 def lists(T: int, G: int, entries: int, block: int, tail: bool, every: int) -> Tensor:
@@ -59,10 +71,10 @@ def sliced(args: Mapping[str, Any], options: Mapping[str, Any], T: int) -> tuple
 def exact(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """o of the last queries in float64."""
     q, k, v = (x.double() for x in (q, k, v))
-    group = q.shape[2] // k.shape[2]
-    x = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(group, 2)) * q.shape[-1] ** -0.5
-    x = x.masked_fill(~seen.repeat_interleave(x.shape[1] // seen.shape[1], 1), -torch.inf)
-    return torch.einsum("bhts,bshd->bthd", x.softmax(-1), v.repeat_interleave(group, 2))
+    heads = q.unflatten(2, (k.shape[2], -1))
+    x = torch.einsum("btgrd,bsgd->bgrts", heads, k) * q.shape[-1] ** -0.5
+    x = x.masked_fill(~seen[:, :, None], -torch.inf)
+    return torch.einsum("bgrts,bsgd->btgrd", x.softmax(-1), v).flatten(2, 3)
 
 
 def flex(args: Mapping[str, Any], block: int) -> Any:
@@ -91,60 +103,97 @@ def dense(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
     return ops.attention(q, k, v)
 
 
+def latents(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, **_: Any) -> Tensor:
+    own = {"width": v.shape[-1], "scale": q.shape[-1] ** -0.5, "selected": selected[:, :, 0]}
+    return ops.latent_attention(q, k[:, :, 0], **own)
+
+
 def rows(kind: str, name: str, T: int, who: str, report: Report) -> Iterator[Mapping[str, object]]:
-    H, HKV, D, G, entries, block, tail = KINDS[kind]
+    H, HKV, D, DV, G, entries, block, tail = KINDS[kind]
+    trains = kind != "dsa latents"
     if report.options.small:
-        T, H, D, entries = 256, 2 * HKV, 16, 3
+        T, H, D, DV, entries = 256, 2 * HKV if HKV < 9 else H, 16, 16, 3
     dtype = BF16 if DEVICE.type == "cuda" else torch.float32
-    shapes = {"q": (1, T, H, D), "k": (1, T, HKV, D), "v": (1, T, HKV, D)}
+    shapes = {"q": (1, T, H, D), "k": (1, T, HKV, D), "v": (1, T, HKV, DV)}
     args: dict[str, Any] = {n: torch.randn(x, device=DEVICE).to(dtype) for n, x in shapes.items()}
+    if not trains:
+        args["v"] = args["k"][..., :DV]
     args["selected"] = lists(T, G, entries, block, tail, 1 if name == "random" else 6)
     options = {"block": block, "tail": tail}
     makes: dict[str, Any] = {
-        "ours": lambda: partial(ops.attention, **options),
+        "ours": lambda: partial(ops.attention, **options) if trains else latents,
         "eager": lambda: partial(ops.attention, **options, impl="eager"),
         "flex": lambda: flex(args, block),
     }
-    calls = {who: makes[who](), "dense": dense}
-    named = {n: Provider(fn, args) for n, fn in calls.items()}
+    calls = {who: makes[who]()}
+    if trains and (kind, T) not in DENSE and T <= MOST_DENSE:
+        calls["dense"] = dense
     seen, pairs = sliced(args, options, T)
-    speeds: dict[str, tuple[float, float]] = {}
     found = []
-    for who, provider in named.items():
+    for who, fn in calls.items():
+        provider = Provider(fn, args)
         with report.going_on(f"{kind} {name} {T} {who}"):
             ways = {"forward": provider.forward, "both": provider.gradients}
-            times = report.times(ways, 6 if T <= 65536 and who != "eager" else 2)
-            cells = {"kind": kind, "lists": name, "T": T, "who": who}
+            times = report.times(
+                ways if trains else {"forward": provider.forward}, runs_of(kind, T, who)
+            )
+            cells: dict[str, object] = {"kind": kind, "lists": name, "T": T, "who": who}
             cells |= {f"{way}_ms": f"{ms:.4g}" for way, ms in times.items()}
-            cells["peak_GiB"] = f"{peak_bytes(provider.gradients) / 2**30:.3f}"
-            seconds = times.get("forward", 1.0), times.get("both", 1.0)
             work = pairs if who != "dense" else T * (T + 1) // 2 * H
-            speeds[who] = (work / seconds[0], work / seconds[1])
-            if who != "dense":
-                out = provider.outputs()[0]
-                dq = provider.back(out)[0]
-                last = {n: x[:, -SLICE:] if n == "q" else x for n, x in provider.live.items()}
-                right = exact(**last, seen=seen)
-                assert provider.dout is not None and dq is not None
-                dout = provider.dout[:, -SLICE:].double()
-                want = torch.autograd.grad(right, provider.live["q"], dout)[0][:, -SLICE:]
-                cells["o_error"] = f"{error(out[:, -SLICE:], right):.1e}"
-                cells["dq_error"] = f"{error(dq[:, -SLICE:], want):.1e}"
-            found.append(cells)
-    for cells in found:
-        if "dense" in speeds:
-            share = [x / y for x, y in zip(speeds[str(cells["who"])], speeds["dense"])]
+            speeds = work / times.get("forward", 1.0), work / times.get("both", 1.0)
+            if who == "dense":
+                DENSE[kind, T] = speeds
+            cells["tflops"] = f"{speeds[0] * 2 * (D + DV) / 1e9:.4g}"
+            cells |= errors(provider, seen, trains)
+            if trains:
+                provider.forward()
+                given = [x for n, x in args.items() if who != "dense" or n != "selected"]
+                held = sum(x.nbytes for x in given) + args["v"].nbytes // HKV * H
+                peak = held + peak_bytes(provider.gradients)
+                cells["peak_GiB"] = f"{(peak - held) / 2**30:.3f}"
+                cells["memory"] = f"{peak / (2 * held):.3f}" if DEVICE.type == "cuda" else ""
+            found.append((cells, speeds))
+    for cells, speeds in found:
+        if (kind, T) in DENSE:
+            share = [x / y for x, y in zip(speeds, DENSE[kind, T])]
             cells |= {"forward_share": f"{share[0]:.3f}", "both_share": f"{share[1]:.3f}"}
         yield cells
 
 
+def runs_of(kind: str, T: int, who: str) -> int:
+    return 6 if T <= 65536 and who != "eager" and kind != "dsa" else 2
+
+
+def errors(provider: Provider, seen: Tensor, trains: bool) -> dict[str, object]:
+    """Of o and dq of the last queries."""
+    if seen.shape[-1] > MOST_DENSE or provider.fn is dense:
+        return {}
+    last = {n: x[:, -SLICE:] if n == "q" else x for n, x in provider.live.items()}
+    if not trains:
+        last["v"] = last["k"][..., : provider.args["v"].shape[-1]]
+        with torch.no_grad():
+            right = exact(**last, seen=seen)
+            return {"o_error": f"{error(provider.forward()[:, -SLICE:], right):.1e}"}
+    right = exact(**last, seen=seen)
+    out = provider.outputs()[0]
+    dq = provider.back(out)[0]
+    assert provider.dout is not None and dq is not None
+    dout = provider.dout[:, -SLICE:].double()
+    want = torch.autograd.grad(right, provider.live["q"], dout)[0][:, -SLICE:]
+    kept = error(out[:, -SLICE:], right), error(dq[:, -SLICE:], want)
+    return dict(zip(("o_error", "dq_error"), (f"{x:.1e}" for x in kept)))
+
+
 def measurements(report: Report) -> Iterator[Measurement]:
-    for T in LENGTHS:
-        for kind in KINDS:
-            for name in ("local", "random"):
+    for name in ("local", "random"):
+        for T in LENGTHS:
+            for kind in KINDS:
                 for who in ("ours", "eager", "flex"):
                     # plain torch takes seconds, and a mask of 4 keys a block all memory
-                    if who == "ours" or T == 8192 or (who, kind, T) == ("flex", "msa", 32768):
+                    few = kind in ("msa", "qsa") and T == 8192
+                    most = {"dsa": 32768, "dsa latents": 65536}.get(kind, T)
+                    ours = who == "ours" and most >= T
+                    if ours or few or (who, kind, T) == FLEX:
                         run = partial(rows, kind, name, T, who, report)
                         yield f"{kind} {name} {T} {who}", "selected_attention", run
 
