@@ -180,8 +180,8 @@ def errors(provider: Provider, seen: Tensor, trains: bool) -> dict[str, object]:
     assert provider.dout is not None and dq is not None
     dout = provider.dout[:, -SLICE:].double()
     want = torch.autograd.grad(right, provider.live["q"], dout)[0][:, -SLICE:]
-    kept = error(out[:, -SLICE:], right), error(dq[:, -SLICE:], want)
-    return dict(zip(("o_error", "dq_error"), (f"{x:.1e}" for x in kept)))
+    both = error(out[:, -SLICE:], right), error(dq[:, -SLICE:], want)
+    return dict(zip(("o_error", "dq_error"), (f"{x:.1e}" for x in both)))
 
 
 def measurements(report: Report) -> Iterator[Measurement]:

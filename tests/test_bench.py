@@ -72,7 +72,8 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("training", "--only gated_deltanet|packed", 5),
         ("varying", "--only (packed|prefill|decode|host).*gated_delta", 5),
         ("selected_overlap", "", 40),
-        ("selected", "--only local.8192.(ours|eager)", 8),
+        ("selected", "--only local.8192.(ours|eager)", 9),
+        ("selected_model", "", 6),
         ("varying", "--only sizes.gla|operator.chunk_gdn2", 9),
         # each way is a process of its own, which imports transformers
         ("transformers_models", "--cpu --only nemotron_h.*patched", 1),
@@ -82,7 +83,7 @@ def rows(captured: str) -> list[dict[str, str]]:
 def test_small_run(
     name: str, arguments: str, many: int, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    whole = ("training", "transformers_models", "convergence", "varying")
+    whole = ("training", "transformers_models", "convergence", "varying", "selected_model")
     if name in whole or re.search("generate|--cpu|drafts", arguments):
         pytest.importorskip("transformers")
     script(f"bench/{name}").main(["--small", *arguments.split()])

@@ -38,10 +38,10 @@ NO_CODE = (
 )
 # the package's lines, and its module-level constants with numbers: what has been reached, with 1%
 # of room, to be lowered wherever code goes
-PACKAGE_LINES = 97_986
+PACKAGE_LINES = 98_091
 CONSTANTS = 325
 # the tests' lines, likewise: a test that says less than another goes when one is added
-TEST_LINES = 61_977
+TEST_LINES = 62_062
 # statements that the formatter leaves as they are, such as tables whose columns line up: a limit on
 # lines is no reason for one
 UNFORMATTED = {"slipstream": 459, "tests": 130}

@@ -1,5 +1,7 @@
 """Blocks of keys, counted from the start of a sequence, in rows and in packed sequences."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -47,28 +49,44 @@ def keys_of_blocks(selected: Tensor, block: int, at: Tensor | None) -> Tensor:
     return torch.cat([key, tail.expand(len(key), -1, -1)], -1).int()
 
 
-def rows_of_keys(
-    selected: Tensor, lengths: Tensor, table: Tensor | None, sizes: torch.Size
-) -> tuple[Tensor, Tensor]:
-    """int32 [B T, N + 1], the rows of a cache at which the keys of each query's list [B, T, N] are,
-    first those that it sees, in order and each once, and how many, [B T].
+def pieces_of_blocks(
+    selected: Tensor,
+    lengths: Tensor,
+    table: Tensor | None,
+    sizes: torch.Size,
+    block: int = 1,
+    tail: bool = False,
+) -> tuple[Tensor, Tensor, int]:
+    """What each query's list [B, T, N] of blocks names in a cache, cut into pieces of P keys: int32
+    [B T, pieces], first those that it sees, in order and each once, how many keys they have,
+    [B T], and P.
 
-    lengths: [B]; the last query is on key lengths - 1. table: [B, pages]; a row of a page that is
-    none is -1. sizes: of the cache [B, S], or [M, page].
+    lengths: [B]; the last query is on key lengths - 1. table: [B, pages]; a piece of a page that is
+    none is -1. sizes: of the cache [B, S], or [M, page]. tail: also the block that is open at a
+    query, if it has keys.
     """
-    (B, T, N), (rows, S) = selected.shape, sizes
-    at = lengths[:, None] - T + torch.arange(T, device=selected.device)  # [B, T]
-    none = torch.iinfo(torch.int32).max
-    seen = (selected >= 0) & (selected <= at[..., None])
-    key = selected.masked_fill(~seen, none).sort(-1).values
-    once = key != none
-    once[..., 1:] &= key[..., 1:] != key[..., :-1]
-    to = torch.where(once, once.cumsum(-1) - 1, N)
-    key = key.masked_fill(~once, 0)
+    (B, T, _), (rows, page) = selected.shape, sizes
+    P = math.gcd(page, block)
     if table is None:
-        row = key + torch.arange(B, device=key.device)[:, None, None] * S
-    else:
-        page = table.long().gather(1, (key.long() // S).flatten(1)).view(key.shape)
-        row = torch.where((page < 0) | (page >= rows), -1, page * S + key % S)
-    found = selected.new_zeros(B, T, N + 1).scatter_(-1, to, row.int())
-    return found.flatten(0, 1), once.sum(-1).flatten()
+        table = torch.arange(B, device=selected.device)[:, None]
+    at = lengths[:, None] - T + torch.arange(T, device=selected.device)  # [B, T]
+    if tail:
+        opened = ((at + 1).clamp(min=0) // block).to(selected.dtype)
+        selected = torch.cat([selected, opened[..., None]], -1)
+    N, none = selected.shape[2], torch.iinfo(torch.int32).max
+    seen = (selected >= 0) & (selected <= at.div(block, rounding_mode="floor")[..., None])
+    of = selected.masked_fill(~seen, none).sort(-1).values
+    once = of != none
+    once[..., 1:] &= of[..., 1:] != of[..., :-1]
+    to, of = torch.where(once, once.cumsum(-1) - 1, N), of.masked_fill(~once, 0).long()
+    # the last one may have keys behind the query's own
+    last = of.amax(-1, keepdim=True) if N else of.new_zeros(B, T, 1)
+    behind = (last * block + block - 1 - at[..., None]).clamp(min=0)
+    count = (once.sum(-1, keepdim=True) * block - behind).clamp(min=0)
+    piece = of[..., None] * (block // P) + torch.arange(block // P, device=of.device)
+    column = (piece * P // page).clamp(max=table.shape[1] - 1)
+    pages = table.long().gather(1, column.flatten(1)).view(piece.shape)
+    row = torch.where((pages < 0) | (pages >= rows), -1, pages * (page // P) + piece % (page // P))
+    into = to[..., None].expand(piece.shape)
+    found = selected.new_zeros(*selected.shape[:2], N + 1, block // P)
+    return found.scatter_(2, into, row.int()).flatten(2).flatten(0, 1), count.flatten(), P

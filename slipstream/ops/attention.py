@@ -368,7 +368,7 @@ def latent_attention(
     for own, lists in zip(q.split(step, 1), selected.split(step, 1)):
         after -= own.shape[1]
         used = lengths.clamp(max=keys) - after
-        rows, counts = key_blocks.rows_of_keys(lists, used, table, latent.shape[:2])
+        rows, counts, _ = key_blocks.pieces_of_blocks(lists, used, table, latent.shape[:2])
         # a page a key, and a sequence a query
         each, pages = own.flatten(0, 1)[:, None], latent.flatten(0, 1)[:, None]
         o = kernels.latent_attention(each, pages, counts, table=rows, **how)

@@ -7,13 +7,14 @@ cache is cut is decided here.
 import torch
 from torch import Tensor
 
-from slipstream.common import checks, rounded_keys
+from slipstream.common import checks, key_blocks, rounded_keys
 from slipstream.kernels.attention import inputs, op
 from slipstream.kernels.attention.cache import Cache, check_values, gather, present
 from slipstream.kernels.attention.dispatch import decode, plan_cache
+from slipstream.kernels.selected_attention.inputs import SelectedBy
 from slipstream.ops.attention import attention, scale_of, softcap_of, window_of
 from slipstream.ops.rotary import rotary_embedding
-from slipstream.runtime.token_ids import expect_offsets
+from slipstream.runtime.token_ids import expect_below, expect_offsets
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 
@@ -170,6 +171,9 @@ def flash_attn_with_kvcache(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    selected: Tensor | None = None,
+    block: int = 1,
+    tail: bool = False,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of new queries to a cache, into which new keys are written first. No gradients.
@@ -197,6 +201,9 @@ def flash_attn_with_kvcache(
             int8 or float8_e4m3fn: key = scale code. New keys are rounded to codes, each with the
             scale of its largest number, so that an error of o is at most about 1% in int8 and 4%
             in float8.
+        selected, block, tail: as ops.attention has them, blocks of a sequence's keys, those just
+            written counted; a query sees none behind its own. Not beside cache_leftpad,
+            alibi_slopes or a window, and of several queries with causal alone.
         impl: None chooses; "triton" or "eager" is used or refused.
         The rest: as flash_attn_func.
 
@@ -205,8 +212,11 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError: shapes do not fit, or one argument wants another. TypeError: dtypes.
+        NotImplementedError: selected beside what it does not take.
 
-    Cost: the keys and values in use are read once for all heads and queries. A cache in 8 bits has
+    Cost: the keys and values in use are read once for all heads and queries, with selected those of
+        its list by each query, in pieces of as many keys as divide a page and a block. A cache in
+        8 bits has
         (D + 4) / (2 D) of bfloat16's bytes; with q in 16 bits and D a multiple of 4 the call takes
         less time than bfloat16's on long caches, else more.
     Source: Dao et al., Flash-Decoding, 2023.
@@ -216,6 +226,13 @@ def flash_attn_with_kvcache(
     _check_biases(q, sinks, alibi_slopes, softcap)
     lengths = _lengths(cache_seqlens, q)
     left, right = window_of(window_size, causal)
+    by = _selection(q, k_cache, selected, block, tail)
+    if by is not None:
+        lacks = {"window_size": max(window_size) >= 0, "alibi_slopes": alibi_slopes is not None}
+        lacks |= {"cache_leftpad": cache_leftpad is not None}
+        lacks |= {"causal=False of several queries": q.shape[1] > 1 and not causal}
+        for name in (x for x, given in lacks.items() if given):
+            raise NotImplementedError(f"{name}: is not implemented with selected")
     rows = None if cache_batch_idx is None else cache_batch_idx.contiguous()
     pad = None if cache_leftpad is None else cache_leftpad.contiguous()
     table = None if block_table is None else block_table.contiguous()
@@ -241,8 +258,77 @@ def flash_attn_with_kvcache(
         raise ValueError("rotary_cos: wants k and v beside it, got None")
     scale = scale_of(softmax_scale, q)
     cache = cache._replace(q=q, lengths=lengths)
-    o, lse = decode(cache, inputs.AttentionOptions(scale, left, right, float(softcap or 0.0)), impl)
+    options = inputs.AttentionOptions(scale, left, right, float(softcap or 0.0))
+    if by is not None:
+        o, lse = _of_selected(cache, options, by, impl)
+    else:
+        o, lse = decode(cache, options, impl)
     return (o, lse) if return_softmax_lse else o
+
+
+def _selection(
+    q: Tensor, k: Tensor, selected: Tensor | None, block: int, tail: bool
+) -> SelectedBy | None:
+    if selected is None:
+        if block != 1 or tail:
+            raise ValueError("selected: want lists beside block or tail, got None")
+        return None
+    if block not in key_blocks.SIZES:
+        raise ValueError(f"block: want one of {key_blocks.SIZES}, got {block}")
+    checks.expect_rank("selected", selected, 4, "[B, T, G, N]")
+    G = selected.shape[2]
+    if G not in (1, k.shape[2], q.shape[2]):
+        kinds = f"1, {k.shape[2]} or {q.shape[2]}"
+        raise ValueError(f"selected: want lists of {kinds} heads, got {G}")
+    checks.expect_shape("selected", selected, (*q.shape[:2], G, selected.shape[3]))
+    if selected.dtype != torch.int32:
+        raise ValueError(f"selected: want int32, got {selected.dtype}")
+    checks.expect_one_device({"q": q, "selected": selected})
+    if k.shape[0] * k.shape[1] >= 2**31:
+        raise NotImplementedError("selected: keys are counted in 32 bits")
+    return SelectedBy(selected, int(block), bool(tail), True, False)
+
+
+def _of_selected(
+    cache: Cache, options: inputs.AttentionOptions, by: SelectedBy, impl: str | None
+) -> tuple[Tensor, Tensor]:
+    """o and lse where each query is a sequence, whose pages are pieces of what its list names; the
+    heads of a list at a time."""
+    q, k, selected = cache.q, cache.k, by.selected
+    assert selected is not None
+    (B, T, H, _), (HKV, G) = q.shape, (k.shape[2], selected.shape[2])
+    blocks = -(-cache.capacity // by.block)
+    expect_below("selected", selected.flatten(1), blocks, "blocks of keys")
+    check_values(cache)
+    if not cache.capacity:  # a page that none reads
+        cache = cache._replace(
+            k=k.new_zeros(1, 1, *k.shape[2:]), v=cache.v.new_zeros(1, 1, *cache.v.shape[2:])
+        )
+    table, lengths = cache.table, cache.lengths
+    if cache.rows is not None:
+        table = cache.rows[:, None]
+    lengths = torch.full((B,), cache.capacity, device=q.device) if lengths is None else lengths
+    lengths = lengths.clamp(max=cache.capacity)
+    parts = []
+    for g in range(G):
+        of = (selected[:, :, g], lengths, table, k.shape[:2], by.block, by.tail)
+        pages, counts, P = key_blocks.pieces_of_blocks(*of)
+        own = slice(g * H // G, (g + 1) * H // G)
+        read = slice(g * HKV // G, max((g + 1) * HKV // G, g * HKV // G + 1))
+        every = [cache.k, cache.v, cache.k_scale, cache.v_scale]
+        cut = [None if x is None else _pieces(x[:, :, read], P) for x in every]
+        assert cut[0] is not None and cut[1] is not None
+        sinks = None if cache.sinks is None else cache.sinks[own]
+        each = Cache(q[:, :, own].flatten(0, 1)[:, None], cut[0], cut[1], counts, table=pages)
+        each = each._replace(sinks=sinks, k_scale=cut[2], v_scale=cut[3])
+        parts.append(decode(each, options, impl))
+    o, lse = (torch.cat(x, 2 - i) for i, x in enumerate(zip(*parts)))
+    return o.unflatten(0, (B, T))[:, :, 0], lse.view(B, T, H).transpose(1, 2)
+
+
+def _pieces(x: Tensor, keys: int) -> Tensor:
+    """[N, S, ...] as [N S / keys, keys, ...], a view."""
+    return x.unflatten(1, (-1, keys)).flatten(0, 1)
 
 
 def _append(cache: Cache, k: Tensor, v: Tensor, lengths: Tensor, impl: str) -> Tensor:

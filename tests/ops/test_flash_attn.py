@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.common import rounded_keys
 from slipstream.kernels.attention import op
 from slipstream.kernels.attention.cache import Cache
 from slipstream.ops.attention import attention
@@ -223,6 +224,87 @@ def test_cache_calls_pass_opcheck_and_compile() -> None:
     want = flash_attn_with_kvcache(q, *caches[0], new, new, cache_seqlens=lengths)
     close(compiled(q, *caches[1], new, new, cache_seqlens=lengths), want)
     close(caches[0], caches[1])
+
+
+@pytest.mark.parametrize("kind", ["rows", "pages", "batch_idx", "int8"])
+@pytest.mark.parametrize(
+    ("block", "tail", "G", "T"),
+    [(1, False, 1, 2), (4, True, 1, 3), (16, False, 2, 1), (4, True, 4, 1)],
+)
+def test_selected_keys_of_a_cache(kind: str, block: int, tail: bool, G: int, T: int) -> None:
+    q, k, v = qkv(3, T, 48)
+    selected = torch.randint(-1, -(-48 // block), (3, T, G, 5)).int()
+    selected[0, 0], sinks = -1, torch.randn(4)
+    used = torch.tensor([13, 48 - T, 2], dtype=torch.int32)
+    more: dict[str, Any] = {"selected": selected, "block": block, "tail": tail, "sinks": sinks}
+    caches: dict[str, Any] = {"k_cache": k.clone(), "v_cache": v.clone()}
+    bound = 1e-5
+    if kind == "pages":
+        (k_pages, table), v_pages = paged(k), v.reshape(-1, PAGE, 2, 8)
+        v_pages = torch.empty_like(v_pages).index_copy(0, table.flatten().long(), v_pages)
+        caches = {"k_cache": k_pages, "v_cache": v_pages, "block_table": table}
+    elif kind == "batch_idx":
+        rows = torch.tensor([2, 0, 1], dtype=torch.int32)
+        caches = {n: x[rows.long().argsort()] for n, x in caches.items()}
+        caches["cache_batch_idx"] = rows
+    elif kind == "int8":
+        (caches["k_cache"], more["k_scale"]), (caches["v_cache"], more["v_scale"]) = (
+            rounded_keys.encode(x, torch.int8) for x in (k, v)
+        )
+        bound = 0.05
+    new_k, new_v = torch.randn(3, T, 2, 8), torch.randn(3, T, 2, 8)
+    new = {"k": new_k, "v": new_v, "cache_seqlens": used}
+    o, lse = flash_attn_with_kvcache(
+        q, **caches, **new, causal=True, return_softmax_lse=True, **more
+    )
+    for b, had in enumerate(used.tolist()):
+        own = slice(b, b + 1)
+        keys, values = (torch.cat([x[own, :had], y[own]], 1) for x, y in ((k, new_k), (v, new_v)))
+        seen = selected[own].masked_fill(selected[own] > (had + T - 1) // block, -1)
+        how = {"selected": seen, "block": block, "tail": tail, "sinks": sinks}
+        want, lse_want = attention(q[own], keys, values, return_lse=True, **how)
+        close(o[own], want, rtol=bound, atol=bound)
+        close(lse[own], lse_want, rtol=bound, atol=bound)
+
+
+def test_missing_pages_have_no_selected_keys() -> None:
+    q, k, v = qkv(1, 1, 12)
+    pages = k.reshape(4, PAGE, 2, 8), v.reshape(4, PAGE, 2, 8)
+    selected = torch.tensor([1, 4, 7, 10], dtype=torch.int32).view(1, 1, 1, 4)
+    table = torch.tensor([[0, -1, -1, -1]], dtype=torch.int32)
+    now = torch.tensor([12], dtype=torch.int32)
+    by: dict[str, Any] = {"cache_seqlens": now, "block_table": table}
+    alone = flash_attn_with_kvcache(q, *pages, selected=selected[..., 1:], **by)
+    assert not alone.any()
+    whole = table.clone().copy_(torch.arange(4))
+    o = flash_attn_with_kvcache(q, *pages, selected=selected, **by | {"block_table": whole})
+    close(o, attention(q, k, v, selected=selected))
+    assert not flash_attn_with_kvcache(q, *pages, selected=selected[..., :0], **by).any()
+    with pytest.raises(ValueError, match="selected"):
+        flash_attn_with_kvcache(q, *pages, selected=selected + 2, **by)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "named"),
+    [
+        ({"window_size": (3, 0)}, NotImplementedError, "window_size"),
+        ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes"),
+        ({"cache_leftpad": torch.zeros(2).int()}, NotImplementedError, "cache_leftpad"),
+        ({"causal": False}, NotImplementedError, "causal"),
+        ({"block": 3}, ValueError, "block"),
+        ({"selected": None}, ValueError, "selected"),
+        ({"selected": torch.zeros(2, 4, 3, 1).int()}, ValueError, "1, 2 or 4"),
+        ({"selected": torch.zeros(2, 4, 1, 1).long()}, ValueError, "int32"),
+    ],
+)
+def test_selected_keys_of_a_cache_reject_faults(
+    given: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    q, k, v = qkv()
+    lists = torch.zeros(2, 4, 1, 1).int()
+    options: dict[str, Any] = {"selected": lists, "causal": True, "block": 4}
+    with pytest.raises(error, match=named):
+        flash_attn_with_kvcache(q, k, v, **options | given)
 
 
 def test_flash_attn_names_reject_faults_by_name() -> None:
