@@ -82,8 +82,9 @@ def test_layer_decodes_as_it_trains(name: str) -> None:
 def test_layer_step_updates_the_state_in_place(name: str, dtype: torch.dtype) -> None:
     layer, x = make(name).to(dtype), torch.randn(3, 16, D, dtype=dtype)
     _, state = run(layer, name, x[:, :7], use_cache=True)
-    room = dict.fromkeys(layer.token_states, 9)
-    pool = {n: F.pad(s, (0, 0) * (s.dim() - 2) + (0, room.get(n, 0))) for n, s in state.items()}
+    pool = {n: s.clone() for n, s in state.items()}
+    for n in layer.token_states:
+        pool[n] = F.pad(pool[n], (0, 0) * (pool[n].dim() - 2) + (0, 9), value=torch.nan)
     at = {n: s.data_ptr() for n, s in pool.items()}
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype != torch.bfloat16 else {"rtol": 0.1, "atol": 0.1}
     for begin, stop in [(7, 8), (8, 9), (9, 12), (12, 13)]:

@@ -63,14 +63,16 @@ def eager_latent_attention(
     T, S = q.shape[1], latent.shape[1]
     x = (q.flatten(1, 2) @ latent.mT).unflatten(1, q.shape[1:3])  # [B, T, H, S]
     x = (x.double() if x.dtype == torch.float64 else x.float()) * scale
+    c, key = latent[..., :width], torch.arange(S, device=q.device)
     if lengths is None:
         lengths = torch.full(q.shape[:1], S, device=q.device)
+    else:  # what is not in use may be NaN
+        c = c.masked_fill((key >= lengths[:, None])[..., None], 0)
     query_position = lengths.clamp(max=plain_int(S))[:, None] - T + torch.arange(T, device=q.device)
-    later = torch.arange(S, device=q.device) > query_position[..., None]
-    x = x.masked_fill(later[:, :, None], -torch.inf)
+    x = x.masked_fill((key > query_position[..., None])[:, :, None], -torch.inf)
     lse = x.logsumexp(-1)
     p = (x - torch.where(lse.isfinite(), lse, 0.0)[..., None]).exp()
-    o = p.to(latent.dtype).flatten(1, 2) @ latent[..., :width]
+    o = p.to(latent.dtype).flatten(1, 2) @ c
     return o.unflatten(1, q.shape[1:3]), lse.transpose(1, 2).contiguous()
 
 
