@@ -38,7 +38,7 @@ NO_CODE = (
 )
 # the package's lines, and its module-level constants with numbers: what has been reached, with 1%
 # of room, to be lowered wherever code goes
-PACKAGE_LINES = 98_092
+PACKAGE_LINES = 98_095
 CONSTANTS = 325
 # the tests' lines, likewise: a test that says less than another goes when one is added
 TEST_LINES = 62_062

@@ -4,6 +4,7 @@ vLLM's pools, the convolution in it, and the norm where vLLM's operator has its 
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -293,6 +294,9 @@ def delta_net(base: Any, module: Any) -> type:
                 return qkvz, *self.split_ba(ba)
             n, H = qkvz.shape[0], self.num_k_heads // self.tp_size
             ordered = torch.empty_like(qkvz)
+            # 16 bytes at once where heads have them: numbers of 2 take three times as long
+            sixteen = math.gcd(self.head_k_dim, self.head_v_dim) * qkvz.element_size() % 16 == 0
+            wide = torch.complex128 if sixteen else qkvz.dtype
             # of each head of keys: q and k, then its values and their z
             keys = 2 * self.head_k_dim
             for x, y in zip(
@@ -301,8 +305,7 @@ def delta_net(base: Any, module: Any) -> type:
                 strict=True,
             ):
                 x, y = x.unflatten(-1, (2, -1)).transpose(1, 2), y.view(n, 2, H, -1)
-                # 16 bytes at once: numbers of 2 take three times as long
-                y.view(torch.complex128).copy_(x.view(torch.complex128))
+                y.view(wide).copy_(x.view(wide))
             b, a = ba.view(n, H, 2, -1).transpose(1, 2).reshape(n, 2, -1).unbind(1)
             return ordered, b, a
 

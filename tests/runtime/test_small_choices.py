@@ -113,7 +113,7 @@ def test_vllm_projections_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> N
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.gqa_interleaved_layout, layer.tp_size = True, 1
-        layer.num_k_heads, layer.head_k_dim = 2, 3
+        layer.num_k_heads, layer.head_k_dim, layer.head_v_dim = 2, 3, 4
         # of each head of keys: q, k, two heads of 4 values, and their z; two of b, two of a
         x, ba = torch.randn(5, 2 * 22), torch.randn(5, 2 * 4)
         parts = x.unflatten(1, (2, -1)).split([3, 3, 8, 8], -1)
