@@ -49,7 +49,7 @@ def run_in_tree(
     tree.expect_no_offsets(terms.cu_seqlens, None)
     plan, run = partial(ways.plan, **ways.given), partial(ways.run, **ways.given)
     like = next((x for x in terms if isinstance(x, Tensor)), tree.cu_seqlens)
-    plan(terms := terms._replace(cu_seqlens=tree.whole_offsets_on(like.device)), options)
+    plan(terms := terms._replace(cu_seqlens=tree.offsets_on(like.device)), options)
     given = {name: x for name in names if (x := getattr(terms, name)) is not None}
     first = next(iter(given.values()))
     tree.share(first.shape[1])
