@@ -46,9 +46,11 @@ def lists_of(mask: Any, q: Tensor, k: Tensor, beside: dict[str, Any]) -> Lists:
     if rows not in (1, B) or heads not in (1, H) or got[2:] != (T, S):
         text = f"block_mask: want sizes (1 or {B}, 1 or {H}, {T}, {S}), got {got}"
         raise ValueError(text)
-    found = getattr(mask, "_slipstream_lists", None)
-    if found is None:
+    parts = "mask_mod", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+    made_of, found = [getattr(mask, x) for x in parts], getattr(mask, "_slipstream_lists", None)
+    if found is None or any(x is not y for x, y in zip(made_of, mask._slipstream_made_of)):
         found = mask._slipstream_lists = _lowered(mask)  # pyright: ignore
+        mask._slipstream_made_of = made_of
     return found._replace(selected=found.selected.expand(B, -1, -1, -1))
 
 

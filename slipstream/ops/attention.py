@@ -158,8 +158,9 @@ def attention(
             (p + 1) // block * block to p.
         block_mask: torch's BlockMask, [1 or B, 1 or H (slow), T, S], of any mask function: it says
             which keys a query sees, causal is not looked at. It becomes lists of the largest blocks
-            that every query sees as a whole, once, in 2 B H T S calls of its function and a wait;
-            torch.compile's graph breaks. Not with selected, what that refuses, windows or offsets.
+            that every query sees as a whole, once (what its function reads may not change), in
+            2 B H T S calls of it and a wait; torch.compile's graph breaks. Not with selected, what
+            that refuses, windows or offsets.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
         consistent: the same bits for a query however many others there are, one or a whole prompt,
             with or without gradients, and whatever else there is in the batch. Causal calls of at

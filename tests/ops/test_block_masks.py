@@ -61,6 +61,15 @@ def test_block_masks_equal_torchs_attention(name: str) -> None:
     assert getattr(mask, "_slipstream_lists")[1:] == (block, causal)  # noqa: B009
 
 
+def test_block_masks_are_read_anew_when_a_part_is_replaced() -> None:
+    mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 40, 40, device="cpu", BLOCK_SIZE=32)
+    x = [t.detach() for t in made(40, 40)]
+    ops.attention(*x, block_mask=mask)
+    mask.mask_mod = lambda b, h, q, k: (q >= k) & (q - k < 3)
+    got, want = ops.attention(*x, block_mask=mask), ops.attention(*x, causal=True, window_size=3)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
 def test_block_masks_without_a_function_see_whole_blocks() -> None:
     counts = torch.tensor([[[2, 4, 2]]]).int()  # with blocks that are none, and one twice
     indices = torch.tensor([[[[1, 7, 0, 0], [0, 1, -1, 1], [9, -3, 0, 0]]]]).int()
