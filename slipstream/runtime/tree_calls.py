@@ -51,9 +51,7 @@ def run_in_tree(
     like = next((x for x in terms if isinstance(x, Tensor)), tree.cu_seqlens)
     plan(terms := terms._replace(cu_seqlens=tree.offsets_on(like.device)), options)
     given = {name: x for name in names if (x := getattr(terms, name)) is not None}
-    first = next(iter(given.values()))
-    tree.share(first.shape[1])
-    terms = terms._replace(cu_seqlens=tree.offsets_on(first.device))
+    tree.share(next(iter(given.values())).shape[1])
     if not tree.levels:
         return run(terms, options)
     consistent = options.consistent or consistent_scope.on

@@ -102,7 +102,9 @@ def test_sharded_models_save_a_tied_head_once(tied: bool) -> None:
     assert [*saved.call_args.kwargs["state_dict"]] == names
 
 
-def test_vllm_projections_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+# the wider heads are copied by 16 bytes, if both have them
+@pytest.mark.parametrize(("K", "V"), [(3, 4), (8, 4), (8, 6)])
+def test_vllm_projections_are_put_in_order(K: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("forward_context", "model_executor.layers.mamba.mamba_utils"):
         monkeypatch.setitem(sys.modules, f"vllm.{name}", SimpleNamespace())
     forget_vllm()
@@ -113,10 +115,10 @@ def test_vllm_projections_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> N
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.gqa_interleaved_layout, layer.tp_size = True, 1
-        layer.num_k_heads, layer.head_k_dim, layer.head_v_dim = 2, 3, 4
-        # of each head of keys: q, k, two heads of 4 values, and their z; two of b, two of a
-        x, ba = torch.randn(5, 2 * 22), torch.randn(5, 2 * 4)
-        parts = x.unflatten(1, (2, -1)).split([3, 3, 8, 8], -1)
+        layer.num_k_heads, layer.head_k_dim, layer.head_v_dim = 2, K, V
+        # of each head of keys: q, k, two heads of V values, and their z; two of b, two of a
+        x, ba = torch.randn(5, 4 * (K + 2 * V)), torch.randn(5, 2 * 4)
+        parts = x.unflatten(1, (2, -1)).split([K, K, 2 * V, 2 * V], -1)
         b, a = ba.unflatten(1, (2, -1)).chunk(2, -1)
         wants = torch.cat([t.flatten(1) for t in parts], 1), b.flatten(1), a.flatten(1)
         for got, want in zip(layer._ordered(x, ba), wants, strict=True):
