@@ -157,10 +157,9 @@ def attention(
         tail: a query at position p also sees the keys of the block that is open at it, those from
             (p + 1) // block * block to p.
         block_mask: torch's BlockMask, [1 or B, 1 or H (slow), T, S], of any mask function: it says
-            which keys a query sees, causal is not looked at. It becomes lists of the largest blocks
-            that every query sees as a whole, once (what its function reads may not change), in
-            2 B H T S calls of it and a wait; torch.compile's graph breaks. Not with selected, what
-            that refuses, windows or offsets.
+            which keys a query sees, not causal. It becomes lists of the largest blocks that every
+            query sees whole, once (what its function reads may not change), in 2 B H T S calls and
+            a wait; compiled graphs break. Not with selected, what that refuses, windows or offsets.
         impl: None chooses; "sm90", "triton", "eager" or "reference" is used or refused.
         consistent: the same bits for a query however many others there are, one or a whole prompt,
             with or without gradients, and whatever else there is in the batch. Causal calls of at
