@@ -61,7 +61,7 @@ def test_block_masks_equal_torchs_attention(name: str) -> None:
     assert getattr(mask, "_slipstream_lists")[1:] == (block, causal)  # noqa: B009
 
 
-def test_block_masks_are_read_anew_when_a_part_is_replaced() -> None:
+def test_block_masks_are_read_anew_when_parts_change() -> None:
     mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 40, 40, device="cpu", BLOCK_SIZE=32)
     x = [t.detach() for t in made(40, 40)]
     ops.attention(*x, block_mask=mask)
