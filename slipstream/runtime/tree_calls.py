@@ -189,8 +189,9 @@ class _Depth:
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         own, self.state = self.state, None
-        self.places = [i for i, x in enumerate(tensors) if own is not None and x is own]
-        self.saved = tuple(None if i in self.places else x for i, x in enumerate(tensors))
+        self.places = [i for i, x in enumerate(tensors) if x is not None and x is own]
+        # detached: a leaf that wants a gradient would stay where hooks take what is saved
+        self.saved = tuple(None if x is None or x is own else x.detach() for x in tensors)
 
 
 class _InTree(autograd.Function):

@@ -149,15 +149,11 @@ def _by_levels(run: Callable[..., Any], given: dict[str, Any]) -> Any:
     assert isinstance(tree, PrefixTree)
     if parents is None:
         tree.expect_no_offsets(offsets, None)
-    tokens = {
-        n: x
-        for n, x in given.items()
-        if n != "initial_state" and isinstance(x, Tensor) and x.dim() > 2
-    }
+    states = given.pop("initial_state", None)
+    tokens = {n: x for n, x in given.items() if isinstance(x, Tensor) and x.dim() > 2}
     first = next(iter(tokens.values()), None)
     if first is not None:
         tree.share(first.shape[1])
-    states = given.pop("initial_state", None)
     odd = any(x.shape[0] != 1 or x.shape[1] % max(tree.tokens, 1) for x in tokens.values())
     each = states if isinstance(states, tuple) else () if states is None else (states,)
     odd |= any(x is not None and x.shape[:1] != (tree.sequences,) for x in each)
