@@ -111,6 +111,8 @@ class Attention(Mixer):
             return self.o_proj(self._gated(o, gate)), None
         q, k, v = self._heads(qkv, tables)
         (k, v), masks, cache = keys_to_attend(call, k=k, v=v)
+        if call.context is not None and self._only_rotates(qkv):
+            v = v.contiguous()  # a view of qkv would have all of it stay for the backward
         o = attention(q, k, v, window_size=self.window_size, **masks)
         return self.o_proj(self._gated(o, gate)), cache
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from slipstream.models import SlipstreamConfig, SlipstreamForCausalLM
 from tests.support.prefix_trees import LENGTHS, PARENTS, leaves, offsets, path_of
@@ -14,13 +15,18 @@ from tests.support.small_layers import OPTIONS, D, make
 @pytest.mark.parametrize("name", OPTIONS)
 def test_layer_of_a_tree_is_that_of_its_paths(name: str) -> None:
     torch.manual_seed(0)
-    layer, x = make(name).double(), torch.randn(1, sum(LENGTHS), D, dtype=torch.float64)
-    x.requires_grad_()
+    layer: Any = make(name).double()
+    x = torch.randn(1, sum(LENGTHS), D, dtype=torch.float64, requires_grad=True)
     if hasattr(layer, "index_proj"):
         with pytest.raises(NotImplementedError, match=r"^context, parents: "):
             layer(x, cu_seqlens=offsets(), parents=torch.tensor(PARENTS))
         return
+    made: list[StorageWeakRef] = []
+    if name == "Attention":
+        note = lambda *call: made.append(StorageWeakRef(call[-1].untyped_storage()))  # noqa: E731
+        layer.qkv_proj.register_forward_hook(note)
     y, _ = layer(x, cu_seqlens=offsets(), parents=torch.tensor(PARENTS))
+    assert all(x.expired() for x in made)  # of its parts q and k are turned, and v is a copy
     wanted = [layer(x[:, path_of(n)])[0][:, len(path_of(n)) - m :] for n, m in enumerate(LENGTHS)]
     same(y, torch.cat(wanted, 1), [x, *layer.parameters()])
 

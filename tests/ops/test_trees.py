@@ -11,12 +11,14 @@ from slipstream import ops
 from slipstream.ops import PrefixTree, _attention_trees
 from slipstream.runtime import tree_keys
 from slipstream.runtime.prefix_tree import Rows
+from slipstream.runtime.tree_blocks import each
 from slipstream.runtime.trees import tree_of
 from slipstream.tools.catalog import OPERATORS, Sample, flat
 from slipstream.tools.samples import Shape
 from tests.support.prefix_trees import LENGTHS, PARENTS, offsets, path_of, root_of
 
 SHAPE = Shape(B=1, H=2, K=8, V=4, M=4, D=8, lengths=LENGTHS, state=True, dtype=torch.float64)
+_ALIBI = "q=BTGK k=BTHK v=BTHV alibi_slopes=G:beta"
 SAMPLES = [
     *(x for x in OPERATORS if "parents" in x.takes and not any("S" in y for y in x.dims.values())),
     *(
@@ -24,15 +26,11 @@ SAMPLES = [
         for i, options in enumerate([{"window_size": 4}, {"softcap": 3.0}])
     ),
     Sample("attention", "q=BTGK k=BTHK v=BTHV sinks=G", variant="sinks"),
-    Sample(
-        "attention",
-        "q=BTGK k=BTHK v=BTHV alibi_slopes=G:beta",
-        variant="alibi",
-        fixed="alibi_slopes",
-    ),
+    Sample("attention", _ALIBI, variant="alibi", fixed="alibi_slopes"),
 ]
 SAMPLES = [x for x in SAMPLES if not x.random and x.options.get("causal", True)]
 SAMPLES = [x for x in SAMPLES if "selected" not in x.dims]
+ATTENTION = [x for x in SAMPLES if x.op == "attention"]
 
 
 def picked(sample: Sample, args: dict[str, Any], n: int) -> dict[str, Any]:
@@ -46,9 +44,7 @@ def picked(sample: Sample, args: dict[str, Any], n: int) -> dict[str, Any]:
             found[name] = args[name][:, torch.stack([2 * index, 2 * index + 1], 1).flatten()]
     states, root = args.get("initial_state"), root_of(n)
     if states is not None:
-        one = states if isinstance(states, Tensor) else None
-        rows = tuple(x[root : root + 1] for x in states) if one is None else one[root : root + 1]
-        found["initial_state"] = rows
+        found["initial_state"] = each(lambda x: x[root : root + 1], states)
     return found
 
 
@@ -91,9 +87,7 @@ def test_tree_equals_its_paths(sample: Sample) -> None:
         torch.testing.assert_close(x, y, atol=1e-10, rtol=1e-8)
 
 
-@pytest.mark.parametrize(
-    "sample", [x for x in SAMPLES if x.op == "attention"], ids=lambda x: x.name
-)
+@pytest.mark.parametrize("sample", ATTENTION, ids=lambda x: x.name)
 def test_attention_joins_the_sums_of_ancestors(
     sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
