@@ -119,9 +119,9 @@ def _listed(x: Indexing, near: tuple[Tensor, Tensor], selected: Tensor) -> Itera
         yield rows, begin + entry.clamp(min=0), p.transpose(0, 1), (entry < 0).transpose(0, 1)
 
 
-def _slices(rows: int, wide: int, most: int = 1 << 24) -> list[slice]:
+def _slices(rows: int, wide: int, most: int = 1 << 24) -> Iterator[slice]:
     step = max(min(most // max(checks.plain_int(wide), 1), 1024), 1)
-    return [slice(n, n + step) for n in range(0, checks.plain_int(rows), step)]
+    return (slice(n, n + step) for n in range(0, checks.plain_int(rows), step))
 
 
 def _places(x: Indexing) -> tuple[Tensor, ...]:
