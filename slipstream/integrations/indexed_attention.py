@@ -456,11 +456,7 @@ def _lengths(keys: Tensor, rows: Rows, tokens: int) -> Tensor | None:
 
 
 def _attend(
-    self: Any,
-    rows: Rows,
-    cache: Any,
-    heads: tuple[Tensor, Tensor, Tensor],
-    options: dict[str, Any],
+    self: Any, rows: Rows, cache: Any, heads: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]
 ) -> Tensor:
     """[B, T, H K] of q, k and v as packed."""
     q, k, v = heads

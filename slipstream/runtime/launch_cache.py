@@ -144,9 +144,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def cache(function: F) -> F:
-    """functools.cache, for functions of sizes: what is remembered has plain integers, also where a
-    call is recorded."""
-    remembered = functools.cache(function)
+    """functools.lru_cache, for functions of sizes: what is remembered has plain integers, also
+    where a call is recorded."""
+    remembered = functools.lru_cache(4096)(function)  # programs bring new lengths without end
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:

@@ -9,13 +9,7 @@ import torch
 
 from slipstream.compiler import compiler_state, toolchain
 from slipstream.compiler.arch import ARCHS
-from slipstream.compiler.known_bugs import (
-    INTERPRETER,
-    KNOWN_BUGS,
-    applying,
-    features_of,
-    suspected,
-)
+from slipstream.compiler.known_bugs import INTERPRETER, KNOWN_BUGS, applying, features_of, suspected
 from slipstream.runtime import guarded_launch
 from slipstream.tools import explain_text
 from slipstream.tools.backend_query import TracedKernels, trace_operator
