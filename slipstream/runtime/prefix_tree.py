@@ -14,8 +14,8 @@ of the nodes: the same bits each run.
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,21 @@ from slipstream.common import checks
 from slipstream.runtime import autograd
 from slipstream.runtime.context_parallel import ContextParallel, Share, copied, integers
 from slipstream.runtime.rows import Rows, Windows, rows_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def planned(make: F) -> F:
+    """A function of a tree, or of its Nodes, that is called once for the other arguments."""
+
+    def call(of: Any, *args: Any) -> Any:
+        key = make.__qualname__, *args
+        if key not in of.plans:
+            of.plans[key] = make(of, *args)
+        return of.plans[key]
+
+    found: Any = wraps(make)(call)
+    return found
 
 
 class Level(NamedTuple):
@@ -83,8 +98,7 @@ class PrefixTree(ContextParallel):
                 raise ValueError(
                     f"parents: want -1 or an earlier node, 0 to {n - 1}, for node {n}, got {parent}"
                 )
-        self._on_levels: dict[tuple[torch.device, int], Tensor] = {}
-        # what operators have made of it, by their names for it
+        # what was made of it, by names and arguments
         self.plans: dict[Any, Any] = {}
 
     @property
@@ -160,11 +174,10 @@ class PrefixTree(ContextParallel):
             above = {n: i for i, n in enumerate(nodes)}
         return found
 
+    @planned
     def offsets_of_level(self, depth: int, device: torch.device) -> Tensor:
-        if (device, depth) not in self._on_levels:
-            offsets = torch.tensor(self.levels[depth].offsets, dtype=torch.int32, device="cpu")
-            self._on_levels[device, depth] = copied(offsets, device)
-        return self._on_levels[device, depth]
+        offsets = torch.tensor(self.levels[depth].offsets, dtype=torch.int32, device="cpu")
+        return copied(offsets, device)
 
     @cached_property
     def to_levels(self) -> Rows | None:
@@ -198,19 +211,15 @@ class Nodes(Share):
 
     def __init__(self, tree: PrefixTree) -> None:
         super().__init__(0, (tree.tokens,), tree.offsets)
-        self.tree = tree
-        self._windows: dict[int, tuple[Rows, Rows]] = {}
-        self._last: Rows | None = None
-        self._positions: dict[torch.device, Tensor] = {}
+        self.tree, self.plans = tree, tree.plans
 
+    @planned
     def positions(self, device: torch.device) -> Tensor:
-        if device not in self._positions:
-            starts = torch.tensor(self.tree.starts, dtype=torch.int64, device="cpu")
-            begins = torch.tensor(self.tree.offsets, dtype=torch.int64, device="cpu")
-            found = torch.arange(self.tree.tokens, device="cpu")
-            found += (starts - begins[:-1]).repeat_interleave(begins.diff())
-            self._positions[device] = copied(found[None], device)
-        return self._positions[device]
+        starts = torch.tensor(self.tree.starts, dtype=torch.int64, device="cpu")
+        begins = torch.tensor(self.tree.offsets, dtype=torch.int64, device="cpu")
+        found = torch.arange(self.tree.tokens, device="cpu")
+        found += (starts - begins[:-1]).repeat_interleave(begins.diff())
+        return copied(found[None], device)
 
     def next_tokens(self, labels: Tensor, ignored: int) -> Tensor:
         """The label of each token itself: PrefixTree.before has what predicts it."""
@@ -237,31 +246,28 @@ class Nodes(Share):
             found = found + rows.unflatten(0, (-1, width)).mT
         return x, found, None
 
+    @planned
     def _rows_before(self, width: int) -> tuple[Rows, Rows]:
         """Of each node's last inputs: tokens, and places in states, -1 where it is the other."""
-        if width not in self._windows:
-            tree, index, states = self.tree, [], []
-            for n, root in enumerate(tree.roots):
-                tail = [t for piece in tree.path(n, width) for t in piece]
-                index += [*[-1] * (width - len(tail)), *tail]
-                state = range(root * width + len(tail), (root + 1) * width)
-                states += [*state, *[-1] * len(tail)]
-            made = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (index, states))
-            tokens, before = map(Rows, made)
-            self._windows[width] = tokens, before
-        return self._windows[width]
+        tree, index, states = self.tree, [], []
+        for n, root in enumerate(tree.roots):
+            tail = [t for piece in tree.path(n, width) for t in piece]
+            index += [*[-1] * (width - len(tail)), *tail]
+            state = range(root * width + len(tail), (root + 1) * width)
+            states += [*state, *[-1] * len(tail)]
+        tokens, before = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (index, states))
+        return Rows(tokens), Rows(before)
 
+    @planned
     def last(self, width: int) -> Rows:
         """For each token the one before it; -1 before a root's first."""
         assert width == 1
-        if self._last is None:
-            index = torch.arange(-1, self.tree.tokens - 1, device="cpu")
-            for n in range(self.sequences):
-                if self.tree.length(n):
-                    ranges = self.tree.path(n, 1)
-                    index[self.tree.offsets[n]] = ranges[-1][-1] if ranges else -1
-            self._last = Rows(index)
-        return self._last
+        index = torch.arange(-1, self.tree.tokens - 1, device="cpu")
+        for n in range(self.sequences):
+            if self.tree.length(n):
+                ranges = self.tree.path(n, 1)
+                index[self.tree.offsets[n]] = ranges[-1][-1] if ranges else -1
+        return Rows(index)
 
     def local_states(self, *_: object) -> Tensor | None:
         raise AssertionError("a tree is no context of several ranks: see runtime/trees.py")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.runtime.consistent import BLOCK
-from slipstream.runtime.prefix_tree import PrefixTree
+from slipstream.runtime.prefix_tree import PrefixTree, planned
 from slipstream.runtime.rows import Rows
 
 
@@ -55,12 +55,11 @@ def each(change: Callable[[Tensor], Tensor], states: Any) -> Any:
     return None if states is None else change(states)
 
 
+@planned
 def in_blocks(tree: PrefixTree) -> Blocks | None:
     """None where all nodes begin at multiples already, or there are no tokens."""
-    if "blocks" not in tree.plans:
-        aligned = all(start % BLOCK == 0 for start in tree.starts)
-        tree.plans["blocks"] = None if aligned or not tree.tokens else _blocks(tree)
-    return tree.plans["blocks"]
+    aligned = all(start % BLOCK == 0 for start in tree.starts)
+    return None if aligned or not tree.tokens else _blocks(tree)
 
 
 class _Node(NamedTuple):

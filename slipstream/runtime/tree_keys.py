@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.runtime.context_parallel import copied
-from slipstream.runtime.prefix_tree import PrefixTree
+from slipstream.runtime.prefix_tree import PrefixTree, planned
 from slipstream.runtime.rows import Rows, rows_of
 
 
@@ -24,14 +24,9 @@ class Above(NamedTuple):
     cu_k: Tensor
 
 
+@planned
 def above(tree: PrefixTree, device: torch.device) -> Above | None:
     """The call; None where no token has an ancestor with tokens."""
-    if ("above", device) not in tree.plans:
-        tree.plans["above", device] = _above(tree, device)
-    return tree.plans["above", device]
-
-
-def _above(tree: PrefixTree, device: torch.device) -> Above | None:
     below: list[list[range]] = [[] for _ in tree.parents]
     for n, parent in enumerate(tree.parents):
         while parent >= 0 and tree.length(n):
@@ -55,26 +50,22 @@ def _offsets(counts: list[int]) -> Tensor:
     return torch.tensor([0, *counts], device="cpu").cumsum(0).int()
 
 
+@planned
 def paths(tree: PrefixTree, last: int | None, device: torch.device) -> tuple[Rows, Tensor]:
     """The keys of each node, its `last` ancestors' and its own, and their offsets."""
-    key = f"paths of {last}", device
-    if key not in tree.plans:
-        ranges = [[*tree.path(n, last), tree.own(n)] for n in range(len(tree.parents))]
-        counts = [sum(map(len, node)) for node in ranges]
-        rows = rows_of([x for node in ranges for x in node])
-        tree.plans[key] = rows, copied(_offsets(counts), device)
-    return tree.plans[key]
+    ranges = [[*tree.path(n, last), tree.own(n)] for n in range(len(tree.parents))]
+    counts = [sum(map(len, node)) for node in ranges]
+    return rows_of([x for node in ranges for x in node]), copied(_offsets(counts), device)
 
 
+@planned
 def copies_paths(tree: PrefixTree) -> bool:
     """Whether keys of paths cost less as copies than queries of descendants: joining the sums of a
     query takes twice as long as a copy, and each depth its own launches."""
-    if "copies paths" not in tree.plans:
-        depths: list[int] = []
-        for parent in tree.parents:
-            depths.append(0 if parent < 0 else depths[parent] + (tree.length(parent) > 0))
-        own = [n for n in range(len(depths)) if tree.length(n)]
-        keys = sum(tree.starts[n] for n in own)
-        queries = sum(depths[n] * tree.length(n) for n in own)
-        tree.plans["copies paths"] = 0 < keys <= 2 * queries
-    return tree.plans["copies paths"]
+    depths: list[int] = []
+    for parent in tree.parents:
+        depths.append(0 if parent < 0 else depths[parent] + (tree.length(parent) > 0))
+    own = [n for n in range(len(depths)) if tree.length(n)]
+    keys = sum(tree.starts[n] for n in own)
+    queries = sum(depths[n] * tree.length(n) for n in own)
+    return 0 < keys <= 2 * queries
