@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.integrations import serving
 from slipstream.ops import conv, delta_rule, kda, simple_gla, steps
 from slipstream.ops._fp32 import widen
 from slipstream.ops.causal_conv1d import causal_conv1d_fn as conv_fn
@@ -319,33 +320,13 @@ def mamba_chunk_scan_combined(
 ) -> Any:
     """Mamba-2: hidden_states [B, T, H, P], dt [B, T, H], A [H], B, C [B, T, G, N], z as
     hidden_states, D [H] or [H, P] -> [B, T, H, P], and the states [B, H, P, N]."""
-    x = hidden_states
-    seq_idx = sequences_of(kwargs, *x.shape[:2])
-    tensors = mamba2_inputs(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit)
+    seq_idx = sequences_of(kwargs, *hidden_states.shape[:2])
     given = initial_states, return_final_states, seq_idx, context_of(kwargs)
-    y, state = _run(simple_gla.chunk_simple_gla, tensors, *given, **MAMBA2)
-    y = skip_and_gate(y, x, D[:, None] if D is not None and D.dim() == 1 else D, z)
+    y, state = serving.mamba2(
+        lambda *terms, **options: _run(simple_gla.chunk_simple_gla, terms, *given, **options),
+        *(hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit),
+    )
     return (y, state) if return_final_states else y
-
-
-# of chunk_simple_gla, for mamba2_inputs
-MAMBA2 = {"scale": 1.0, "state_v_first": True}
-
-
-def mamba2_inputs(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_limit: tuple[float, float],
-) -> tuple[Tensor, ...]:
-    """q, k, v and g of chunk_simple_gla for Mamba-2."""
-    step = _step_size(dt, dt_bias, dt_softplus).clamp(*dt_limit)
-    v = (widen(x) * step[..., None]).to(x.dtype)
-    return C.to(x.dtype), B.to(x.dtype), v, step * widen(A)
 
 
 def selective_state_update(

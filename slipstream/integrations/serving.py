@@ -8,11 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.elementwise.copy_states import copy_states
+from slipstream.kernels.elementwise.mamba_terms import mamba_terms
 from slipstream.kernels.linear.prefix_states import PrefixStates
 from slipstream.ops import mixer_step
+from slipstream.ops._fp32 import widen
 from slipstream.runtime import consistent, token_ids
 
 _OF_POOL = "states of the pool"
@@ -149,6 +152,38 @@ def prefill(
     if final is not None:
         copy_states(final.detach().mT, pool, target_indices=slots)
     return o
+
+
+def mamba2(
+    scan: Callable[..., tuple[Tensor, Tensor | None]],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Mamba-2 by chunk_simple_gla or what calls it. x, z [B, T, H, P], dt [B, T, H], A, dt_bias
+    [H], B, C [B, T, G, N], D [H] or [H, P] -> y as x, and the states [.., H, P, N]."""
+    if D is not None:
+        D = (D[:, None] if D.dim() == 1 else D).expand(x.shape[-2:])
+    if dt_softplus:
+        none = torch.zeros_like(A)  # g is less the step, then times A
+        v, skip, g = mamba_terms(x, dt, none, none if dt_bias is None else dt_bias, D, dt_limit)
+        g = g * -widen(A)
+    else:
+        step = (widen(dt) if dt_bias is None else widen(dt) + widen(dt_bias)).clamp(*dt_limit)
+        v, g = (widen(x) * step[..., None]).to(x.dtype), step * widen(A)
+        skip = x if D is None else (x * D).to(x.dtype)
+    given = C.to(x.dtype), B.to(x.dtype), v, g
+    y, states = scan(*given, scale=1.0, state_v_first=True, **options)
+    y = y if D is None else y + skip
+    return y if z is None else (y * F.silu(z)).to(x.dtype), states
 
 
 def rows_of_starts(cu_seqlens: Tensor, total: int) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.integrations import linear_mixers, serving, usage
+from slipstream.integrations import serving, usage
 from slipstream.kernels.elementwise.copy_states import copy_states
 from slipstream.ops import chunk_simple_gla, mixer_step
 from slipstream.runtime import consistent
@@ -161,16 +161,15 @@ def mamba_chunk_scan_combined(
         raise NotImplementedError("mamba_track_mask: slipstream leaves no states on Mamba-2's way")
     if not return_varlen_states or return_final_states or cu_seqlens is None or out is None:
         raise NotImplementedError("return_varlen_states: slipstream returns these states alone")
-    y, states = chunk_simple_gla(
-        *linear_mixers.mamba2_inputs(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit),
+    y, states = serving.mamba2(
+        chunk_simple_gla,
+        *(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit),
         initial_state=None if initial_states is None else initial_states.float(),
         output_final_state=True,
         cu_seqlens=cu_seqlens,
-        **linear_mixers.MAMBA2,
     )
     assert states is not None
-    D = D[:, None] if D is not None and D.dim() == 1 else D
-    out.copy_(linear_mixers.skip_and_gate(y, x, D, z))
+    out.copy_(y)
     states = states.to(C.dtype if state_dtype is None else state_dtype)
     if return_track_states:
         return None, states, None
@@ -255,8 +254,8 @@ def _mamba_step(
 ) -> Tensor:
     """q, k = C, B [N, 1, G, S], v = x [N, 1, H, P], dt raw [N, 1, H]; states [.., H, P, S]."""
     return mixer_step(
-        q, k, v, state=states, state_indices=slots, g=dt, dt_scales_v=True, **options,
-        **linear_mixers.MAMBA2,
+        q, k, v, state=states, state_indices=slots, g=dt, dt_scales_v=True, scale=1.0,
+        state_v_first=True, **options,
     )  # fmt: skip
 
 

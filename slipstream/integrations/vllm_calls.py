@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.integrations import linear_mixers, serving, vllm
+from slipstream.integrations import serving, vllm
 from slipstream.kernels.elementwise.copy_states import copy_states
 from slipstream.kernels.linear import prefix_states
 from slipstream.ops import chunk_kda, chunk_simple_gla, selective_scan, short_convolution
@@ -225,20 +225,16 @@ def mamba_chunk_scan_combined_varlen(
     """Mamba-2 of packed prompts x [T, H, P] into out; states are [N, H, P, S]."""
     if return_intermediate_states:
         raise NotImplementedError("return_intermediate_states: chunks end where vLLM's do not")
-    tensors = (t[None] for t in (x, dt))
-    x_in, dt_in = tensors
-    y, final = chunk_simple_gla(
-        *linear_mixers.mamba2_inputs(
-            x_in, dt_in, A, B[None], C[None], dt_bias, dt_softplus, dt_limit
-        ),
+    gates = None if z is None else z[None]
+    y, final = serving.mamba2(
+        chunk_simple_gla,
+        *(x[None], dt[None], A, B[None], C[None], D, gates, dt_bias, dt_softplus, dt_limit),
         initial_state=None if initial_states is None else initial_states.float(),
         output_final_state=True,
         cu_seqlens=cu_seqlens,
-        **linear_mixers.MAMBA2,
     )
     assert final is not None
-    skip = D[:, None] if D is not None and D.dim() == 1 else D
-    out.copy_(linear_mixers.skip_and_gate(y, x_in, skip, None if z is None else z[None])[0])
+    out.copy_(y[0])
     if final_states_out is None or final_state_indices is None:
         return final if state_dtype is None else final.to(state_dtype)
     copy_states(final, final_states_out, target_indices=_written(final_state_indices, cu_seqlens))

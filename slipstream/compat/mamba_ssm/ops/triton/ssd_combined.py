@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.common import checks
 from slipstream.compat.fixed import fixed, missing_names
-from slipstream.integrations import linear_mixers
+from slipstream.integrations import linear_mixers, serving
 from slipstream.ops import causal_conv1d, mamba, norm, simple_gla
 
 __getattr__ = missing_names(__name__, ("selective_scan_bwd", "mamba_conv1d_scan_ref"))
@@ -82,15 +82,13 @@ def mamba_chunk_scan_combined(
         raise NotImplementedError(
             "initial_states: want None beside return_varlen_states, which starts each sequence at 0"
         )
-    y, states = simple_gla.chunk_simple_gla(
-        *linear_mixers.mamba2_inputs(x, dt, A, B, C, dt_bias, dt_softplus, dt_limit),
-        cu_seqlens=cu_seqlens, output_final_state=True, **linear_mixers.MAMBA2,
+    y, states = serving.mamba2(
+        simple_gla.chunk_simple_gla, x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit,
+        cu_seqlens=cu_seqlens, output_final_state=True,
     )  # fmt: skip
     assert states is not None
     if not _are_sequences(seq_idx, cu_seqlens, x.shape[1]):
         return (*_tuple_of(scan()), states)
-    D = D[:, None] if D is not None and D.dim() == 1 else D
-    y = linear_mixers.skip_and_gate(y, x, D, z)
     # that of the last token's sequence: empty ones may be behind it
     last = states[torch.searchsorted(cu_seqlens, cu_seqlens.new_full((1,), x.shape[1])) - 1]
     return (y, last, states) if return_final_states else (y, states)
