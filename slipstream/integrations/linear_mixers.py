@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from slipstream.integrations import serving
 from slipstream.ops import conv, delta_rule, kda, simple_gla, steps
@@ -251,9 +252,15 @@ def _delta(op: Callable) -> Callable:
     ) -> tuple[Tensor, Tensor | None]:
         seq_idx = sequences_of(kwargs | {"cu_seqlens": cu_seqlens}, *query.shape[:2])
         tensors = (query, key.to(query.dtype), value.to(query.dtype), widen(g), beta)
-        norm = use_qk_l2norm_in_kernel
+        norm, context = use_qk_l2norm_in_kernel, context_of(kwargs)
+        apart = seq_idx is not None or context is not None or initial_state is None
+        if query.shape[1] == 1 and not (apart or torch.is_grad_enabled() or is_compiling()):
+            q, k, v, g, beta = tensors
+            options = {"state": initial_state, "use_qk_l2norm_in_kernel": norm}
+            # in place: the cache that it is of would have the new one copied there
+            return steps.recurrent_step(q, k, v, g=g, beta=beta, **options), initial_state
         return _run(
-            op, tensors, initial_state, output_final_state, seq_idx, context_of(kwargs),
+            op, tensors, initial_state, output_final_state, seq_idx, context,
             use_qk_l2norm_in_kernel=norm,
         )  # fmt: skip
 
@@ -299,6 +306,10 @@ def causal_conv1d_update(
 ) -> Tensor:
     """The next token hidden_states [B, D, 1] or [B, D]; conv_state [B, D, S] moves on in place."""
     x = hidden_states.to(weight.dtype)
+    if x.dim() == 3 and x.shape[2] == 1:  # several are computed one after another
+        return causal_conv1d_update(hidden_states[..., 0], conv_state, weight, bias, activation)[
+            ..., None
+        ]
     return conv_update(x, conv_state, weight, bias, activation).to(hidden_states.dtype)
 
 
@@ -348,19 +359,16 @@ def selective_state_update(
     dt [B, H, P], A [H, P, N], dt_bias and D [H, P] are a number a head, expanded; B, C [B, G, N].
     If they are a number a channel, or there are no heads as in Mamba-1, the selective scan does it.
     """
-    x = hidden_states
-    a_channel = x.dim() != 3 or any(A.stride()[1:]) or dt.stride(-1)
-    if a_channel or (dt_bias is not None and dt_bias.stride(-1)):
+    x, heads = hidden_states, (dt, dt_bias, D)
+    a_channel = x.dim() != 3 or any(A.stride()[1:]) or not dt_softplus
+    if a_channel or any(t is not None and t.stride(-1) for t in heads):
         return _scan_token(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
-    dt_bias = None if dt_bias is None else dt_bias[:, 0]
-    limit = getattr(running.now.mixer, "time_step_limit", (0.0, float("inf")))
-    step = _step_size(dt[..., 0], dt_bias, dt_softplus).clamp(*limit)  # [B, H]
-    v = (widen(x) * step[..., None]).to(x.dtype)
-    y = steps.recurrent_step(
-        C[:, None].to(x.dtype), B[:, None].to(x.dtype), v[:, None], state=state,
-        g=(step * widen(A[:, 0, 0]))[:, None], scale=1.0, state_v_first=True,
-    )[:, 0]  # fmt: skip
-    return skip_and_gate(y, x, D, z)
+    dt, dt_bias, D = (None if t is None else t[..., 0] for t in heads)
+    limit = getattr(running.now.mixer, "time_step_limit", None)
+    C, B, v, g, z = (None if t is None else t[:, None] for t in (C.to(x.dtype), B, x, dt, z))
+    options = {"state": state, "g": g, "A": A[:, 0, 0], "dt_bias": dt_bias, "dt_limit": limit}
+    options |= {"dt_scales_v": True, "scale": 1.0, "state_v_first": True}
+    return steps.mixer_step(C, B, v, D=D, z=z, **options)[:, 0]
 
 
 def _scan_token(
@@ -376,24 +384,20 @@ def _scan_token(
     dt_softplus: bool,
 ) -> Tensor:
     """x, dt, z [B, ...], A [..., N], D, dt_bias [...], state [B, ..., N]; B, C [B, N] or
-    [B, G, N]."""
-    u, delta = x.flatten(1)[:, None], dt.flatten(1)[:, None]
-    y, final = selective_scan(
-        u,
-        delta,
-        A.flatten(0, -2),
-        B[:, None],
-        C[:, None],
-        None if D is None else D.flatten(),
-        None if z is None else z.flatten(1)[:, None],
-        None if dt_bias is None else dt_bias.flatten(),
-        dt_softplus,
-        initial_state=widen(state).flatten(1, -2),
-        output_final_state=True,
-    )
-    assert final is not None
-    state.copy_(final.detach().view(state.shape))
-    return y.view(x.shape)
+    [B, G, N]. In plain torch: a launch of ours keeps the host as busy as all of these."""
+
+    def of_channels(t: Tensor) -> Tensor:
+        t = widen(t if t.dim() == 3 else t[:, None])
+        if t.shape[1] > 1:
+            t = t.repeat_interleave(x.shape[1] // t.shape[1], 1)
+        return t.unflatten(1, (-1, *(1,) * (x.dim() - 2)))
+
+    step = _step_size(dt, dt_bias, dt_softplus)
+    decayed = widen(state) * torch.exp(step[..., None] * widen(A))
+    final = torch.addcmul(decayed, (step * widen(x))[..., None], of_channels(B))
+    state.copy_(final.detach())
+    y = (final * of_channels(C)).sum(-1)
+    return skip_and_gate(y, widen(x), D, None if z is None else widen(z)).to(x.dtype)
 
 
 def selective_scan_fn(

@@ -237,7 +237,7 @@ def pattern_of(mask_function: Callable) -> Pattern | None:
     code = getattr(mask_function, "__code__", None)
     if code is None or code not in _KNOWN:
         return None
-    inside = inspect.getclosurevars(mask_function).nonlocals
+    inside = dict(zip(code.co_freevars, (x.cell_contents for x in mask_function.__closure__)))
     if code is _SLIDING:
         return Pattern(Rule(left=inside["sliding_window"] - 1))
     if code is _SLIDING_BOTH:
@@ -295,6 +295,11 @@ def _has_blocks(config_module: str) -> bool:
 @torch._dynamo.assume_constant_result
 def wants_entries(config_module: str) -> bool:
     """Whether the models of a configuration always want to compute with the entries of a mask."""
+    return _wants_entries(config_module)
+
+
+@cache
+def _wants_entries(config_module: str) -> bool:
     return re.search(r"allow_is_causal_skip\W+False", modeling_source(config_module)) is not None
 
 

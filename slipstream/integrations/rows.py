@@ -116,7 +116,7 @@ def padding_of(mask: Any, tokens: Any) -> Tensor | None:
         mask = mask.get("linear_attention", mask.get("conv"))
     if not isinstance(mask, Tensor) or not isinstance(tokens, Tensor) or mask.dim() != 2:
         return None
-    real = mask[:, -tokens.shape[1] :].bool()
-    if tokens.shape[1] == 1 or (not linear_mixers.is_unreadable(real) and bool(real.all())):
+    if tokens.shape[1] == 1:
         return None
-    return real
+    real = mask[:, -tokens.shape[1] :].bool()
+    return None if not linear_mixers.is_unreadable(real) and bool(real.all()) else real
