@@ -234,7 +234,7 @@ def _shifted(
             cu_seqlens=rows.cuts,
         )  # fmt: skip
     mixes = (getattr(self, f"time_mix_{name}") for name in names)
-    mixed = [x * mix + previous * (1 - mix) for mix in mixes]
+    mixed = [torch.lerp(previous, x, mix.to(x.dtype)) for mix in mixes]
     if state is not None:
         state[index][:, :, self.layer_id] = rows.leave(last).detach()
     return mixed

@@ -306,11 +306,10 @@ def causal_conv1d_update(
 ) -> Tensor:
     """The next token hidden_states [B, D, 1] or [B, D]; conv_state [B, D, S] moves on in place."""
     x = hidden_states.to(weight.dtype)
-    if x.dim() == 3 and x.shape[2] == 1:  # several are computed one after another
-        return causal_conv1d_update(hidden_states[..., 0], conv_state, weight, bias, activation)[
-            ..., None
-        ]
-    return conv_update(x, conv_state, weight, bias, activation).to(hidden_states.dtype)
+    one = x.dim() == 3 and x.shape[2] == 1 and conv_state.shape[1:] == weight.shape
+    update = conv.short_convolution_update if one else conv_update
+    y = update(x[..., 0] if one else x, conv_state, weight, bias, activation=activation)
+    return (y[..., None] if one else y).to(hidden_states.dtype)
 
 
 def mamba_chunk_scan_combined(
@@ -357,47 +356,32 @@ def selective_state_update(
     mixer's limit of dt, which transformers passes with a prompt alone, holds for it too.
 
     dt [B, H, P], A [H, P, N], dt_bias and D [H, P] are a number a head, expanded; B, C [B, G, N].
-    If they are a number a channel, or there are no heads as in Mamba-1, the selective scan does it.
+    If they are a number a channel, or there are no heads as in Mamba-1, plain torch does it.
     """
     x, heads = hidden_states, (dt, dt_bias, D)
     a_channel = x.dim() != 3 or any(A.stride()[1:]) or not dt_softplus
-    if a_channel or any(t is not None and t.stride(-1) for t in heads):
-        return _scan_token(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus)
-    dt, dt_bias, D = (None if t is None else t[..., 0] for t in heads)
-    limit = getattr(running.now.mixer, "time_step_limit", None)
-    C, B, v, g, z = (None if t is None else t[:, None] for t in (C.to(x.dtype), B, x, dt, z))
-    options = {"state": state, "g": g, "A": A[:, 0, 0], "dt_bias": dt_bias, "dt_limit": limit}
-    options |= {"dt_scales_v": True, "scale": 1.0, "state_v_first": True}
-    return steps.mixer_step(C, B, v, D=D, z=z, **options)[:, 0]
-
-
-def _scan_token(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-) -> Tensor:
-    """x, dt, z [B, ...], A [..., N], D, dt_bias [...], state [B, ..., N]; B, C [B, N] or
-    [B, G, N]. In plain torch: a launch of ours keeps the host as busy as all of these."""
-
-    def of_channels(t: Tensor) -> Tensor:
-        t = widen(t if t.dim() == 3 else t[:, None])
-        if t.shape[1] > 1:
-            t = t.repeat_interleave(x.shape[1] // t.shape[1], 1)
-        return t.unflatten(1, (-1, *(1,) * (x.dim() - 2)))
-
-    step = _step_size(dt, dt_bias, dt_softplus)
-    decayed = widen(state) * torch.exp(step[..., None] * widen(A))
-    final = torch.addcmul(decayed, (step * widen(x))[..., None], of_channels(B))
-    state.copy_(final.detach())
-    y = (final * of_channels(C)).sum(-1)
-    return skip_and_gate(y, widen(x), D, None if z is None else widen(z)).to(x.dtype)
+    if not a_channel and all(t is None or not t.stride(-1) for t in heads):
+        bias, D = (None if t is None else t[..., 0] for t in heads[1:])
+        limit: Any = getattr(running.now.mixer, "time_step_limit", None)
+        q, k, v, g = (t[:, None] for t in (C.to(x.dtype), B, x, dt[..., 0]))
+        v_first = state.stride(-1) == 1  # a cache lies as the states of a prompt did
+        options = {"state": state if v_first else state.mT, "state_v_first": v_first, "scale": 1.0}
+        options |= {"g": g, "A": A[:, 0, 0], "dt_bias": bias, "dt_limit": limit, "D": D}
+        z = None if z is None else z[:, None]
+        return steps.mixer_step(q, k, v, z=z, dt_scales_v=True, **options)[:, 0]
+    # of which a launch of ours would keep the host as busy as all of torch's
+    u, step = widen(x).flatten(1), widen(dt).flatten(1)
+    step = step if dt_bias is None else step + dt_bias.flatten()
+    step = F.softplus(step) if dt_softplus else step
+    n = u.shape[1]
+    B, C = (t[:, None] if t.dim() < 3 else t.repeat_interleave(n // t.shape[1], 1) for t in (B, C))
+    decayed = widen(state).flatten(1, -2) * torch.exp(step[..., None] * widen(A).flatten(0, -2))
+    final = torch.addcmul(decayed, (step * u)[..., None], widen(B))
+    state.copy_(final.detach().view(state.shape))
+    y = (final * C).sum(-1)
+    y = y if D is None else y + u * D.flatten()
+    y = y if z is None else y * F.silu(widen(z).flatten(1))
+    return y.view(x.shape).to(x.dtype)
 
 
 def selective_scan_fn(
@@ -443,20 +427,6 @@ def _state_before_scan() -> Tensor | None:
     running.now.scans += 1
     state = running.now.cache.layers[running.now.mixer.layer_idx].recurrent_states[0]
     return state if state is None or state.dim() == 3 else state[:, index]
-
-
-def _step_size(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    dt = widen(dt) if bias is None else widen(dt) + widen(bias)
-    return F.softplus(dt) if softplus else dt
-
-
-def skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """(y + D x) silu(z) in x's dtype."""
-    if D is not None:
-        y = y + x * D
-    if z is not None:
-        y = y * F.silu(z)
-    return y.to(x.dtype)
 
 
 def not_fused(*args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,6 @@ bool.
 """
 
 import inspect
-import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -27,9 +26,11 @@ from torch import Tensor
 from transformers import masking_utils
 
 from slipstream.integrations import linear_mixers
+from slipstream.runtime.consistent import consistent_scope
 
 # above any number of heads, so that adding such a mask to scores is an error
 FIRST_RULE = 4099
+FEW_KEYS = 2**22  # numbers in them
 
 
 class Rule(NamedTuple):
@@ -234,10 +235,11 @@ def pattern_of(mask_function: Callable) -> Pattern | None:
         return Pattern(Rule(right=0))
     if mask_function is masking_utils.bidirectional_mask_function:
         return Pattern()
-    code = getattr(mask_function, "__code__", None)
-    if code is None or code not in _KNOWN:
+    code: Any = getattr(mask_function, "__code__", None)
+    if code not in _KNOWN or code is None:
         return None
-    inside = dict(zip(code.co_freevars, (x.cell_contents for x in mask_function.__closure__)))
+    cells = [x.cell_contents for x in mask_function.__closure__ or ()]
+    inside = dict(zip(code.co_freevars, cells))
     if code is _SLIDING:
         return Pattern(Rule(left=inside["sliding_window"] - 1))
     if code is _SLIDING_BOTH:
@@ -295,12 +297,7 @@ def _has_blocks(config_module: str) -> bool:
 @torch._dynamo.assume_constant_result
 def wants_entries(config_module: str) -> bool:
     """Whether the models of a configuration always want to compute with the entries of a mask."""
-    return _wants_entries(config_module)
-
-
-@cache
-def _wants_entries(config_module: str) -> bool:
-    return re.search(r"allow_is_causal_skip\W+False", modeling_source(config_module)) is not None
+    return any(f"causal_skip{x}False" in modeling_source(config_module) for x in ("=", '": '))
 
 
 def indexed(config_module: str) -> bool:
@@ -350,6 +347,18 @@ def _cuts_by_position(mask: Tensor, positions: Any, B: int, T: int) -> Tensor | 
     if seq_idx is None or seq_idx.shape[1] != T:
         return None
     return linear_mixers.offsets_of(seq_idx.expand(B, -1)).int()
+
+
+def sees_few_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether each row has one query, which sees all keys, so few that torch's own attention is as
+    fast as ours: it keeps the host less busy."""
+    (B, _, S, D), few = k.shape, 0 < k.numel() <= FEW_KEYS
+    if not few or q.shape[2] != 1 or q.shape[0] != B or v.shape[3] != D or D > 256:
+        return False
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or consistent_scope.on:
+        return False
+    whole = mask is None or (is_rule_mask(mask) and mask.shape[2:] == (1, 0))
+    return whole and (mask is None or not 0 <= Rule.of_size(mask.shape[1]).left < S - 1)
 
 
 def visible(mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:

@@ -420,16 +420,12 @@ def _gated_norm(cls: type[nn.Module]) -> Callable | None:
         return None
     for activation in ("silu", "sigmoid"):
         for before in (True, False):
-            if _same_numbers(cls, _gated_forward(forward, activation, before, _norm)):
+            if _same_numbers(cls, _gated_forward(forward, activation, before, rms_norm_gated)):
                 full = f"{cls.__module__}.{cls.__name__}"
                 usage.site(LIBRARY, full)
                 counted = usage.counted(LIBRARY, full)
-                return _gated_forward(forward, activation, before, counted(_norm))
+                return _gated_forward(forward, activation, before, counted(rms_norm_gated))
     return None
-
-
-def _norm(*args: Any, **kwargs: Any) -> Tensor:
-    return rms_norm_gated(*args, **kwargs)
 
 
 def _gated_forward(

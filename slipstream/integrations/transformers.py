@@ -35,7 +35,6 @@ from slipstream.integrations.masks import Query, Rule, build_mask, cuts_by_posit
 from slipstream.integrations.patching import patch, unpatch
 from slipstream.ops.attention import attention
 from slipstream.ops.flash_attn import flash_attn_with_kvcache
-from slipstream.runtime.consistent import consistent_scope
 from slipstream.runtime.context_parallel import ContextParallel
 
 __all__ = [
@@ -46,8 +45,6 @@ __all__ = [
 NAME = "slipstream"
 # with more queries than this, reading all keys for all of them at once does not pay
 DECODED_QUERIES = 16
-# numbers of keys of a step of one token up to which torch's own is as fast, and launches less
-FEW_KEYS = 2**22
 # arguments that change no result: is_causal and sliding_window are in the mask, and some models
 # hand on all that they were given
 UNREAD = frozenset(
@@ -200,8 +197,8 @@ def slipstream_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)
     more = (softcap, s_aux, position_bias, sinks, indices, block_indices, cu_seq_lens_q, seq_idx)
     alone = more == (None,) * len(more) and not dropout and context is None
-    if alone and _sees_few_keys(query, key, value, attention_mask):
-        grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    if alone and masks.sees_few_keys(query, key, value, attention_mask):
+        grouped: Any = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
         by_torch = torch.nn.functional.scaled_dot_product_attention
         return by_torch(query, key, value, scale=scaling, **grouped).transpose(1, 2), None
     if s_aux is not None:
@@ -250,19 +247,6 @@ def slipstream_attention(
     used = attention_mask[:, 0, 0].expand(q.shape[0], -1).unbind(1)
     begin, end = used if len(used) == 2 else (None, used[0])
     return _plain(q, k, v, begin, end, options), None
-
-
-def _sees_few_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether each row has one query, which sees all keys, and torch's own is to be called."""
-    (B, _, S, D), T = k.shape, q.shape[2]
-    if T != 1 or q.shape[0] != B or not 0 < k.numel() <= FEW_KEYS or v.shape[3] != D or D > 256:
-        return False
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or consistent_scope.on:
-        return False
-    if mask is None:
-        return True
-    whole = is_rule_mask(mask) and mask.shape[2:] == (1, 0)
-    return whole and not 0 <= Rule.of_size(mask.shape[1]).left < S - 1
 
 
 def _check_cuts(mask: Tensor | None, rule: Rule, q: Tensor, k: Tensor) -> None:
