@@ -77,14 +77,15 @@ def rows(captured: str) -> list[dict[str, str]]:
         ("varying", "--only sizes.gla|operator.chunk_gdn2", 9),
         # each way is a process of its own, which imports transformers
         ("transformers_models", "--cpu --only nemotron_h.*patched", 1),
+        ("transformers_turns", "--only ^xlstm", 4),
         pytest.param("convergence", "--seeds 2 --only qwen3_next", 4, marks=pytest.mark.slow),
     ],
 )
 def test_small_run(
     name: str, arguments: str, many: int, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    whole = ("training", "transformers_models", "convergence", "varying", "selected_model")
-    if name in whole or re.search("generate|--cpu|drafts", arguments):
+    whole = ("training", "convergence", "varying", "selected_model")
+    if name in whole or "transformers" in name or re.search("generate|--cpu|drafts", arguments):
         pytest.importorskip("transformers")
     script(f"bench/{name}").main(["--small", *arguments.split()])
     found = rows(capsys.readouterr().out)
