@@ -1,5 +1,7 @@
 """The tables of README.md and docs: columns, and queries over bench/results (tables.py)."""
 
+from statistics import median
+
 from tables import Row, Table, largest, read, rendered
 
 LINEAR = (
@@ -225,6 +227,24 @@ def summary() -> list[Row]:
 
 
 DELTA_PEERS = "SELECT * FROM delta_peers WHERE flash_qla_kernels_ms <> '' ORDER BY n"
+
+
+def class_medians() -> list[Row]:
+    """Of the newest rows of each class: by mapping and what is timed the median ratio."""
+    newest = read(
+        'SELECT *, max(n) FROM transformers_classes WHERE min("own ms" + 0, "ours ms" + 0) > 0 '
+        "GROUP BY model, what ORDER BY n"
+    )
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in newest:
+        groups.setdefault((row["mapping"], row["what"]), []).append(row)
+    return [
+        {**rows[-1], "source": " ".join(x["source"] for x in rows), "classes": str(len(rows)),
+         "ratio": f"{median(float(x['own ms']) / float(x['ours ms']) for x in rows):.3f}"}
+        for rows in groups.values()
+    ]  # fmt: skip
+
+
 WAYS = {
     shown: f"{{torch@{x}:4}} / {{fla@{x}:4}} / {{patched@{x}:4}}"
     for x, shown in (("train ms", "ms a step"), ("prefill ms", "ms a prompt"),
@@ -361,6 +381,21 @@ TABLES: dict[str, Table] = {
          "step, torch / patched": "{torch@train ms:4 ~ patched@train ms:4}",
          "prompt, the same": "{torch@prefill ms:4 ~ patched@prefill ms:4}"},
         "bench/transformers_models.py", by="way",
+    ),
+    "transformers_turns": Table(
+        "SELECT * FROM transformers_turns ORDER BY n", "model",
+        {"own / ours, ms": "{model}", **{
+            shown: f"{{{x}@own ms:4}} / {{{x}@ours ms:4}}"
+            for x, shown in (("step", "a step"), ("prompt", "a prompt"), ("token", "a token"),
+                             ("token, 16 rows", "a token of 16 rows"))},
+         "token, own / ours": "{token@own ms:4 ~ token@ours ms:4}"},
+        "bench/transformers_turns.py", by="what",
+    ),
+    "transformers_classes": Table(
+        class_medians, "mapping",
+        {"mapping": "{mapping}", "classes": "{prompt@classes}",
+         **{f"{x}, own / ours": f"{{{x}@ratio:3}}" for x in ("prompt", "step", "token")}},
+        "bench/transformers_turns.py --classes FILE", by="what",
     ),
     "peer_suites": Table(
         SUITES, "package, device",

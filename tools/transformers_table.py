@@ -1,6 +1,7 @@
 """Compares every class of transformers' models under "slipstream" with "eager"; writes the table.
 
 python tools/transformers_table.py [--results FILE] [--jobs 1] [--only TEXT]
+python tools/tables.py --write    fills in the times
 
 Tiny random models on a CPU: tests/support/tiny_models.py. An hour on one core for all classes;
 results are kept in FILE, so that a run that was stopped goes on where it was.
@@ -23,6 +24,22 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 TABLE = Path(__file__).parents[1] / "docs" / "guides" / "transformers_table.md"
 SECONDS = 120  # for one class
 OUTCOMES = ("matches", "own attention", "refused", "differs")
+TIME = """## Time
+
+Beside transformers' own, in turns in one process: the medians of five, the host waiting for the
+GPU after each. Four layers of models that [patch()](transformers_patch.md) takes, 1,024 wide in
+bf16: a training step of 2,048 tokens, a prompt of as many, a token of `generate`. So few layers
+leave a token to the host; own is plain torch, with `"sdpa"` where a model has it.
+
+<!-- table transformers_turns -->
+<!-- end of table -->
+
+The classes above with the configurations above, on rows of 96 tokens: the host's time, by mapping
+the median over classes of own attention's time over ours.
+
+<!-- table transformers_classes -->
+<!-- end of table -->
+"""
 Results = dict[str, dict[str, list[str]]]
 HEAD = """# Every class of transformers
 
@@ -113,6 +130,7 @@ def page(results: Results, classes: dict[str, tuple[str, str]], version: str) ->
         rows.append([mapping.removesuffix("_MAPPING_NAMES").lower(), listed, len(here), *cells])
     parts.append("The last two columns count: matches/own attention/refused/differs.\n")
     parts.append(table(["mapping", "classes", "ran", "slipstream", "sdpa"], rows))
+    parts.append(TIME)
     rows = [
         [n, r["slipstream"][0], short(r["slipstream"][1]), r["sdpa"][0]]
         for n, r in sorted(ran.items())
