@@ -348,7 +348,8 @@ class Provider:
 
     def back(self, out: Tensor, keep: bool = False) -> tuple[Tensor | None, ...]:
         if self.dout is None or self.dout.shape != out.shape:
-            self.dout = torch.randn_like(out)
+            # a loss gets 1, as loss.backward() gives it: other factors cost a pass of their own
+            self.dout = torch.randn_like(out) if out.dim() else torch.ones_like(out)
         leaves = list(self.live.values())
         return torch.autograd.grad(out, leaves, self.dout, retain_graph=keep, allow_unused=True)
 

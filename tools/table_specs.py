@@ -317,10 +317,11 @@ TABLES: dict[str, Table] = {
     "attention": Table(
         "attention_rows", "shape, causal",
         {"B,T,H,D": "{shape}", "causal": "{causal}", "sm_90 kernels": "{sm90 fwd:3} / {sm90 bwd:3}",
-         "cuDNN": "{cudnn fwd:3} / {cudnn bwd:3}",
+         "FlashAttention-4": "{fa4 fwd:3} / {fa4 bwd:3}", "cuDNN": "{cudnn fwd:3} / {cudnn bwd:3}",
          "Triton kernels": "{portable fwd:3} / {portable bwd:3}",
-         "torch's flash": "{flash fwd:3} / {flash bwd:3}",
-         "its efficient": "{efficient fwd:3} / {efficient bwd:3}",
+         "torch's flash or efficient":
+             "{flash fwd:3} / {flash bwd:3} || {efficient fwd:3} / {efficient bwd:3}",
+         "sm_90 / FlashAttention-4": "{sm90 fwd:3 ~ fa4 fwd:3} / {sm90 bwd:3 ~ fa4 bwd:3}",
          "sm_90 / cuDNN": "{sm90 fwd:3 ~ cudnn fwd:3} / {sm90 bwd:3 ~ cudnn bwd:3}",
          "measured": "{measured}"},
         "bench/attention.py",
