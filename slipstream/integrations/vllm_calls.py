@@ -50,21 +50,42 @@ def causal_conv1d_fn(
         raise NotImplementedError("cache_indices: want blocks of a pool, got None")
     if (pad_slot_id, null_block_id) != (-1, 0):
         raise NotImplementedError(f"null_block_id: want 0, got {null_block_id} and {pad_slot_id}")
-    windows, slots = _windows(conv_states, weight), _written(cache_indices, query_start_loc)
-    before = x.new_zeros(slots.shape[0], *weight.shape)
-    copy_states(windows, before[:, None, :, 1:], source_indices=_read(slots, has_initial_state))
-    y, after = short_convolution(
-        x.mT[None],
-        weight,
-        bias,
-        activation=_activation(activation),
-        initial_state=before,
-        output_final_state=True,
-        cu_seqlens=query_start_loc,
-    )
-    assert after is not None
-    copy_states(after[:, None, :, 1:], windows, target_indices=slots)
+    at = written(cache_indices, query_start_loc), has_initial_state, query_start_loc
+    (y,) = convolved([x.mT], conv_states, [weight], bias, _activation(activation), *at)
     return y[0].mT
+
+
+def convolved(
+    parts: list[Tensor],
+    conv_states: Tensor,
+    weights: list[Tensor],
+    bias: Tensor | None,
+    activation: str | None,
+    slots: Tensor,
+    has_initial_state: Tensor | None,
+    offsets: Tensor,
+) -> list[Tensor]:
+    """[1, T, D] of each of packed prompts [T, D], whose channels lie one behind the other in the
+    pool: one copy from it, and one to it."""
+    count, width = len(parts), weights[0].shape[1]
+    windows = conv_states[..., : width - 1].unflatten(1, (count, -1))
+    before = parts[0].new_zeros(count, slots.shape[0], *weights[0].shape)
+    first = _read(slots, has_initial_state)
+    copy_states(windows, before.transpose(0, 1)[..., 1:], source_indices=first)
+    options: dict[str, Any] = {"activation": activation, "cu_seqlens": offsets}
+    ys = [
+        short_convolution(x[None], weight, bias, initial_state=state, **options)[0]
+        for x, weight, state in zip(parts, weights, before, strict=True)
+    ]
+    # a row before its sequence is a column of the window
+    row = offsets[1:, None] + torch.arange(1 - width, 0, device=slots.device)
+    ahead, row = row - offsets[:-1, None], row.clamp(0, parts[0].shape[0] - 1)
+    new = torch.stack([x.index_select(0, row.flatten()).unflatten(0, row.shape) for x in parts])
+    column = (ahead + width).clamp(0, width - 1).long()[..., None]
+    old = before.mT.gather(2, column.expand_as(new))
+    after = torch.where(ahead[..., None] < 0, old, new)
+    copy_states(after.transpose(0, 1).mT, windows, target_indices=slots)
+    return ys
 
 
 def chunk_delta_rule(
@@ -130,12 +151,9 @@ def chunk_delta_attention(
     gates, rates = (raw_g if is_raw else g), (beta if raw_beta is None else raw_beta)
     assert gates is not None and rates is not None
     bias = g_bias if is_raw else None
+    tensors = q, k, v, gates, rates
     return chunk_kda(
-        q,
-        k,
-        v,
-        gates,
-        rates,
+        *tensors,
         scale=scale,
         initial_state=None if initial_state is None else initial_state.float(),
         output_final_state=output_final_state,
@@ -184,12 +202,9 @@ def recurrent(
     gates, rates = (raw_g if is_raw else g), (beta if raw_beta is None else raw_beta)
     if gates is None or rates is None or use_qk_l2norm_in_kernel is False:
         raise NotImplementedError("use_qk_l2norm_in_kernel: want True, and gates")
+    at = ssm_state_indices, cu_seqlens, num_accepted_tokens
     o = vllm.next_tokens(
-        [q, k, v, gates, rates],
-        initial_state,
-        ssm_state_indices,
-        cu_seqlens,
-        num_accepted_tokens,
+        *([q, k, v, gates, rates], initial_state, *at),
         A_log=A_log if is_raw else None,
         dt_bias=dt_bias,
         lower_bound=lower_bound if is_raw else None,
@@ -237,7 +252,7 @@ def mamba_chunk_scan_combined_varlen(
     out.copy_(y[0])
     if final_states_out is None or final_state_indices is None:
         return final if state_dtype is None else final.to(state_dtype)
-    copy_states(final, final_states_out, target_indices=_written(final_state_indices, cu_seqlens))
+    copy_states(final, final_states_out, target_indices=written(final_state_indices, cu_seqlens))
     return None
 
 
@@ -271,24 +286,13 @@ def selective_scan_fn(
     )
     if query_start_loc is None or cache_indices is None or null_block_id:
         raise NotImplementedError("query_start_loc, cache_indices: want both")
-    slots, pool = _written(cache_indices, query_start_loc), ssm_states[:, None]
+    slots, pool = written(cache_indices, query_start_loc), ssm_states[:, None]
     own = ssm_states.new_empty(slots.shape[0], *ssm_states.shape[1:], dtype=torch.float32)
     copy_states(pool, own[:, None], source_indices=_read(slots, has_initial_state))
     u_, delta_, B_, C_ = (t.mT[None] for t in (u, delta, B, C))
-    y, final = selective_scan(
-        u_,
-        delta_,
-        A,
-        B_,
-        C_,
-        D,
-        None if z is None else z.mT[None],
-        delta_bias,
-        delta_softplus,
-        initial_state=own,
-        output_final_state=True,
-        cu_seqlens=query_start_loc,
-    )
+    tensors = u_, delta_, A, B_, C_, D, None if z is None else z.mT[None], delta_bias
+    states: dict[str, Any] = {"initial_state": own, "output_final_state": True}
+    y, final = selective_scan(*tensors, delta_softplus, cu_seqlens=query_start_loc, **states)
     assert final is not None
     copy_states(final[:, None], pool, target_indices=slots)
     return y[0].mT
@@ -385,12 +389,7 @@ def _activation(activation: str | bool | None) -> str | None:
     return activation
 
 
-def _windows(conv_states: Tensor, weight: Tensor) -> Tensor:
-    """[blocks, 1, D, W - 1], the same memory."""
-    return conv_states[:, None, :, : weight.shape[1] - 1]
-
-
-def _written(indices: Tensor, offsets: Tensor) -> Tensor:
+def written(indices: Tensor, offsets: Tensor) -> Tensor:
     """Blocks [N], -1 where there is none, or no token: padding at the end."""
     if indices.dim() != 1:
         raise NotImplementedError(f"cache_indices: want one block a sequence, got {indices.shape}")
@@ -413,4 +412,4 @@ def _prompts(state_indices: Tensor, metadata: Any) -> tuple[Tensor, Tensor, Tens
     of_prompts = getattr(metadata, "state_indices_tensor_p", None)
     slots = state_indices[first:] if of_prompts is None else of_prompts
     has_initial = metadata.seq_lens[first : first + count] > lengths
-    return _written(slots[:count], offsets), offsets - offsets[:1], has_initial
+    return written(slots[:count], offsets), offsets - offsets[:1], has_initial

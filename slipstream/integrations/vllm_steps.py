@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.integrations import usage, vllm_calls
-from slipstream.ops import mixer_step, rms_norm_gated
+from slipstream.integrations import serving, usage, vllm_calls
+from slipstream.ops import chunk_kda, mixer_step, rms_norm_gated
 from slipstream.runtime.guarded_launch import is_capturing
 
 PROMPT = 64  # tokens of a prompt that warms up
@@ -150,14 +150,11 @@ def delta_net_step(
     """Of Qwen's and OLMo's Gated DeltaNet."""
     n, K, (HV, V) = metadata.num_actual_tokens, layer.head_k_dim, core_attn_out.shape[-2:]
     H = (mixed_qkv.shape[-1] - HV * V) // (2 * K)
+    slots, conv = metadata.non_spec_state_indices_tensor[:n], layer.conv1d
+    given = slots, mixed_qkv[:n].split([H * K, H * K, HV * V], -1), (H, HV, K, V)
     _step(
         layer,
-        metadata.non_spec_state_indices_tensor[:n],
-        mixed_qkv[:n].split([H * K, H * K, HV * V], -1),
-        (H, HV, K, V),
-        layer.conv1d.weight,
-        layer.conv1d.bias,
-        layer.activation,
+        *(*given, conv.weight, conv.bias, layer.activation),
         g=a[:n, None],
         A_log=layer.A_log,
         dt_bias=layer.dt_bias,
@@ -206,14 +203,10 @@ def delta_attention_step(
         norm = layer.o_norm
         options |= {"z": z.view(-1, H, D)[:n, None], "z_activation": norm.activation}
         options |= {"norm_weight": norm.weight, "norm_eps": norm.eps}
+    slots = metadata.non_spec_state_indices_tensor[:n]
     _step(
         layer,
-        metadata.non_spec_state_indices_tensor[:n],
-        [x[:n] for x in parts],
-        (H, H, D, D),
-        weight,
-        None,
-        "silu",
+        *(slots, [x[:n] for x in parts], (H, H, D, D), weight, None, "silu"),
         g=g1[0, :n, None],
         beta=beta[0, :n, None],
         use_beta_sigmoid_in_kernel=in_core or not is_apart,
@@ -221,6 +214,26 @@ def delta_attention_step(
         out=core_attn_out[0, :n, None],
         **options,
     )
+
+
+def _delta_attention_prompts(
+    layer: Any, metadata: Any, g1: Tensor, beta: Tensor, core_attn_out: Tensor, **parts: Tensor
+) -> None:
+    """Of Kimi's KDA, whose own method waits for the device to tell which prompts have a state."""
+    n, (H, D), norm = metadata.num_actual_tokens, core_attn_out.shape[-2:], layer.o_norm
+    offsets, has_state = metadata.non_spec_query_start_loc, metadata.has_initial_state
+    slots = vllm_calls.written(metadata.non_spec_state_indices_tensor, offsets)
+    windows, states = layer.kv_cache[:2]
+    windows = windows if mamba_utils.is_conv_state_dim_first() else windows.mT
+    xs = [parts[f"{x}_proj_states"][:n] for x in "qkv"]
+    weights = [getattr(layer, f"{x}_conv1d").weight[:, 0] for x in "qkv"]
+    ys = vllm_calls.convolved(xs, windows, weights, None, "silu", slots, has_state, offsets)
+    at = {"states": states, "slots": slots, "has_state": has_state, "cu_seqlens": offsets}
+    gates = {"A_log": layer.A_log.reshape(-1), "dt_bias": layer.dt_bias, "use_gate_in_kernel": True}
+    tensors = *(y.unflatten(-1, (H, D)) for y in ys), g1[:, :n], beta[:, :n].float().sigmoid()
+    o = serving.prefill(chunk_kda, *tensors, **at, **gates, use_qk_l2norm_in_kernel=True)
+    z = core_attn_out[:, :n]
+    z.copy_(rms_norm_gated(o, z, norm.weight, eps=norm.eps, activation=norm.activation))
 
 
 def _behind_each_other(weights: list[Tensor]) -> Tensor:
@@ -248,14 +261,11 @@ def _mamba2_step(layer: Any, metadata: Any, projected_states: Tensor, output: Te
         norm = {"z": gate.unflatten(-1, (HV, P))[:, None], "norm_before_gate": False}
         norm |= {"norm_weight": layer.norm.weight.view(HV, P)}
         norm |= {"norm_eps": layer.norm.variance_epsilon, "norm_group_size": layer.norm.group_size}
+    conv = layer.conv1d
     _step(
         layer,
-        slots[:n],
-        (q, k, v),
-        (q.shape[-1] // S, HV, S, P),
-        layer.conv1d.weight,
-        layer.conv1d.bias,
-        layer.activation,
+        *(slots[:n], (q, k, v), (q.shape[-1] // S, HV, S, P)),
+        *(conv.weight, conv.bias, layer.activation),
         channel_order="vkq",
         g=dt[:, None],
         A=layer.A,
@@ -361,7 +371,9 @@ def delta_attention(base: Any, module: Any) -> type:
     operator, whose output has the norm's gates in it before."""
     if "q_proj_states" not in inspect.signature(base._forward).parameters:
         return base
-    step = counted("KimiGatedDeltaNetAttention", delta_attention_step)
+    name = "KimiGatedDeltaNetAttention"
+    step = counted(name, delta_attention_step)
+    prompts = usage.counted("vllm", f"{name}.chunk_kda_with_fused_gate")(_delta_attention_prompts)
 
     class KimiGatedDeltaNetAttention(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -385,17 +397,11 @@ def delta_attention(base: Any, module: Any) -> type:
         def _forward(self, g1: Tensor, beta: Tensor, core_attn_out: Tensor, **parts: Tensor) -> Any:
             given = {"g1": g1, "beta": beta, "core_attn_out": core_attn_out, **parts}
             warm_up(self, self._forward, **given)
-            if stepped(self, step, **given):
-                core_attn_out[:, _metadata(self).num_actual_tokens :].zero_()
-                return
-            z = core_attn_out.clone()
-            core_attn_out.zero_()
-            super()._forward(**{**given, "beta": beta.float().sigmoid()})
-            norm = self.o_norm
-            y = rms_norm_gated(
-                core_attn_out, z, norm.weight, eps=norm.eps, activation=norm.activation
-            )
-            core_attn_out.copy_(y)
+            metadata = _metadata(self)
+            if metadata is not None and not stepped(self, step, **given):
+                prompts(self, metadata, **given)
+            n = 0 if metadata is None else metadata.num_actual_tokens
+            core_attn_out[:, n:].zero_()
 
     return KimiGatedDeltaNetAttention
 

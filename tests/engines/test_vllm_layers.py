@@ -31,7 +31,8 @@ MODULES += [f"linear.{x}_linear_attn" for x in ("minimax", "bailing")]
 # whose functions the layers call, on CUDA
 OF_LAYERS = re.compile("layers/mamba/(?!ops/cpu)|flash_linear_attention|kimi_k3/nvidia")
 DRAFTS = 7
-# 10,000 of them were right with 0.33.0, 4,000 with 0.26.0 (Qwen, drafts of 0 to 7)
+# 10,000 of them were right with 0.33.0, 4,000 with 0.26.0 (Qwen, drafts of 0 to 7),
+# and 10,000 of KDA and Mamba-2 with 0.33.0
 STEPS = int(os.environ.get("ENGINE_STEPS", "50"))
 ROWS = 64
 
@@ -364,8 +365,8 @@ def test_decoding_warms_prompts_up(engine: Engine, kind: type[Kind]) -> None:
     calls = {x.name: x.calls for x in report().rows if x.calls}
     assert calls[f"{layer.name}.decode"] == 2
     # with and without a state before them
-    assert calls[f"{layer.name}.causal_conv1d_fn"] % 2 == 0
-    assert [n for n in calls if "chunk" in n.lower() or "recurrent" in n], calls
+    rules = [n for n in calls if re.search("(?i)chunk|recurrent", n)]
+    assert rules and not any(calls[n] % 2 for n in calls if n in rules or "causal_conv1d" in n)
     untouched = [x for x in range(1, layer.pools.states.shape[0]) if x not in (3, 5)]
     assert bool((layer.pools.states[untouched] == 2.0).all())
     assert not layer.pools.windows[untouched].any()
