@@ -120,18 +120,14 @@ def of_model(kind: str, small: bool) -> Iterator[dict[str, Any]]:
 
 def of_class(name: str) -> Iterator[dict[str, Any]]:
     import transformers
-    from transformers.models.auto import configuration_auto
 
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.support import tiny_models as tiny
 
     tiny.TOKENS = 96
     cls = getattr(transformers, name)
-    kind, mapping = tiny.classes()[name]
-    config_class = cls.config_class or getattr(
-        transformers, configuration_auto.CONFIG_MAPPING_NAMES[kind]
-    )
-    config = tiny.tiny_config(config_class, {})
+    mapping = tiny.classes()[name][1]
+    config = tiny.tiny_config(tiny.config_class(cls), {})
     own = "sdpa" if cls._supports_sdpa else "eager"
     made = {
         way: tiny.build(cls, config, impl, None).to(DEVICE, BF16)

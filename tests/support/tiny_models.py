@@ -169,13 +169,15 @@ def compare(name: str, impls: tuple[str, ...] = (NAME, "sdpa")) -> dict[str, Com
     return dict.fromkeys(impls, Comparison("not run", errors[0]))
 
 
+def config_class(cls: Any) -> Any:
+    kind = configuration_auto.CONFIG_MAPPING_NAMES[classes()[cls.__name__][0]]
+    return cls.config_class or getattr(transformers, kind)
+
+
 def eager_runs(name: str, other: dict[str, Any]) -> tuple[Any, PreTrainedConfig, Any, Any, Any]:
     """The class, its configuration, weights, inputs, and results with "eager"."""
     cls = getattr(transformers, name)
-    config_class = cls.config_class or getattr(
-        transformers, configuration_auto.CONFIG_MAPPING_NAMES[classes()[name][0]]
-    )
-    config = tiny_config(config_class, other)
+    config = tiny_config(config_class(cls), other)
     with torch.device("meta"):
         size = sum(p.numel() for p in cls._from_config(copy.deepcopy(config)).parameters())
     if size > LARGEST:
