@@ -32,7 +32,7 @@ MODULES += [f"linear.{x}_linear_attn" for x in ("minimax", "bailing")]
 OF_LAYERS = re.compile("layers/mamba/(?!ops/cpu)|flash_linear_attention|kimi_k3/nvidia")
 DRAFTS = 7
 # 10,000 of them were right with 0.33.0, 4,000 with 0.26.0 (Qwen, drafts of 0 to 7),
-# and 10,000 of KDA and Mamba-2 with 0.33.0
+# and 10,000 of KDA with 0.33.0 and of Mamba-2 with both
 STEPS = int(os.environ.get("ENGINE_STEPS", "50"))
 ROWS = 64
 
