@@ -5,7 +5,7 @@ and what is below it, belongs to no sequence: nothing is read or written there. 
 asks for besides raises NotImplementedError with its name, and the layer calls vLLM's own function.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def causal_conv1d_fn(
     if (pad_slot_id, null_block_id) != (-1, 0):
         raise NotImplementedError(f"null_block_id: want 0, got {null_block_id} and {pad_slot_id}")
     at = written(cache_indices, query_start_loc), has_initial_state, query_start_loc
-    (y,) = convolved([x.mT], conv_states, [weight], bias, _activation(activation), *at)
+    (y,) = convolved([x.mT], conv_states, [weight], [bias], _activation(activation), *at)
     return y[0].mT
 
 
@@ -59,7 +59,7 @@ def convolved(
     parts: list[Tensor],
     conv_states: Tensor,
     weights: list[Tensor],
-    bias: Tensor | None,
+    biases: Sequence[Tensor | None],
     activation: str | None,
     slots: Tensor,
     has_initial_state: Tensor | None,
@@ -75,7 +75,7 @@ def convolved(
     options: dict[str, Any] = {"activation": activation, "cu_seqlens": offsets}
     ys = [
         short_convolution(x[None], weight, bias, initial_state=state, **options)[0]
-        for x, weight, state in zip(parts, weights, before, strict=True)
+        for x, weight, bias, state in zip(parts, weights, biases, before, strict=True)
     ]
     # a row before its sequence is a column of the window
     row = offsets[1:, None] + torch.arange(1 - width, 0, device=slots.device)

@@ -223,11 +223,14 @@ def _delta_attention_prompts(
     n, (H, D), norm = metadata.num_actual_tokens, core_attn_out.shape[-2:], layer.o_norm
     offsets, has_state = metadata.non_spec_query_start_loc, metadata.has_initial_state
     slots = vllm_calls.written(metadata.non_spec_state_indices_tensor, offsets)
+    if has_state is None:  # a batch that decodes, which the step refused
+        has_state = slots >= 0
     windows, states = layer.kv_cache[:2]
     windows = windows if mamba_utils.is_conv_state_dim_first() else windows.mT
     xs = [parts[f"{x}_proj_states"][:n] for x in "qkv"]
-    weights = [getattr(layer, f"{x}_conv1d").weight[:, 0] for x in "qkv"]
-    ys = vllm_calls.convolved(xs, windows, weights, None, "silu", slots, has_state, offsets)
+    convs = [getattr(layer, f"{x}_conv1d") for x in "qkv"]
+    given = xs, windows, [x.weight[:, 0] for x in convs], [x.bias for x in convs]
+    ys = vllm_calls.convolved(*given, "silu", slots, has_state, offsets)
     at = {"states": states, "slots": slots, "has_state": has_state, "cu_seqlens": offsets}
     gates = {"A_log": layer.A_log.reshape(-1), "dt_bias": layer.dt_bias, "use_gate_in_kernel": True}
     tensors = *(y.unflatten(-1, (H, D)) for y in ys), g1[:, :n], beta[:, :n].float().sigmoid()

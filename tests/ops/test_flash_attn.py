@@ -35,6 +35,14 @@ def paged(x: Tensor) -> tuple[Tensor, Tensor]:
     return pages, order.argsort().view(B, S // PAGE).int()
 
 
+def in_pages(k: Tensor, v: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    """A page that nobody reads may have any number."""
+    pages, table = paged(k)
+    v_pages = v.reshape(-1, PAGE, *v.shape[2:])[table.flatten().long().argsort()]
+    table[torch.arange(table.shape[1]) * PAGE >= lengths[:, None] + 2] = 99
+    return {"k_cache": pages, "v_cache": v_pages, "block_table": table}
+
+
 # names and defaults of flash_attn 2.8
 OPTIONS = {"softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0}
 REST = {"alibi_slopes": None, "deterministic": False, "return_attn_probs": False}
@@ -121,12 +129,7 @@ def test_cache_grows_and_is_read(kind: str, window: tuple[int, int], causal: boo
         given |= {"k_cache": k.flip(0).clone(), "v_cache": v.flip(0).clone()}
         given |= {"cache_batch_idx": rows}
     elif kind == "pages":
-        given["k_cache"], given["block_table"] = paged(k)
-        at = given["block_table"].flatten().long().argsort()
-        given["v_cache"] = v.reshape(-1, PAGE, 2, 8)[at]
-        # a page that nobody reads may have any number
-        unused = torch.arange(len(at) // 2) * PAGE >= lengths[:, None] + 2
-        given["block_table"][unused] = 99
+        given |= in_pages(k, v, lengths)
     else:
         given |= {"k_cache": k.clone(), "v_cache": v.clone(), "cache_leftpad": pad}
     o, lse = flash_attn_with_kvcache(
@@ -159,12 +162,7 @@ def test_cache_of_a_missing_sequence_is_left_alone(named: str, new: int) -> None
     lengths, rows = torch.tensor([7, 3], dtype=torch.int32), torch.tensor([1, 0])
     given: dict[str, Any] = {"cache_seqlens": lengths, "causal": True, "return_softmax_lse": True}
     if named == "block_table":
-        given["k_cache"], given["block_table"] = paged(k)
-        at = given["block_table"].flatten().long().argsort()
-        given["v_cache"] = v.reshape(-1, PAGE, 2, 8)[at]
-        # a page that nobody reads may have any number
-        unused = torch.arange(len(at) // 2) * PAGE >= lengths[:, None] + 2
-        given["block_table"][unused] = 99
+        given |= in_pages(k, v, lengths)
     else:
         given |= {"k_cache": k, "v_cache": v, "cache_batch_idx": rows}
     if new:
@@ -184,7 +182,7 @@ def test_cache_of_a_missing_sequence_is_left_alone(named: str, new: int) -> None
     # of the caches, the first sequence's rows or pages have changed as before, no other
     own = rows[:1]
     if named == "block_table":
-        own = given["block_table"][0][~unused[0]].long()
+        own = given["block_table"][0][given["block_table"][0] != 99].long()
     for name, got, full in (("k_cache", k_cache, k_want), ("v_cache", v_cache, v_want)):
         expected = given[name].clone()
         expected[own] = full[own]
