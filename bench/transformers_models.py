@@ -156,12 +156,13 @@ STEPS, RUNS = (1, 3.0, 20), (1, 3.0, 3)
 # of the time that is left, how much compilers may take before those that are ready are measured
 COMPILING = 0.65
 ROW = threading.Lock()
+PEERS = ("fla", "causal_conv1d", "mamba_ssm")
 
 
 def prepare(way: str) -> None:
     """Before transformers' models are imported."""
     if way != "fla":
-        for package in ("fla", "causal_conv1d", "mamba_ssm"):
+        for package in PEERS:
             sys.modules[package] = None  # pyright: ignore[reportArgumentType]
     if way == "patched":
         from slipstream.integrations.transformers import patch

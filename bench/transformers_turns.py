@@ -167,6 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report.measure(work)
     finally:
         use("own")
+        for package in models.PEERS:
+            del sys.modules[package]
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def _settings() -> dict[str, object]:
     patching: Any = sys.modules.get("slipstream.integrations.patching")
     layer: Any = patching and patching.GradientCheckpointingLayer
     return {
+        "not to be imported": [x for x in ("fla", "mamba_ssm") if sys.modules.get(x, x) is None],
         "transformers is patched": bool(patching) and hasattr(layer.__call__, patching.ORIGINAL),
         "triton.knobs.runtime.launch_enter_hook": hooks,
         "torch.get_default_dtype()": torch.get_default_dtype(),
@@ -124,9 +125,7 @@ def _leaves_settings_alone() -> Iterator[None]:
     yield
     after = _settings()
     left = [f"{name}: {x}, then {after[name]}" for name, x in before.items() if after[name] != x]
-    left += [
-        f"sys.modules: {x}" for x, module in modules.items() if sys.modules.get(x) is not module
-    ]
+    left += [f"sys.modules: {x}" for x, y in modules.items() if sys.modules.get(x) is not y]
     assert not left, f"left behind: {left}"
 
 

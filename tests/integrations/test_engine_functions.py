@@ -439,7 +439,7 @@ def test_vllm_steps(
 
 def test_vllm_writes_blocks_of_sequences_with_tokens() -> None:
     """Block 0 is no one's."""
-    got = VLLM._written(torch.tensor([0, 1, 2, -1, 7]), torch.tensor([0, 3, 5, 5, 6]))
+    got = VLLM.written(torch.tensor([0, 1, 2, -1, 7]), torch.tensor([0, 3, 5, 5, 6]))
     assert got.tolist() == [-1, 1, -1, -1]
 
 
